@@ -1,0 +1,146 @@
+"""Decode speed of the embedded engine against transformers' own generation, on one tiny model in one run.
+
+    python benchmarks/embedded_engine.py [--requests 1 16 64 128] [--tokens 128] [--device cpu] [--dtype float32]
+
+Prints tokens per second (on the CPU of processor time, so that other programs do not count; else of wall-clock) and the
+ratio to ``generate`` (fixed batch) and to transformers' continuous batching, where that runs (on the CPU it needs psutil).
+All sample at temperature 1 without filters from the same prompts; the engine also returns log-probs and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
+from skyrl_train.inference.engines.embedded.messages import Add
+from skyrl_train.inference.interface import PauseMode, SamplingParams
+from skyrl_train.models.folder import DTYPES
+from skyrl_train.publication.shared_memory import SharedMemoryTransport
+
+PROMPT = [5, 6, 7, 8]
+REPEATS = 5
+
+
+def build(dtype: str, device: str) -> PreTrainedModel:
+    """The quickstart's size: 2 layers, width 128."""
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=64,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=256,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).to(device).eval()
+
+
+def embedded(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
+    """The engine's core, in this thread."""
+    core = EmbeddedEngineCore(build(dtype, device), eos_ids=(1,), max_num_seqs=requests, max_model_len=512)
+    transport = SharedMemoryTransport(dtype)
+    update = transport.gather(build(dtype, device).named_parameters(), version=0)
+    core.pause(PauseMode.KEEP)
+    core.receive(update)
+    core.load(update)
+    core.resume()
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+    def run() -> int:
+        for request_id in range(requests):
+            core.add(Add(request_id, PROMPT, params, stream=False))
+        while core.runnable:
+            core.step()
+        return requests * tokens
+
+    return run
+
+
+def generate(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
+    """``model.generate`` with the whole batch from the start."""
+    model = build(dtype, device)
+    ids = torch.tensor([PROMPT] * requests, device=device)
+
+    def run() -> int:
+        with torch.inference_mode():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=True,
+            )
+        return requests * tokens
+
+    return run
+
+
+def continuous_batching(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
+    """``model.generate_batch``: transformers' paged continuous batching."""
+    model = build(dtype, device)
+    config = GenerationConfig(max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0, do_sample=True)
+    # Sized by hand: on a CPU it finds no memory of its own accord.
+    page_size = 32
+    blocks = requests * (-(-(len(PROMPT) + tokens) // page_size) + 1)
+    paging = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=1024, page_size=page_size)
+
+    def run() -> int:
+        outputs = model.generate_batch([PROMPT] * requests, generation_config=config, continuous_batching_config=paging)
+        return sum(len(output.generated_tokens) for output in outputs.values())
+
+    return run
+
+
+def tokens_per_second(
+    *contenders: Callable[[], int], clock: Callable[[], float], repeats: int = REPEATS
+) -> list[float]:
+    """The best of ``repeats`` runs of each, after a warm-up and in turns: what the code can do."""
+    best = [0.0] * len(contenders)
+    for repeat in range(1 + repeats):
+        for index, run in enumerate(contenders):
+            began = clock()
+            count = run()
+            if repeat > 0:
+                best[index] = max(best[index], count / (clock() - began))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    args = parser.parse_args()
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
+    torch.set_num_threads(1)  # small models are faster on one; the trainer has the other core
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    print(
+        f"{'requests':>8} {'embedded':>10} {'generate':>10} {'ratio':>6} {'continuous':>11} {'ratio':>6}   (tokens/s)"
+    )
+    for requests in args.requests:
+        size = (args.dtype, args.device, requests, args.tokens)
+        ours, fixed = tokens_per_second(embedded(*size), generate(*size), clock=clock)
+        line = f"{requests:>8} {ours:>10,.0f} {fixed:>10,.0f} {ours / fixed:>6.2f}"
+        try:
+            (paged,) = tokens_per_second(continuous_batching(*size), clock=clock, repeats=1)
+            line += f" {paged:>11,.0f} {ours / paged:>6.2f}"
+        except Exception as error:  # whatever that part of transformers raises, the comparison goes on without it
+            line += f"   does not run: {type(error).__name__}: {error}"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

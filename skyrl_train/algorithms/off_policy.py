@@ -1,0 +1,58 @@
+"""Off-policy corrections: weights for tokens that another policy sampled, and how far apart the two policies are.
+
+``r = pi_prox / pi_behave`` per token: the policy as the step begins over the engine's distribution when it sampled.
+It covers staleness and the numerical mismatch between engine and trainer alike.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from skyrl_train.algorithms.losses import bounded_ratio
+from skyrl_train.algorithms.registry import Registry
+
+
+class Correction(Protocol):
+    """Proximal and behaviour log-probs of N tokens to the weight of each token's loss."""
+
+    def __call__(
+        self, proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, *, clip_high: float
+    ) -> torch.Tensor:
+        """All ``[N]``. The weights carry no gradient."""
+        ...
+
+
+CORRECTIONS: Registry[Correction] = Registry("trainer.algorithm.off_policy_correction.tis_ratio_type")
+
+
+@CORRECTIONS.register("token")
+def truncated_token_weights(
+    proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, *, clip_high: float
+) -> torch.Tensor:
+    """Token-level truncated importance sampling, ``w = stopgrad(min(r, C))`` (Ionides 2008; arXiv 2505.24298)."""
+    return bounded_ratio(proximal_logprobs.detach(), behaviour_logprobs).clamp(max=clip_high)
+
+
+def mismatch_metrics(
+    proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, *, clip_high: float
+) -> dict[str, float]:
+    """How far the policy that trains is from the one that sampled, over the N >= 1 trained tokens of a minibatch.
+
+    ``ratio_mean`` / ``ratio_max`` of ``r``; ``clipped_fraction``: share with ``r > C``; ``ess``: normalised effective
+    sample size ``(sum r)^2 / (N sum r^2)`` in (0, 1] (Kong 1992), before truncation; ``kl_k1`` / ``kl_k3``: estimates
+    of ``KL(behave || prox)``, ``mean(-log r)`` and ``mean(r - 1 - log r)`` (Schulman, "Approximating KL divergence",
+    2020).
+    """
+    ratio = bounded_ratio(proximal_logprobs.detach(), behaviour_logprobs).double()
+    log_ratio = ratio.log()
+    values = {
+        "off_policy/ratio_mean": ratio.mean(),
+        "off_policy/ratio_max": ratio.max(),
+        "off_policy/clipped_fraction": (ratio > clip_high).double().mean(),
+        "off_policy/ess": ratio.sum().square() / (ratio.numel() * ratio.square().sum()),
+        "off_policy/kl_k1": -log_ratio.mean(),
+        "off_policy/kl_k3": (ratio - 1 - log_ratio).mean(),
+    }
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))

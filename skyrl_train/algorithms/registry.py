@@ -1,0 +1,50 @@
+"""Names that a configuration may use, and the functions they stand for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from skyrl_train.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Maps the values of one setting to functions. ``setting`` is its dotted name, used in messages."""
+
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: makes the function known as ``name``.
+
+        Raises:
+            ConfigError: the name is taken; two meanings of one name would depend on the import order.
+        """
+
+        def add(entry: T) -> T:
+            if name in self._entries:
+                raise ConfigError(f"{self._setting}: {name!r} is registered already; choose another name.")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def get(self, name: str) -> T:
+        """Returns what ``name`` stands for.
+
+        Raises:
+            ConfigError: unknown; the message names the nearest known one and all others.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        nearest = difflib.get_close_matches(str(name), self._entries, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{self._setting}={name!r} is unknown.{hint} Known: {', '.join(self.names())}.")
+
+    def names(self) -> list[str]:
+        """All known names, sorted."""
+        return sorted(self._entries)

@@ -1,0 +1,171 @@
+"""Puts a trainer together from a configuration: the one place that knows every implementation.
+
+config ──> model folder ──> engines ──> client ──> generator ─┐
+                        └─> backend ──> publisher ────────────┴──> trainer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config.plan import Plan
+from skyrl_train.config.schema import RunConfig, TrainerMode
+from skyrl_train.errors import ConfigError
+from skyrl_train.fully_async_trainer import FullyAsyncTrainer
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.gym import GymGenerator
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.interface import InferenceEngineInterface, PauseMode
+from skyrl_train.models.folder import load_tokenizer
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.publication.base import WeightTransport
+from skyrl_train.publication.publisher import WeightPublisher
+from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.rollout.dataset import PromptDataset
+from skyrl_train.trainer import PPOTrainer, TrainerParts
+from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.training.local_backend import LocalBackend
+
+
+async def build_trainer(
+    config: RunConfig, plan: Plan, dataset: PromptDataset, run_folder: RunFolder, reporter: Reporter
+) -> PPOTrainer:
+    """Builds everything and starts the engines; the trainer's ``train`` tears it down again.
+
+    Raises:
+        ConfigError, ModelError, EngineError: a part cannot be built; those already started are stopped.
+    """
+    model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
+    tokenizer = load_tokenizer(model_path)
+    client = InferenceEngineClient(
+        [
+            build_engine(config, plan, model_path, index)
+            for index in range(config.generator.inference_engine.num_engines)
+        ],
+        tokenizer,
+        model_path,
+        engine_wait_timeout_s=config.generator.engine_wait_timeout_s,
+        pause_timeout_s=config.generator.pause_timeout_s,
+    )
+    generator = build_generator(config, plan, client, tokenizer, model_path)
+    starting = asyncio.ensure_future(client.start())  # engines import and load while the backend does
+    try:
+        backend = await asyncio.to_thread(
+            LocalBackend,
+            model_path,
+            config.trainer,
+            plan.total_steps,
+            config.generator.sampling_params.temperature,
+            config.trainer.seed,
+        )
+        await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await client.teardown()
+        raise
+    parts = TrainerParts(
+        client=client,
+        generator=generator,
+        backend=backend,
+        publisher=WeightPublisher(client, build_transport(config), PauseMode(config.generator.pause_mode)),
+        dataset=dataset,
+        checkpoints=CheckpointStore(run_folder.checkpoints, config.trainer.max_ckpts_to_keep),
+        reporter=reporter,
+    )
+    return trainer_class(config.trainer.mode)(config, plan, parts)
+
+
+def trainer_class(mode: TrainerMode) -> type[PPOTrainer]:
+    """The trainer behind ``trainer.mode``."""
+    return {TrainerMode.sync: PPOTrainer, TrainerMode.fully_async: FullyAsyncTrainer}[mode]
+
+
+def prepare_model(config: RunConfig, folder: Path) -> str:
+    """The model folder to start from: the configured one, or one built in ``folder``."""
+    if config.trainer.policy.model.path is not None:
+        return config.trainer.policy.model.path
+    build_model_folder(config.trainer.policy.model.build, folder, config.trainer.seed)
+    return str(folder)
+
+
+def build_engine(config: RunConfig, plan: Plan, model_path: str, index: int) -> InferenceEngineInterface:
+    """One inference engine; each has its own seed, so that replicas do not answer alike."""
+    engine = config.generator.inference_engine
+    if engine.backend != "embedded":
+        factory = import_name(engine.backend, "generator.inference_engine.backend")
+        built: InferenceEngineInterface = factory(config, plan, model_path, index)
+        return built
+    return EmbeddedEngine(
+        model_path,
+        placement=engine.placement,
+        device=engine.device,
+        dtype=engine.dtype,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        batch_invariant=engine.batch_invariant,
+        seed=config.trainer.seed + index,
+    )
+
+
+def build_generator(
+    config: RunConfig, plan: Plan, client: InferenceEngineClient, tokenizer: PreTrainedTokenizerBase, model_path: str
+) -> GeneratorInterface:
+    """The configured generator.
+
+    A class given by its import path is constructed with those of ``client``, ``tokenizer``, ``generator_config``,
+    ``environment_config`` and ``model_path`` that its constructor names, and with ``generator.kwargs``.
+    """
+    name = config.generator.name
+    cls = GymGenerator if name == "gym" else import_name(name, "generator.name")
+    offered: dict[str, Any] = {
+        "client": client,
+        "tokenizer": tokenizer,
+        "generator_config": dataclasses.replace(
+            config.generator,
+            inference_engine=dataclasses.replace(config.generator.inference_engine, max_model_len=plan.max_model_len),
+        ),
+        "environment_config": config.environment,
+        "model_path": model_path,
+    }
+    try:
+        named = inspect.signature(cls).parameters
+        generator: GeneratorInterface = cls(
+            **{key: value for key, value in offered.items() if key in named}, **config.generator.kwargs
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"generator.name={name!r} cannot be constructed: {error}. It is given those of {', '.join(offered)} that its "
+            "constructor names, and generator.kwargs."
+        ) from error
+    return generator
+
+
+def build_transport(config: RunConfig) -> WeightTransport:
+    """How weights travel to the engines."""
+    return SharedMemoryTransport(dtype=config.generator.inference_engine.dtype, verify=config.generator.verify_weights)
+
+
+def import_name(path: str, setting: str) -> Any:
+    """Imports ``package.module.Name`` or ``package.module:Name``.
+
+    Raises:
+        ConfigError: there is no such thing; the message names ``setting``.
+    """
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}={path!r} cannot be imported: {error}. Name a class as package.module:Class."
+        ) from error

@@ -1,0 +1,49 @@
+"""When two configurations describe the same run, so that one may continue the other's checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_train.config.schema import RunConfig
+
+# Where a run lives, how it is watched and how patient it is: none of it changes what is learned, so a run may be
+# continued with another value.
+NOT_PART_OF_THE_RUN = frozenset(
+    {
+        "trainer.run_name",
+        "trainer.runs_dir",
+        "trainer.run_dir",
+        "trainer.resume",
+        "trainer.ckpt_interval",
+        "trainer.max_ckpts_to_keep",
+        "trainer.samples_per_step",
+        "trainer.trackers",
+        "generator.pause_timeout_s",
+        "generator.engine_wait_timeout_s",
+        "generator.verify_weights",
+    }
+)
+
+
+def differences(a: RunConfig, b: RunConfig) -> list[str]:
+    """The dotted names of the settings in which the two differ, those left out that change nothing that is learned."""
+    left, right = dict(_leaves(dataclasses.asdict(a), "")), dict(_leaves(dataclasses.asdict(b), ""))
+    missing = object()
+    keys = {**left, **right}
+    return [key for key in keys if key not in NOT_PART_OF_THE_RUN and left.get(key, missing) != right.get(key, missing)]
+
+
+def same_run(a: RunConfig, b: RunConfig) -> bool:
+    """Whether a run of configuration ``a`` may be continued under ``b``."""
+    return not differences(a, b)
+
+
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, key + ".")
+        else:
+            yield key, value

@@ -1,0 +1,202 @@
+"""Recipe + overrides -> a typed configuration. Hydra composes; every refusal names the key and what to write instead.
+
+recipes/NAME.yaml  (defaults: [base, _self_])  ──┐
+base = the schema's defaults                   ──┼──hydra──> RunConfig (plain dataclasses)
+key=value ... from the command line            ──┘
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, nearest
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+BASE = "base"
+COMMAND_LINE = "the command line"
+
+ConfigStore.instance().store(name=BASE, node=RunConfig)
+
+
+def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:
+    """Composes a recipe and command-line overrides.
+
+    Args:
+        config_name: a recipe's name, or the path of a yaml file. ``"base"`` is the schema's defaults.
+        overrides: ``key=value`` in hydra's grammar. Keys below ``generator.kwargs`` and ``environment.kwargs`` are
+            free.
+        config_dir: a folder with recipes of one's own. They may build on the library's
+            (``defaults: [quickstart, _self_]``).
+
+    Raises:
+        ConfigError: an unknown recipe or key (the message names the nearest one), a value of another type, an override
+            that cannot be read.
+    """
+    folder, name = _locate(config_name, config_dir)
+    prepared = [*_prepare(overrides), f"hydra.searchpath=['file://{RECIPES}']"]
+    try:
+        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+            composed = hydra.compose(name, overrides=prepared)
+    except MissingConfigException as error:
+        raise _missing_default(error, config_name, config_dir) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, where=config_name) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"Recipe {config_name!r} is not readable yaml: {_one_line(error)}") from error
+    if OmegaConf.get_type(composed) is not RunConfig:
+        raise ConfigError(
+            f"Recipe {config_name!r} does not build on the schema. Start it with the line `defaults: [{BASE}, _self_]`."
+        )
+    return _to_run_config(composed, where=config_name)
+
+
+def recipe_names(config_dir: str | None = None) -> list[str]:
+    """The names that ``compose`` takes: the library's recipes and those of ``config_dir``."""
+    folders = [RECIPES] if config_dir is None else [RECIPES, Path(config_dir)]
+    return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as yaml that ``from_yaml`` reads."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(text: str, where: str = "config.yaml") -> RunConfig:
+    """Reads what ``to_yaml`` wrote; settings that it does not name have their defaults.
+
+    Raises:
+        ConfigError: the text is not yaml, or has keys or types that the schema does not know.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not readable yaml: {_one_line(error)}") from error
+    except OmegaConfBaseException as error:
+        raise _explain(error, where) from error
+    if not isinstance(merged, DictConfig):
+        raise ConfigError(f"{where} is not a mapping of settings")
+    return _to_run_config(merged, where)
+
+
+def _to_run_config(composed: DictConfig, where: str) -> RunConfig:
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise _explain(error, where) from error
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{where} does not hold the settings of a run")
+    return config
+
+
+def _locate(config_name: str, config_dir: str | None) -> tuple[Path, str]:
+    path = Path(config_name)
+    if path.suffix in (".yaml", ".yml") or path.parent != Path():
+        if not path.is_file():
+            raise ConfigError(
+                f"There is no recipe file {config_name!r}. Give an existing file, or one of: {_listed(None)}."
+            )
+        return path.parent.resolve(), path.name
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"There is no recipe folder {config_dir!r}.")
+    if config_name != BASE and config_name not in recipe_names(config_dir):
+        close = nearest(config_name, recipe_names(config_dir))
+        guess = f" Did you mean {close}?" if close else ""
+        raise ConfigError(f"There is no recipe {config_name!r}.{guess} Recipes: {_listed(config_dir)}.")
+    if config_dir is not None and (Path(config_dir) / f"{config_name}.yaml").is_file():
+        return Path(config_dir).resolve(), config_name
+    return RECIPES, config_name
+
+
+def _listed(config_dir: str | None) -> str:
+    return ", ".join(recipe_names(config_dir))
+
+
+def _missing_default(error: MissingConfigException, config_name: str, config_dir: str | None) -> ConfigError:
+    missing = error.missing_cfg_file or ""
+    guess = did_you_mean(missing, [BASE, *recipe_names(config_dir)])
+    return ConfigError(f"Recipe {config_name!r} builds on {missing!r} in its `defaults`, which does not exist.{guess}")
+
+
+def _prepare(overrides: Sequence[str]) -> Iterator[str]:
+    """Checks each override and lets hydra add keys to the free dictionaries without a ``+``."""
+    for text in overrides:
+        override = _parse(text)
+        _check(override, text)
+        free = in_free_section(override.key_or_group)
+        yield "++" + text.lstrip("+") if free else text.lstrip("+")
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        hint = "write key=value" if "=" not in text else "quote text with spaces or special characters: \"key='value'\""
+        raise ConfigError(f"Cannot read the override {text!r}: {hint} ({_first_line(error)}).") from error
+
+
+def _check(override: Override, text: str) -> None:
+    key = override.key_or_group
+    if override.is_delete():
+        raise ConfigError(f"Cannot read the override {text!r}: a setting cannot be removed; set it to another value.")
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{text!r} gives several values. Write key=[a,b] for a list; for several runs, start one command per value."
+        )
+    if override.package is not None:
+        raise _unknown_key(f"{key}@{override.package}", COMMAND_LINE)
+    if key not in known_keys() and not in_free_section(key):
+        raise _unknown_key(key, COMMAND_LINE)
+
+
+def _unknown_key(key: str, where: str) -> ConfigError:
+    return ConfigError(f"Unknown setting {key} (in {where}).{did_you_mean(key, known_keys())}")
+
+
+def _explain(error: Exception, where: str) -> ConfigError:
+    """Turns an error of hydra or omegaconf into one that names the key, the value and what was expected."""
+    text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
+    if re.match("Error merging override|Could not override", str(error)):
+        where = COMMAND_LINE
+    found = re.search(r"^\s*full_key: (\S+)$", text, re.MULTILINE)
+    key = found.group(1) if found else getattr(error, "full_key", None)
+    if key is None:
+        return ConfigError(f"Cannot compose {where!r}: {_one_line(error)}")
+    if key not in known_keys() and not in_free_section(key) and "[" not in key:
+        return _unknown_key(key, where)
+    if "missing mandatory value" in text:
+        return ConfigError(f"{key} has no value (in {where}); give it one: {key}=...")
+    holds = known_keys().get(key.partition("[")[0], "another kind of value")
+    given = _given_value(text, key, error)
+    return ConfigError(f"{key} (in {where}) must be {holds}{given}.")
+
+
+def _given_value(text: str, key: str, error: Exception) -> str:
+    override = re.search(r"^Error merging override (\S+?)=(.*)$", str(error), re.MULTILINE)
+    if override:
+        return f", got {override.group(2)}"
+    value = re.search(r"(?:Value|Invalid value) '([^']*)'", text)
+    if value:
+        return f", got {value.group(1)}"
+    detail = next((line for line in text.splitlines() if key not in line and "raised while" not in line), "")
+    return f" ({detail.strip()})" if detail else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,88 @@
+"""The size of a causal language model from its configuration alone: no torch, no weights, no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.schema import BuildModelConfig, ModelConfig
+
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
+NUM_SPECIAL_TOKENS = 3  # <pad>, <eos>, <unk> of a tokenizer made on the spot
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder-only transformer with gated feed-forward layers (the Llama family)."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tied_embeddings: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of embeddings, attention, feed-forward layers and norms; biases are left out."""
+        h = self.hidden_size
+        attention = 2 * h * self.head_dim * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * h * self.intermediate_size + 2 * h
+        embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
+        return embeddings + self.num_layers * layer + h
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def model_shape(model: ModelConfig) -> ModelShape | None:
+    """The shape of the configured model, or None where only loading it would tell (a hub name, say)."""
+    if model.path is None:
+        return _of_build(model.build)
+    try:
+        config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return _of_hf_config(config)
+
+
+def _of_build(build: BuildModelConfig) -> ModelShape:
+    return ModelShape(
+        num_layers=build.num_layers,
+        hidden_size=build.hidden_size,
+        num_heads=build.num_heads,
+        num_kv_heads=build.num_heads,
+        head_dim=build.hidden_size // build.num_heads,
+        intermediate_size=build.intermediate_size,
+        vocab_size=len(set(build.alphabet)) + NUM_SPECIAL_TOKENS,
+        max_position_embeddings=build.max_position_embeddings,
+        tied_embeddings=False,
+    )
+
+
+def _of_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
+    if any("expert" in key for key in config):
+        return None
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return ModelShape(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate_size=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+            max_position_embeddings=config["max_position_embeddings"],
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+    except (KeyError, TypeError):
+        return None

@@ -1,0 +1,235 @@
+"""What a configuration amounts to: every derived number, for the trainers and for ``--dry-run``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from skyrl_train.config import derive, refusals
+from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
+from skyrl_train.config.schema import RunConfig, StragglerPolicyName, TrainerMode
+
+_MIB = 2**20
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes that stay allocated during training; activations come on top. From the model's shape, not measured."""
+
+    num_parameters: int
+    policy_bytes: int  # the trained weights, with float32 masters where they are narrower
+    gradient_bytes: int  # float32
+    optimizer_bytes: int  # the two moments of AdamW, float32
+    staging_bytes: int  # two copies of the weights on their way to the engines
+    engine_weight_bytes: int  # all engines together
+    kv_cache_bytes: int  # all embedded engines together, every slot full
+
+    @property
+    def trainer_bytes(self) -> int:
+        """What the training backend holds."""
+        return self.policy_bytes + self.gradient_bytes + self.optimizer_bytes + self.staging_bytes
+
+    @property
+    def engine_bytes(self) -> int:
+        """What the engines hold."""
+        return self.engine_weight_bytes + self.kv_cache_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The resolved run. Letters as in the documentation: B, n, S, D, W."""
+
+    config: RunConfig
+    mode: TrainerMode
+    dataset_len: int  # prompts
+    total_steps: int
+    steps_per_epoch: float  # the tail of an epoch flows into the next one
+    policy_mini_batch_size: int  # B
+    n_samples_per_prompt: int  # n
+    train_batch_size: int  # groups per generation phase
+    max_staleness_steps: int  # S; in sync, batch // minibatch - 1
+    pipeline_depth: int  # D
+    num_workers: int  # W
+    straggler_policy: StragglerPolicyName
+    max_model_len: int  # tokens per request, prompt and response
+    memory: MemoryEstimate | None  # None: only loading the model would tell
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be admitted and untrained at once: ``(D + 1) * B``."""
+        return (self.pipeline_depth + 1) * self.policy_mini_batch_size
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Samples that one optimizer step trains on."""
+        return self.policy_mini_batch_size * self.n_samples_per_prompt
+
+    def describe(self) -> str:
+        """A table for ``--dry-run``: one line per fact, grouped, nothing to be computed by the reader."""
+        sections = [
+            ("run", _run_rows(self)),
+            ("data", _data_rows(self)),
+            ("asynchrony" if self.mode is not TrainerMode.sync else "generation", _rollout_rows(self)),
+            ("engines", _engine_rows(self)),
+            ("memory", _memory_rows(self.memory)),
+        ]
+        width = max(len(name) for _, rows in sections for name, _ in rows)
+        lines: list[str] = []
+        for title, rows in sections:
+            lines.append(title)
+            lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+        return "\n".join(lines)
+
+
+def resolve(config: RunConfig, dataset_len: int, known_names: Mapping[str, Collection[str]] | None = None) -> Plan:
+    """Derives everything that the configuration leaves open.
+
+    Args:
+        dataset_len: prompts in the training set.
+        known_names: see :func:`skyrl_train.config.refusals.refuse`.
+
+    Raises:
+        ConfigError: the configuration, or the configuration with a data set of this size, cannot work.
+    """
+    refusals.refuse(config, known_names)
+    steps = derive.total_steps(config, dataset_len)
+    refusals.raise_problems(list(_problems_with_data(config, dataset_len, steps)))
+    shape = model_shape(config.trainer.policy.model)
+    length = derive.max_model_len(config, shape)
+    return Plan(
+        config=config,
+        mode=config.trainer.mode,
+        dataset_len=dataset_len,
+        total_steps=steps,
+        steps_per_epoch=dataset_len / config.trainer.policy_mini_batch_size,
+        policy_mini_batch_size=config.trainer.policy_mini_batch_size,
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        train_batch_size=derive.train_batch_size(config),
+        max_staleness_steps=derive.max_staleness_steps(config),
+        pipeline_depth=derive.pipeline_depth(config),
+        num_workers=derive.num_workers(config),
+        straggler_policy=config.trainer.fully_async.straggler_policy,
+        max_model_len=length,
+        memory=None if shape is None else estimate_memory(config, shape, length),
+    )
+
+
+def estimate_memory(config: RunConfig, shape: ModelShape, max_model_len: int) -> MemoryEstimate:
+    """Adds up what a local backend and the embedded engines allocate for a model of this shape."""
+    engine = config.generator.inference_engine
+    trained, served = BYTES_PER_ELEMENT[config.trainer.policy.dtype], BYTES_PER_ELEMENT[engine.dtype]
+    parameters = shape.num_parameters
+    masters = _FLOAT32_BYTES if trained < _FLOAT32_BYTES else 0
+    slots = engine.num_engines * engine.max_num_seqs
+    return MemoryEstimate(
+        num_parameters=parameters,
+        policy_bytes=parameters * (trained + masters),
+        gradient_bytes=parameters * _FLOAT32_BYTES,
+        optimizer_bytes=parameters * 2 * _FLOAT32_BYTES,
+        staging_bytes=2 * parameters * served,
+        engine_weight_bytes=engine.num_engines * parameters * served,
+        kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
+    )
+
+
+def _problems_with_data(config: RunConfig, dataset_len: int, steps: int) -> refusals.Problems:
+    minibatch, warmup = config.trainer.policy_mini_batch_size, config.trainer.policy.optimizer_config.num_warmup_steps
+    if dataset_len < 1:
+        yield "The data set has no prompts. Name files in data.train_data, or set data.generate."
+    elif steps < 1:
+        yield (
+            f"{config.trainer.epochs} epoch(s) of {dataset_len} prompts do not fill one minibatch of {minibatch}. Set "
+            f"trainer.epochs={-(-minibatch // dataset_len)}, or trainer.policy_mini_batch_size={dataset_len} or less."
+        )
+    elif warmup > steps:
+        yield refusals.warmup_exceeds(warmup, steps)
+
+
+def _run_rows(plan: Plan) -> list[tuple[str, str]]:
+    trainer = plan.config.trainer
+    optimizer = trainer.policy.optimizer_config
+    folder = trainer.run_dir or f"{trainer.runs_dir}/{trainer.run_name}-N"
+    build = trainer.policy.model.build
+    model = trainer.policy.model.path or (
+        f"a new {build.model_type}, {build.num_layers} layers of {build.hidden_size}, "
+        f"{len(set(build.alphabet))} characters"
+    )
+    return [
+        ("mode", plan.mode.value),
+        ("model", f"{model} ({trainer.policy.dtype}, on {trainer.device})"),
+        ("algorithm", f"{trainer.algorithm.advantage_estimator}, {trainer.algorithm.policy_loss_type}"),
+        ("learning rate", f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps"),
+        ("run folder", folder),
+        ("checkpoints", f"every {trainer.ckpt_interval} steps" if trainer.ckpt_interval else "at the end"),
+    ]
+
+
+def _data_rows(plan: Plan) -> list[tuple[str, str]]:
+    data, environment = plan.config.data, plan.config.environment.env_class
+    source = ", ".join(data.train_data) or f"generated by {environment} (seed {data.seed})"
+    epochs = plan.total_steps * plan.policy_mini_batch_size / plan.dataset_len
+    return [
+        ("environment", f"{environment}, up to {plan.config.generator.max_turns} turn(s)"),
+        ("prompts", f"{plan.dataset_len:,}, {source}"),
+        ("steps", f"{plan.total_steps:,} ({epochs:.2f} epochs; {plan.steps_per_epoch:g} steps each)"),
+        (
+            "a step trains on",
+            f"B={plan.policy_mini_batch_size} groups of n={plan.n_samples_per_prompt}: "
+            f"{plan.sequences_per_step} samples",
+        ),
+    ]
+
+
+def _rollout_rows(plan: Plan) -> list[tuple[str, str]]:
+    if plan.mode is TrainerMode.sync:
+        return [("groups at once", f"{plan.train_batch_size} (trainer.fully_async.* has no effect in this mode)")]
+    bound = plan.max_staleness_steps
+    promise = {
+        StragglerPolicyName.accept: "a group that is older still is trained, corrected and counted",
+        StragglerPolicyName.wait: "never exceeded: the trainer waits where it must",
+    }[plan.straggler_policy]
+    return [
+        ("depth", f"D={plan.pipeline_depth} step(s) that generation runs ahead"),
+        ("bound", f"S={bound}; {promise}"),
+        ("deadline", f"a group whose oldest token has version v trains by step v + {bound + 1}"),
+        ("workers", f"W={plan.num_workers} groups generated at once"),
+        ("capacity", f"(D + 1) * B = {plan.capacity} groups admitted and untrained"),
+        ("weight updates", f"after each step; requests in flight: {plan.config.generator.pause_mode}"),
+    ]
+
+
+def _engine_rows(plan: Plan) -> list[tuple[str, str]]:
+    engine, sampling = plan.config.generator.inference_engine, plan.config.generator.sampling_params
+    invariant = ", batch-invariant" if engine.batch_invariant else ""
+    return [
+        (
+            "engines",
+            f"{engine.num_engines} x {engine.backend} ({engine.dtype}, on {engine.device}, {engine.placement})",
+        ),
+        ("requests", f"{engine.max_num_seqs} at once per engine, up to {plan.max_model_len} tokens{invariant}"),
+        ("sampling", f"temperature {sampling.temperature:g}, up to {sampling.max_tokens} tokens a turn"),
+    ]
+
+
+def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:
+    if memory is None:
+        return [("estimate", "unknown until the model is loaded")]
+    return [
+        ("parameters", f"{memory.num_parameters:,}"),
+        (
+            "trainer",
+            f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
+            f"gradients {_mib(memory.gradient_bytes)}, optimizer {_mib(memory.optimizer_bytes)}, "
+            f"staging {_mib(memory.staging_bytes)}), activations on top",
+        ),
+        (
+            "engines",
+            f"{_mib(memory.engine_bytes)} (weights {_mib(memory.engine_weight_bytes)}, "
+            f"KV cache {_mib(memory.kv_cache_bytes)})",
+        ),
+    ]
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.1f} MiB"

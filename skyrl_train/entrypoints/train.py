@@ -1,0 +1,115 @@
+"""Trains: ``python -m skyrl_train.entrypoints.train --config-name=RECIPE [--dry-run] key=value ...``.
+
+Exit codes: 0 trained to the end or stopped by SIGTERM / Ctrl-C with a checkpoint; 1 the run failed; 2 a setting or an input
+is wrong and nothing was started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from skyrl_train.config.compose import compose, recipe_names
+from skyrl_train.config.plan import Plan, resolve
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.run_folder import RunFolder, choose_run_folder
+from skyrl_train.observability.summary import final_line, resume_command, summarize
+from skyrl_train.rollout.dataset import PromptDataset, check_alphabet, load_dataset
+
+MODULE = "skyrl_train.entrypoints.train"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs, and returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Trains a policy as a recipe says.")
+    parser.add_argument(
+        "--config-name", default="quickstart", help=f"a recipe ({', '.join(recipe_names())}) or a yaml file"
+    )
+    parser.add_argument("--config-dir", help="a folder with recipes of your own")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
+    parser.add_argument("overrides", nargs="*", help="settings as key=value")
+    options = parser.parse_intermixed_args(arguments)
+    console = Console()
+    try:
+        config = compose(options.config_name, options.overrides, options.config_dir)
+        dataset = load_dataset(config.data, config.environment)
+        if config.trainer.policy.model.path is None:
+            check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
+        plan = resolve(config, len(dataset))
+        if options.dry_run:
+            console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)
+            return 0
+        return run(config, plan, dataset, console, resume_command(MODULE, arguments))
+    except SkyRLError as error:
+        Console(stderr=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
+
+
+def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console, command: str) -> int:
+    """Trains in the run folder that ``config`` names or continues; returns the exit code."""
+    choice = choose_run_folder(config)
+    if choice.finished:
+        console.print(
+            f"{choice.path} has finished training; nothing is left to do. Give another trainer.run_dir to train again.",
+            markup=False,
+            soft_wrap=True,
+        )
+        return 0
+    # One compute thread here and one in each engine: the cores are shared, and small models gain nothing from more.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    started = time.monotonic()
+    with RunFolder(choice.path, config) as run_folder:
+        log = logging.FileHandler(run_folder.logs / "train.log")
+        log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("skyrl_train").addHandler(log)
+        reporter = Reporter(config, run_folder, console, plan.total_steps)
+        try:
+            finished = asyncio.run(_train(config, plan, dataset, run_folder, reporter))
+        finally:
+            reporter.close()
+            logging.getLogger("skyrl_train").removeHandler(log)
+            log.close()
+        summary = summarize(run_folder.read_metrics(), time.monotonic() - started)
+        if finished:
+            run_folder.mark_finished(summary.to_dict())
+        line = final_line(summary, str(run_folder.path), finished=finished, command=command)
+        console.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+async def _train(
+    config: RunConfig, plan: Plan, dataset: PromptDataset, run_folder: RunFolder, reporter: Reporter
+) -> bool:
+    """Builds the trainer and trains; whether the run got to its last step."""
+    from skyrl_train.assembly import build_trainer  # imports torch: only once the configuration is known to be good
+
+    trainer = await build_trainer(config, plan, dataset, run_folder, reporter)
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        if trainer.stop_requested:  # the second one stops at once
+            loop.remove_signal_handler(number)
+            os.kill(os.getpid(), number)
+            return
+        reporter.note("stopping after this step; once more to stop at once")
+        trainer.request_stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    await trainer.train()
+    return trainer.global_step >= plan.total_steps
+
+
+if __name__ == "__main__":
+    sys.exit(main())

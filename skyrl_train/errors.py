@@ -1,0 +1,63 @@
+"""The few ways in which things can fail. Every message says what to do.
+
+    SkyRLError
+      ConfigError            a setting is unknown, impossible, or contradicts another
+      DataError              a data set is missing, empty or has a broken line
+      ModelError             a model folder cannot be used
+      CheckpointError        a checkpoint cannot be written, or does not belong to this run
+      GeneratorOutputError   a generator returned fields that break the contract
+      RolloutError           a rollout failed (raised, timed out) more often than the run allows
+      StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
+      EngineError            an inference engine refused or failed
+        EngineDeadError      the engine is gone; its requests can continue elsewhere
+        NoEngineError        no engine came back in time
+      PublicationError       new weights did not reach the engines; they still serve the old ones
+"""
+
+
+class SkyRLError(Exception):
+    """Root of every error that this library raises on purpose; entry points print it without a traceback."""
+
+
+class ConfigError(SkyRLError):
+    """A setting is unknown, impossible, or contradicts another."""
+
+
+class DataError(SkyRLError):
+    """A data set is missing, empty, or has a broken line (the message names file and line)."""
+
+
+class ModelError(SkyRLError):
+    """A model folder cannot be used: no weights, no tokenizer, or an architecture that torch cannot build."""
+
+
+class CheckpointError(SkyRLError):
+    """A checkpoint cannot be written or does not belong to this run; the previous one is untouched."""
+
+
+class GeneratorOutputError(SkyRLError):
+    """A generator returned fields that break the contract; the message names the field and the sample."""
+
+
+class RolloutError(SkyRLError):
+    """Rollouts failed more often than the run allows; the last failure is the cause."""
+
+
+class StalenessError(SkyRLError):
+    """The staleness bound or the slot accounting was violated. This is a bug of ours, never the data's."""
+
+
+class EngineError(SkyRLError):
+    """An inference engine refused a request or failed."""
+
+
+class EngineDeadError(EngineError):
+    """The engine is gone. Its requests can continue on another one."""
+
+
+class NoEngineError(EngineError):
+    """No living engine came back within ``engine_wait_timeout_s``."""
+
+
+class PublicationError(SkyRLError):
+    """New weights did not reach the engines; those that still serve hold the weights they had."""

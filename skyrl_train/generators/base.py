@@ -1,0 +1,86 @@
+"""What a generator is: anything that turns prompts into rewarded, token-exact trajectories.
+
+The fields are SkyRL's, plus ``rollout_versions``: a generator written for SkyRL needs its import lines changed and the
+versions passed through from the client.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict
+
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
+
+ConversationType = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryID:
+    """Names one sample: ``instance_id`` is the prompt's, ``repetition_id`` counts the samples of its group."""
+
+    instance_id: str
+    repetition_id: int
+
+    def to_string(self) -> str:
+        return f"{self.instance_id}_{self.repetition_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """Where a batch belongs. ``seeds`` has one seed per trajectory; use it for everything random in that trajectory."""
+
+    global_step: int
+    training_phase: Literal["train", "eval"]
+    seeds: tuple[int, ...] = ()
+
+
+class GeneratorInput(TypedDict):
+    """One entry per trajectory in each list (a group's prompt is repeated ``n_samples_per_prompt`` times)."""
+
+    prompts: list[ConversationType]
+    env_classes: list[str]
+    env_extras: list[dict[str, Any]]
+    sampling_params: Mapping[str, Any] | None
+    trajectory_ids: list[TrajectoryID]
+    batch_metadata: BatchMetadata
+
+
+class GeneratorOutput(TypedDict):
+    """One entry per trajectory (or, with ``is_last_step``, per step of one) in each list.
+
+    The inner lists of ``response_ids``, ``loss_masks``, ``rollout_logprobs`` and ``rollout_versions`` are aligned token
+    by token. ``loss_masks`` is 1 on sampled tokens and 0 on everything else in the response (tool results, templates);
+    there ``rollout_logprobs`` is 0.0 and ``rollout_versions`` -1. ``rewards`` has a float per response or per token.
+    """
+
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    rewards: list[float] | list[list[float]]
+    loss_masks: list[list[int]]
+    stop_reasons: list[str] | None
+    rollout_metrics: dict[str, float] | None
+    rollout_logprobs: list[list[float]] | None
+    rollout_versions: list[list[int]] | None
+    trajectory_ids: list[TrajectoryID] | None
+    is_last_step: list[bool] | None
+
+
+class GenerationClient(Protocol):
+    """What a generator needs of the inference client: one blocking call, whatever happens underneath."""
+
+    async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+        """Samples one response per prompt; ids, log-probs, versions and stop reasons come back token by token."""
+
+
+class GeneratorInterface(ABC):
+    """One call generates one group; many calls run at once on the control loop, so nothing in it may block."""
+
+    @abstractmethod
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Generates a trajectory for each entry of ``input_batch``.
+
+        A call sees one blocking whole: weight updates, aborts and engine deaths happen underneath. It may raise; the
+        trainer retries the group.
+        """

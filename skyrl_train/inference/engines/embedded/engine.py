@@ -1,0 +1,276 @@
+"""The embedded engine as the client sees it: an asyncio proxy of a worker in a thread or a process. Imports no torch.
+
+generate / stream / pause / load_weights ──commands──> host ──> worker ──> core
+                               futures  <──events──
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError
+from skyrl_train.inference.engines.embedded.hosts import Host, ProcessHost, ThreadHost
+from skyrl_train.inference.engines.embedded.messages import (
+    READY_CALL,
+    Abort,
+    Add,
+    Call,
+    Died,
+    EngineSettings,
+    Event,
+    Method,
+    Refused,
+    Reply,
+    Tokens,
+)
+from skyrl_train.inference.interface import (
+    EngineCapabilities,
+    EngineHealth,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    PauseMode,
+    SamplingParams,
+    TokenChunk,
+)
+from skyrl_train.inference.weight_update import WeightUpdate
+
+
+class EmbeddedEngine(InferenceEngineInterface):
+    """Serves a model folder's architecture with torch; the weights come with the first publication.
+
+    Args:
+        model_path: what ``transformers`` opens; only its configuration is read.
+        placement: "process" (its own interpreter, and ``num_threads`` compute threads) or "thread" (of this process,
+            with this process's compute threads).
+        max_num_seqs: requests decoded at once; more wait.
+        max_model_len: tokens of prompt and response together.
+        batch_invariant: compute each request alone, so that tokens and log-probs do not depend on the others (slow).
+        seed: of the stream that requests without a seed draw from; give each engine its own.
+
+    Without ``teardown`` the worker thread outlives its last user; the worker process ends with this process, however
+    that ends.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        placement: str = "process",
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_num_seqs: int = 128,
+        max_model_len: int = 512,
+        batch_invariant: bool = False,
+        seed: int = 0,
+        num_threads: int = 1,
+    ) -> None:
+        settings = EngineSettings(
+            model_path=model_path,
+            device=device,
+            dtype=dtype,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            batch_invariant=batch_invariant,
+            seed=seed,
+        )
+        if placement not in ("process", "thread"):
+            raise ConfigError(f"generator.inference_engine.placement must be process or thread, got {placement!r}")
+        self._host: Host = ProcessHost(settings, num_threads) if placement == "process" else ThreadHost(settings)
+        self._capabilities = EngineCapabilities(
+            pause_modes=frozenset(PauseMode),
+            transports=frozenset({"shared_memory"}),
+            max_model_len=max_model_len,
+            batch_invariant=batch_invariant,
+        )
+        self._version = -1
+        self._gone: str | None = "it was not started; call start() first"
+        self._ids = itertools.count(READY_CALL + 1)
+        self._requests: dict[int, asyncio.Queue[TokenChunk | EngineError]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id under placement "process", else None."""
+        return self._host.pid if isinstance(self._host, ProcessHost) else None
+
+    async def start(self) -> None:
+        """Starts the worker and waits for its model. The worker's imports run beside this process's own.
+
+        Raises:
+            EngineDeadError: the model or the settings cannot be used; the message says why.
+        """
+        ready = self._calls[READY_CALL] = asyncio.get_running_loop().create_future()
+        self._gone = None
+        try:
+            await self._host.start(self._on_events, self._on_gone)
+            await ready
+        except BaseException:
+            await self.teardown()
+            raise
+
+    async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+        """See the interface. All prompts share the sampling parameters, a given seed included."""
+        prompts, params = _requests(engine_input)
+        ids = [self._submit(prompt, params, stream=False) for prompt in prompts]
+        try:
+            chunks = [await self._next_chunk(request_id) for request_id in ids]
+        finally:
+            self._forget(ids)
+        return InferenceEngineOutput(
+            responses=[""] * len(chunks),
+            response_ids=[chunk.token_ids for chunk in chunks],
+            stop_reasons=[str(chunk.stop_reason) for chunk in chunks],
+            response_logprobs=[chunk.logprobs for chunk in chunks],
+            response_versions=[chunk.versions for chunk in chunks],
+        )
+
+    async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
+        prompts, params = _requests(engine_input)
+        if len(prompts) != 1:
+            raise EngineError(f"stream() takes exactly one prompt, got {len(prompts)}.")
+        request_id = self._submit(prompts[0], params, stream=True)
+        try:
+            while True:
+                chunk = await self._next_chunk(request_id)
+                yield chunk
+                if chunk.stop_reason is not None:
+                    return
+        finally:
+            self._forget([request_id])
+
+    async def abort_generation(self) -> None:
+        await self._call(Method.ABORT_ALL)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call(Method.PAUSE, PauseMode(mode))
+
+    async def resume(self) -> None:
+        await self._call(Method.RESUME)
+
+    async def sleep(self, level: int = 1) -> None:
+        raise EngineError("The embedded engine cannot sleep; ask capabilities.sleep first.")
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        raise EngineError("The embedded engine cannot sleep, so it cannot wake up; ask capabilities.sleep first.")
+
+    async def reset_prefix_cache(self) -> None:
+        """Does nothing: no KV cache outlives its request here."""
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        await self._call(Method.RECEIVE, update)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        self._version = await self._call(Method.LOAD, update)
+
+    async def served_checksum(self) -> str:
+        """The checksum of the weights being served, laid out like the update loaded last: equal to its own."""
+        return str(await self._call(Method.CHECKSUM))
+
+    async def health(self) -> EngineHealth:
+        """A snapshot; of a dead engine one that says so."""
+        try:
+            health: EngineHealth = await self._call(Method.HEALTH)
+        except EngineDeadError:
+            return EngineHealth(alive=False, policy_version=self._version)
+        return health
+
+    async def teardown(self) -> None:
+        self._die("it was torn down")
+        await self._host.stop()
+
+    def _submit(self, prompt: list[int], params: SamplingParams, stream: bool) -> int:
+        self._raise_if_dead()
+        request_id = next(self._ids)
+        self._requests[request_id] = asyncio.Queue()
+        self._host.send(Add(request_id, prompt, params, stream))
+        return request_id
+
+    async def _next_chunk(self, request_id: int) -> TokenChunk:
+        item = await self._requests[request_id].get()
+        if isinstance(item, TokenChunk):
+            if item.stop_reason is not None:
+                del self._requests[request_id]
+            return item
+        del self._requests[request_id]
+        raise item
+
+    def _forget(self, request_ids: list[int]) -> None:
+        """Aborts in the engine what is still unanswered here: its caller has gone."""
+        abandoned = tuple(i for i in request_ids if self._requests.pop(i, None) is not None)
+        if abandoned and self._gone is None:
+            self._host.send(Abort(abandoned))
+
+    async def _call(self, method: Method, argument: Any = None) -> Any:
+        self._raise_if_dead()
+        call_id = next(self._ids)
+        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._host.send(Call(call_id, method, argument))
+        try:
+            return await reply
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _on_events(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Tokens(request_id, chunk):
+                    self._put(request_id, chunk)
+                case Refused(request_id, message):
+                    self._put(request_id, EngineError(message))
+                case Reply(call_id, value, error):
+                    call = self._calls.get(call_id)
+                    if call is None or call.done():
+                        continue
+                    if error is None:
+                        call.set_result(value)
+                    else:
+                        call.set_exception(EngineError(error))
+                case Died(message):
+                    self._die(message)
+
+    def _put(self, request_id: int, item: TokenChunk | EngineError) -> None:
+        queue = self._requests.get(request_id)
+        if queue is not None:
+            queue.put_nowait(item)
+
+    def _on_gone(self) -> None:
+        self._die("its worker ended; look above for its last words")
+
+    def _die(self, reason: str) -> None:
+        """Everything pending fails, now and from now on."""
+        if self._gone is None:
+            self._gone = reason
+        for queue in self._requests.values():
+            queue.put_nowait(self._dead())
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(self._dead())
+
+    def _raise_if_dead(self) -> None:
+        if self._gone is not None:
+            raise self._dead()
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"The embedded engine is gone: {self._gone}.")
+
+
+def _requests(engine_input: InferenceEngineInput) -> tuple[list[list[int]], SamplingParams]:
+    prompts = engine_input.get("prompt_token_ids")
+    if prompts is None:
+        raise EngineError("An engine takes prompt_token_ids; the client renders conversations to tokens.")
+    params = SamplingParams.from_mapping(engine_input.get("sampling_params"))
+    # Stop strings are the client's business and need not travel.
+    return [list(map(int, prompt)) for prompt in prompts], dataclasses.replace(params, stop=())

@@ -1,0 +1,118 @@
+"""The distribution that a token is really drawn from, and the draw, for a whole batch at once.
+
+    logits ──min_tokens──temperature──min-p──top-k──top-p──> log-probs ──inverse CDF at one uniform──> token
+
+The order of the filters is vLLM's, so that both engines sample from the same distribution. The uniform for token ``i``
+of a segment is a pure function of ``seed + i``: a sample depends on its seed and its position, never on the batch, and
+a continued request (:func:`skyrl_train.inference.randomness.segment_seed`) draws what an uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_MASK_64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What the sampler needs to know about each of the ``n`` rows of a batch; every array has shape ``[n]``.
+
+    ``banned`` are (row, token) index arrays of tokens that must not be drawn: stop tokens before ``min_tokens``.
+    """
+
+    temperature: npt.NDArray[np.float32]  # 0: greedy, without filters
+    top_k: npt.NDArray[np.int64]  # <= 0: off
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    uniforms: npt.NDArray[np.float64]  # in [0, 1)
+    banned: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Maps ``seed + position`` (modulo 2**64) to ``[0, 1)`` with 53 random bits, element by element.
+
+    SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    x = seeds + positions.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def seed_bits(seed: int) -> int:
+    """Any Python integer as the 64 bits that :func:`uniforms` reads."""
+    return seed & _MASK_64
+
+
+def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Log-probs ``[n, V]`` (float32) of the distribution that the sampler draws from; ``logits`` is left alone.
+
+    Greedy rows keep temperature 1 and no filter: their token is the argmax, their log-prob the policy's.
+    """
+    logits = logits.float()
+    if rows.banned is not None:
+        at = tuple(torch.from_numpy(index).to(logits.device) for index in rows.banned)
+        logits = logits.index_put(at, logits.new_tensor(-torch.inf))
+    sampled = rows.temperature > 0
+    if bool((sampled & (rows.temperature != 1)).any()):
+        scale = np.where(sampled, rows.temperature, np.float32(1))
+        # The maximum goes first: a tiny temperature then sends the others to -inf instead of everything to inf - inf.
+        logits = (logits - logits.amax(-1, keepdim=True)) / _column(scale, logits)
+    if bool((sampled & (rows.min_p > 0)).any()):
+        with np.errstate(divide="ignore"):
+            threshold = np.log(np.where(sampled, rows.min_p, np.float32(0)))
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + _column(threshold, logits), -torch.inf)
+    if bool((sampled & ((rows.top_k > 0) | (rows.top_p < 1))).any()):
+        logits = logits.masked_fill(~_kept_by_rank(logits, rows, sampled), -torch.inf)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Draws one token per row of ``logits`` ``[n, V]``.
+
+    Returns:
+        Token ids ``[n]`` and their behaviour log-probs ``[n]`` (natural log); NaN for a row with a NaN logit.
+    """
+    logprobs = process(logits, rows)
+    greedy = rows.temperature == 0
+    if greedy.all():
+        tokens = logprobs.argmax(-1)
+    else:
+        tokens = _inverse_cdf(logprobs, rows.uniforms)
+        if greedy.any():
+            tokens = torch.where(torch.from_numpy(greedy).to(tokens.device), logprobs.argmax(-1), tokens)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    return tokens.cpu().numpy(), chosen.cpu().numpy()
+
+
+def _inverse_cdf(logprobs: torch.Tensor, draws: npt.NDArray[np.float64]) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds the draw; never one of probability 0."""
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Below the total even where the product rounds up to it, so that the draw always falls on a token with mass.
+    target = torch.minimum(_column(draws, cumulative) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logprobs.shape[-1] - 1)
+
+
+def _kept_by_rank(logits: torch.Tensor, rows: SamplingRows, sampled: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """``[n, V]`` bool: within the top-k, then within the smallest set of top-p mass; equals rank by id."""
+    size = logits.shape[-1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    top_k = np.where(sampled & (rows.top_k > 0), rows.top_k, size)
+    keep = torch.arange(size, device=logits.device) < _column(top_k, logits, torch.int64)
+    probs = ordered.masked_fill(~keep, -torch.inf).softmax(-1).double()
+    before = probs.cumsum(-1) - probs
+    # top_p 1 must not lose a tail to rounding, and the first token always stays.
+    top_p = np.where(sampled & (rows.top_p < 1), rows.top_p, np.float32(2))
+    keep &= before < _column(top_p, before)
+    return torch.empty_like(keep).scatter_(-1, order, keep)
+
+
+def _column(values: npt.NDArray[np.generic], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device, dtype or like.dtype)[:, None]

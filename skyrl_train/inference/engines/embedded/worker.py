@@ -1,0 +1,146 @@
+"""The loop around the engine core: it owns the model, in a thread or in a process of its own.
+
+consumes        commands from its channel: all that are there, between two decode steps
+waits for       a command, when the core has nothing to do
+unblocked by    the channel
+produces        one batch of events per step or command
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from skyrl_train.errors import EngineError, SkyRLError
+from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
+from skyrl_train.inference.engines.embedded.messages import (
+    READY_CALL,
+    Abort,
+    Add,
+    Call,
+    Close,
+    Command,
+    Died,
+    Event,
+    Method,
+    Refused,
+    Reply,
+)
+from skyrl_train.inference.interface import EngineHealth
+
+logger = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """The worker's end. Both methods raise ``EOFError`` once the other end is gone."""
+
+    def receive(self, block: bool) -> list[Command]:
+        """All commands that have arrived; with ``block`` at least one."""
+
+    def send(self, events: list[Event]) -> None: ...
+
+
+class Worker:
+    """Builds the core with ``build`` and serves it until ``Close`` or the end of the channel."""
+
+    def __init__(self, build: Callable[[], EmbeddedEngineCore], channel: Channel) -> None:
+        self._build = build
+        self._channel = channel
+        self._core: EmbeddedEngineCore
+        self._pausing: list[int] = []  # calls of pause("wait") that are not answered yet
+        self._busy_s = 0.0
+
+    def run(self) -> None:
+        """Returns when there is nobody left to serve. Failures are logged and told to the proxy as ``Died``."""
+        try:
+            self._core = self._build()
+            try:
+                self._channel.send([Reply(READY_CALL)])
+                self._serve()
+            finally:
+                self._core.close()
+        except EOFError:
+            return
+        except SkyRLError as error:
+            self._say_last(str(error))
+        except Exception as error:  # the model's code can raise anything; whoever waits must hear of it
+            logger.exception("The embedded engine failed.")
+            self._say_last(f"the engine failed: {type(error).__name__}: {error}")
+
+    def _serve(self) -> None:
+        core = self._core
+        while True:
+            events: list[Event] = []
+            for command in self._channel.receive(block=not core.runnable):
+                if isinstance(command, Close):
+                    return
+                self._handle(command, events)
+            if core.runnable:
+                began = time.perf_counter()
+                events += core.step()
+                self._busy_s += time.perf_counter() - began
+            if core.paused and self._pausing:
+                events += [Reply(call_id) for call_id in self._pausing]
+                self._pausing.clear()
+            if events:
+                self._channel.send(events)
+
+    def _handle(self, command: Command, events: list[Event]) -> None:
+        if isinstance(command, Add):
+            try:
+                self._core.add(command)
+            except EngineError as error:
+                events.append(Refused(command.request_id, str(error)))
+        elif isinstance(command, Abort):
+            events += self._core.abort(command.request_ids)
+        elif isinstance(command, Call):
+            try:
+                self._answer(command, events)
+            except EngineError as error:
+                events.append(Reply(command.call_id, error=str(error)))
+
+    def _answer(self, call: Call, events: list[Event]) -> None:
+        core = self._core
+        value: Any = None
+        match call.method:
+            case Method.PAUSE:
+                events += core.pause(call.argument)
+                self._pausing.append(call.call_id)
+                return
+            case Method.RESUME:
+                core.resume()
+                events += [Reply(late, error="The engine was resumed before it was paused.") for late in self._pausing]
+                self._pausing.clear()
+            case Method.ABORT_ALL:
+                events += core.abort()
+            case Method.RECEIVE:
+                core.receive(call.argument)
+            case Method.LOAD:
+                core.load(call.argument)
+                value = core.policy_version
+            case Method.HEALTH:
+                value = self._health()
+            case Method.CHECKSUM:
+                value = core.served_checksum()
+        events.append(Reply(call.call_id, value))
+
+    def _health(self) -> EngineHealth:
+        core = self._core
+        return EngineHealth(
+            alive=True,
+            policy_version=core.policy_version,
+            running=core.running,
+            waiting=core.waiting,
+            paused=core.paused,
+            generated_tokens=core.generated_tokens,
+            prefill_tokens=core.prefill_tokens,
+            busy_s=self._busy_s,
+        )
+
+    def _say_last(self, message: str) -> None:
+        try:
+            self._channel.send([Died(message)])
+        except EOFError:
+            return

@@ -1,0 +1,198 @@
+"""Opens a model folder (or hub name) with errors that say what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from skyrl_train.errors import ConfigError, ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# What transformers raises for a folder or hub name that it cannot use, beside SafetensorError.
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
+_SETTING = "trainer.policy.model.path"
+
+
+def load_config(path: str) -> PreTrainedConfig:
+    """Reads ``config.json``.
+
+    Raises:
+        ModelError: there is none, or transformers does not know the architecture.
+    """
+    _check_place(path)
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+    except _UNUSABLE as error:
+        if is_local(path):
+            raise ModelError(
+                f"{path!r} is not a model: {_first_line(error)}. Point {_SETTING} at a folder with a config.json."
+            ) from error
+        raise ModelError(
+            f"{path!r} is no folder here, and the hub did not give it either (offline, misspelt or private): "
+            f"{_first_line(error)}. Point {_SETTING} at a model folder, or download the model first."
+        ) from error
+    return config
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Reads the tokenizer.
+
+    Raises:
+        ModelError: the folder has none, it has no end-of-sequence token, or it knows more tokens than the model.
+    """
+    vocab_size = load_config(path).get_text_config().vocab_size
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(path)
+    except _UNUSABLE as error:
+        raise ModelError(
+            f"{path!r} has no usable tokenizer: {_first_line(error)}. Save one there with tokenizer.save_pretrained()."
+        ) from error
+    # Without its files transformers makes up an empty tokenizer of the model's type.
+    files = set(tokenizer.vocab_files_names.values())
+    if is_local(path) and files and not any((Path(path) / file).exists() for file in files):
+        raise ModelError(f"{path!r} has no tokenizer. Save one there with tokenizer.save_pretrained().")
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"The tokenizer in {path!r} has no eos_token; a response could never end. Set one and save it again."
+        )
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"The tokenizer in {path!r} knows {len(tokenizer)} tokens but the model only {vocab_size}. Save the "
+            "tokenizer that belongs to the model, or resize_token_embeddings(len(tokenizer)) and save it again."
+        )
+    return tokenizer
+
+
+def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
+    """Builds the architecture without reading weights, for an engine whose first publication brings them.
+
+    Raises:
+        ConfigError: an unknown dtype or a device that this machine does not have.
+        ModelError: torch cannot build the architecture.
+    """
+    torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
+    config = load_config(path)
+    try:
+        with quiet_transformers():
+            built: Any = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+    except _UNUSABLE as error:
+        raise ModelError(f"{path!r} is not a causal language model that can be built: {_first_line(error)}.") from error
+    model: PreTrainedModel = built.to(torch_device).eval()
+    return model
+
+
+def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
+    """Loads architecture and weights.
+
+    Raises:
+        ConfigError: an unknown dtype or a device that this machine does not have.
+        ModelError: the folder has no weights, misses some, or they are broken or have other shapes.
+    """
+    torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
+    load_config(path)
+    try:
+        with quiet_transformers():
+            # Mismatched shapes are let through here only to be reported by name below.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except _UNUSABLE as error:
+        raise ModelError(
+            f"{path!r} has no usable weights: {_first_line(error)}. Save the model there with model.save_pretrained()."
+        ) from error
+    info: dict[str, Any] = loaded[1]
+    mismatched = sorted(tuple(entry) for entry in info["mismatched_keys"])
+    if mismatched:
+        name, saved, expected = mismatched[0]
+        raise ModelError(
+            f"{len(mismatched)} weights in {path!r} do not have the shapes that config.json asks for, the first is "
+            f"{name!r}: {tuple(saved)}, not {tuple(expected)}. Save both together with model.save_pretrained()."
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"The weights in {path!r} miss {len(missing)} tensors, the first is {missing[0]!r}. Save the model again."
+        )
+    model: PreTrainedModel = loaded[0].to(torch_device)
+    return model
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a setting.
+
+    Raises:
+        ConfigError: not one of :data:`DTYPES`.
+    """
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; known: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of a setting.
+
+    Raises:
+        ConfigError: torch does not know the name, or this machine lacks the device.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs. Use device cpu.")
+    return device
+
+
+def is_local(path: str) -> bool:
+    """Whether ``path`` is a folder on this machine rather than a hub name."""
+    return Path(path).is_dir()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """While open, transformers prints neither progress bars nor warnings; what it cannot do, it raises."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _check_place(path: str) -> None:
+    """Refuses what is meant as a path but is not there, so that the hub is never asked for it."""
+    if not is_local(path) and _looks_local(path):
+        what = "a file, not a model folder" if Path(path).exists() else "not there"
+        raise ModelError(f"The model folder {path!r} is {what}. Point {_SETTING} at a folder with a config.json.")
+
+
+def _looks_local(path: str) -> bool:
+    """A hub name is ``name`` or ``organisation/name``; all else, and what starts in an existing folder, is a path."""
+    parts = path.split("/")
+    return (
+        path.startswith((".", "~", "/"))
+        or path.endswith("/")
+        or len(parts) > 2
+        or "\\" in path
+        or Path(path).exists()
+        or (len(parts) == 2 and Path(parts[0]).is_dir())
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,0 +1,105 @@
+"""Where a finished step goes: the run folder, the trackers and the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.observability.live import StepReport, View, make_view
+from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.tracking import Tracker, make_trackers
+from skyrl_train.rollout.group import RolloutGroup
+
+
+class Reporter:
+    """Writes a run's steps. ``begin`` comes first, ``close`` last.
+
+    Args:
+        decode: tokens to text, for the samples.
+    """
+
+    def __init__(self, config: RunConfig, run_folder: RunFolder, console: Console, total_steps: int) -> None:
+        self._config = config
+        self._folder = run_folder
+        self._console = console
+        self._total_steps = total_steps
+        self._view: View | None = None
+        self._tracker: Tracker | None = None
+
+    def begin(self, step: int) -> None:
+        """Opens everything for the steps after ``step``; what was written about later ones is forgotten."""
+        self._folder.truncate_after(step)
+        self._tracker = make_trackers(self._folder.logs, self._config, step)
+        title = f"{self._folder.path} ({self._config.trainer.mode.value})"
+        self._view = make_view(self._console, self._total_steps, title, start_step=step)
+        if step:
+            self._view.note(f"resuming after step {step}")
+
+    def step(
+        self,
+        step: int,
+        batch: Sequence[RolloutGroup],
+        metrics: Mapping[str, float],
+        *,
+        decode: Callable[[Sequence[int]], str],
+        checkpoint_step: int | None,
+    ) -> None:
+        """Writes one step's metrics and samples, and refreshes the screen."""
+        # The ordinals make "every prompt once" checkable from the outside.
+        self._folder.append_metrics(step, {**metrics, "ordinals": [group.ordinal for group in batch]})
+        self._folder.append_samples(
+            step,
+            (
+                {
+                    "ordinal": group.ordinal,
+                    "uid": group.uid,
+                    "prompt": decode(sample.prompt_token_ids),
+                    "response": decode(sample.response_ids),
+                    "reward": sample.reward,
+                    "stop_reason": sample.stop_reason,
+                    "oldest_version": group.oldest_version,
+                }
+                for group in batch[: self._config.trainer.samples_per_step]
+                for sample in group.samples
+            ),
+        )
+        if self._tracker is not None:
+            self._tracker.log(step, metrics)
+        if self._view is not None:
+            self._view.update(step_report(step, metrics, checkpoint_step))
+
+    def note(self, text: str) -> None:
+        """A line for the screen."""
+        if self._view is not None:
+            self._view.note(text)
+        else:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leaves the last state on the screen and flushes the trackers. Idempotent."""
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+
+def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | None) -> StepReport:
+    """What the screen shows of a step's metrics."""
+    step_s = metrics["time/step"] or 1.0
+    return StepReport(
+        step=step,
+        reward=metrics["reward/mean"],
+        lag_mean=metrics["async/lag_mean"],
+        lag_max=int(metrics["async/lag_max"]),
+        in_flight=int(metrics["async/in_flight"]),
+        buffered=int(metrics["async/buffered"]),
+        generated_tokens_per_s=metrics["inference/tokens_per_second"],
+        trained_tokens_per_s=metrics["policy/tokens_per_second"],
+        wait_for_batch=min(1.0, metrics["time/wait_for_batch"] / step_s),
+        wait_for_policy=metrics["async/idle_fraction"],
+        checkpoint_step=checkpoint_step,
+    )

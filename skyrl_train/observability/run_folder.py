@@ -1,0 +1,215 @@
+"""The folder that a run leaves, and which folder a command continues.
+
+<run>/config.yaml  metrics.jsonl  samples.jsonl  checkpoints/  logs/  model/  finished.json (when it is)  run.lock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Iterable, Mapping
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from skyrl_train.config.compare import differences, same_run
+from skyrl_train.config.compose import from_yaml, to_yaml
+from skyrl_train.config.schema import ResumeMode, RunConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability.jsonl import JsonlFile, read_jsonl, replace_file
+
+CONFIG, METRICS, SAMPLES, FINISHED, LOCK = "config.yaml", "metrics.jsonl", "samples.jsonl", "finished.json", "run.lock"
+
+_locked_here: set[Path] = set()
+
+
+class RunChoice(NamedTuple):
+    """Where a command trains. ``finished`` implies ``resuming``: there is nothing left to train."""
+
+    path: Path
+    resuming: bool
+    finished: bool
+
+
+def choose_run_folder(config: RunConfig) -> RunChoice:
+    """Finds the unfinished run that ``config`` continues, or creates the folder of a new one.
+
+    With ``trainer.run_dir`` it is that folder. Without, runs are numbered below ``trainer.runs_dir``: the newest
+    unfinished one of the same configuration is continued, otherwise (and with ``resume=never``) the next number is
+    taken.
+
+    Raises:
+        ConfigError: the given folder holds another run, something else, or with ``resume=never`` anything at all.
+    """
+    trainer = config.trainer
+    if trainer.run_dir is not None:
+        return _given_folder(config, Path(trainer.run_dir))
+    numbered = _numbered_folders(Path(trainer.runs_dir), trainer.run_name)
+    if trainer.resume is not ResumeMode.never:
+        for number in sorted(numbered, reverse=True):
+            folder = numbered[number]
+            if not is_finished(folder) and _holds(folder, config):
+                return RunChoice(folder, resuming=True, finished=False)
+    return RunChoice(_create_next(Path(trainer.runs_dir), trainer.run_name, max(numbered, default=0)), False, False)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in ``folder`` has nothing left to train."""
+    return (folder / FINISHED).is_file()
+
+
+class RunFolder:
+    """An open run folder: locked against other processes until :meth:`close`."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        """Creates what is missing and writes the configuration.
+
+        Raises:
+            ConfigError: another process trains in this folder.
+            SkyRLError: the disk is full.
+        """
+        self.path = path
+        try:
+            for folder in (path, self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_create(path, error) from error
+        self._lock = _lock(path)
+        replace_file(path / CONFIG, to_yaml(config))
+        self._metrics = JsonlFile(path / METRICS)
+        self._samples = JsonlFile(path / SAMPLES)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where ``global_step_N`` and ``latest`` are."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Trackers' files and the log of each process."""
+        return self.path / "logs"
+
+    @property
+    def model(self) -> Path:
+        """The start model, where the run made one itself."""
+        return self.path / "model"
+
+    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes one step's line."""
+        self._metrics.append({"step": step, **metrics})
+
+    def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Writes one line per sample."""
+        for sample in samples:
+            self._samples.append({"step": step, **sample})
+
+    def truncate_after(self, step: int) -> None:
+        """Forgets what was written after the checkpoint that the run resumes from."""
+        self._metrics.truncate_after(step)
+        self._samples.truncate_after(step)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All lines of ``metrics.jsonl``."""
+        return list(read_jsonl(self.path / METRICS))
+
+    def mark_finished(self, summary: Mapping[str, Any]) -> None:
+        """Says that nothing is left to train; the same command then starts a new run."""
+        replace_file(self.path / FINISHED, json.dumps(summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Releases the lock. Idempotent."""
+        self._metrics.close()
+        self._samples.close()
+        self._lock.close()
+        _locked_here.discard(self.path.resolve())
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
+    name = f"trainer.run_dir={folder}"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{name} is a file. Name a folder.")
+    # A run that died before it wrote its configuration left no more than a lock and empty folders.
+    if not folder.is_dir() or not any(path.is_file() and path.name != LOCK for path in folder.rglob("*")):
+        return RunChoice(folder, resuming=False, finished=False)
+    if config.trainer.resume is ResumeMode.never:
+        raise ConfigError(f"{name} is not empty and trainer.resume=never. Name another folder, or drop resume=never.")
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{name} is not empty and holds no run (no {CONFIG}). Name another folder.")
+    differing = differences(_read_config(folder), config)
+    if differing:
+        raise ConfigError(
+            f"{name} holds a run of another configuration; it differs in {', '.join(differing)}. Set these as in "
+            f"{folder / CONFIG}, or name another folder."
+        )
+    return RunChoice(folder, resuming=True, finished=is_finished(folder))
+
+
+def _holds(folder: Path, config: RunConfig) -> bool:
+    try:
+        return same_run(_read_config(folder), config)
+    except (ConfigError, OSError):
+        return False  # died before it wrote one, or written by a version with other settings: not ours to continue
+
+
+def _read_config(folder: Path) -> RunConfig:
+    path = folder / CONFIG
+    return from_yaml(path.read_text(encoding="utf-8"), where=str(path))
+
+
+def _numbered_folders(runs_dir: Path, run_name: str) -> dict[int, Path]:
+    pattern = re.compile(re.escape(run_name) + r"-(\d+)")
+    if not runs_dir.is_dir():
+        return {}
+    matches = ((pattern.fullmatch(folder.name), folder) for folder in runs_dir.iterdir() if folder.is_dir())
+    return {int(match.group(1)): folder for match, folder in matches if match}
+
+
+def _create_next(runs_dir: Path, run_name: str, newest: int) -> Path:
+    while True:
+        newest += 1
+        folder = runs_dir / f"{run_name}-{newest}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue  # another process took the number a moment ago
+        except OSError as error:
+            raise _cannot_create(folder, error) from error
+        return folder
+
+
+def _cannot_create(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"Cannot create the run folder {folder}: {error.strerror or error}. Set trainer.runs_dir or trainer.run_dir to "
+        "a place that you may write to."
+    )
+
+
+def _lock(folder: Path) -> FileIO:
+    """Takes the folder's lock.
+
+    A record lock, because it ends with this process: a lock on the open file would live on in a forked child and keep a
+    killed run from being resumed. Record locks do not exclude the own process, hence the set beside it.
+    """
+    resolved = folder.resolve()
+    if resolved in _locked_here:
+        raise ConfigError(f"This process trains in {folder} already. Give the second run another trainer.run_dir.")
+    file = FileIO(folder / LOCK, "a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"Another process trains in {folder}. Wait for it, or give this run another trainer.run_dir or run_name."
+        ) from error
+    _locked_here.add(resolved)
+    return file

@@ -1,0 +1,64 @@
+"""The last line of a run: what was learned, where it is, how to go on. Pure functions of ``metrics.jsonl``'s rows."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from skyrl_train.observability.live import duration
+
+REWARD = "reward/mean"
+ENDS = 0.05  # the share of the steps that "first" and "last" are means over
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Rewards are None where no step has one."""
+
+    steps: int
+    first_reward: float | None  # mean over the first 5 % of the steps, at least one
+    last_reward: float | None  # mean over the last 5 %
+    best_reward: float | None  # the best step's
+    wall_time_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``finished.json``."""
+        return asdict(self)
+
+
+def summarize(rows: Sequence[Mapping[str, Any]], wall_time_s: float) -> RunSummary:
+    """Sums up the rows of ``metrics.jsonl``, whatever sessions they come from."""
+    rewards = [row[REWARD] for row in rows if isinstance(row.get(REWARD), int | float) and math.isfinite(row[REWARD])]
+    ends = max(1, round(len(rewards) * ENDS))
+    return RunSummary(
+        steps=max((row["step"] for row in rows), default=0),
+        first_reward=statistics.fmean(rewards[:ends]) if rewards else None,
+        last_reward=statistics.fmean(rewards[-ends:]) if rewards else None,
+        best_reward=max(rewards, default=None),
+        wall_time_s=wall_time_s,
+    )
+
+
+def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: str) -> str:
+    """One line: what was learned, where the run is, and ``command``, which resumes or repeats it."""
+    if summary.first_reward is None or summary.last_reward is None:
+        learned = "no reward yet"
+    else:
+        learned = (
+            f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (best step {summary.best_reward:.3f})"
+        )
+    done = "Trained" if finished else "Stopped after"
+    after = "Train again" if finished else "Resume"
+    return (
+        f"{done} {summary.steps} steps in {duration(summary.wall_time_s)}: {learned}. Everything is in {run_dir}. "
+        f"{after} with: {command}"
+    )
+
+
+def resume_command(module: str, arguments: Sequence[str]) -> str:
+    """The command line that was given, quoted so that a shell reads it back; running it again resumes."""
+    return shlex.join(["python", "-m", module, *arguments])

@@ -1,0 +1,57 @@
+"""A finished rollout group: the unit of admission, buffering and training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response trajectory; the response-side lists are aligned token by token.
+
+    ``loss_mask`` is 1 on sampled tokens; elsewhere ``logprobs`` is 0.0 and ``versions`` -1. ``rewards`` is per token
+    (a reward for the whole response sits on its last token).
+    """
+
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    rewards: list[float]
+    stop_reason: str
+
+    @property
+    def reward(self) -> float:
+        """The return of the trajectory."""
+        return sum(self.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All ``n_samples_per_prompt`` samples of one prompt. ``submitted_version`` is the policy's when it was admitted."""
+
+    ordinal: int
+    uid: str
+    data_source: str
+    samples: tuple[Sample, ...]
+    submitted_version: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the sampled tokens (of a group without any: the one it was admitted under)."""
+        return min((v for s in self.samples for v in s.versions if v >= 0), default=self.submitted_version)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version among the sampled tokens."""
+        return max((v for s in self.samples for v in s.versions if v >= 0), default=self.submitted_version)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(sum(s.loss_mask) for s in self.samples)
+
+    def lag(self, step: int) -> int:
+        """``(t - 1) - oldest version``: how many versions behind step ``t``'s policy its oldest token is."""
+        return (step - 1) - self.oldest_version

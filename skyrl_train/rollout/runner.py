@@ -1,0 +1,120 @@
+"""Generates one rollout group: asks the generator, checks what comes back, tries again when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_train.config.schema import FailureConfig
+from skyrl_train.errors import EngineError, GeneratorOutputError, RolloutError
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
+from skyrl_train.generators.validation import to_samples, validate_generator_output
+from skyrl_train.inference.randomness import mix
+from skyrl_train.rollout.dataset import PromptDataset
+from skyrl_train.rollout.group import RolloutGroup
+from skyrl_train.rollout.ledger import PromptLedger
+
+logger = logging.getLogger(__name__)
+
+
+class GroupRunner:
+    """Turns an ordinal into a finished group.
+
+    Seeds are a function of ``(seed, ordinal, sample, attempt)``, so a group is the same wherever and whenever it runs.
+
+    Args:
+        sampling_params: of each request, as the client takes them.
+        env_class: of rows that name none.
+        policy_version: tells the version that the engines hold now.
+    """
+
+    def __init__(
+        self,
+        generator: GeneratorInterface,
+        dataset: PromptDataset,
+        ledger: PromptLedger,
+        failures: FailureConfig,
+        *,
+        n_samples_per_prompt: int,
+        sampling_params: Mapping[str, Any],
+        env_class: str,
+        seed: int,
+        policy_version: Callable[[], int],
+    ) -> None:
+        self._generator = generator
+        self._dataset = dataset
+        self._ledger = ledger
+        self._failures = failures
+        self._n = n_samples_per_prompt
+        self._sampling_params = sampling_params
+        self._env_class = env_class
+        self._seed = seed
+        self._policy_version = policy_version
+        self.retries = 0
+
+    async def run(self, ordinal: int) -> RolloutGroup:
+        """Generates the group.
+
+        Raises:
+            RolloutError: every attempt raised or timed out; the last failure is the cause.
+            GeneratorOutputError: the generator broke its contract, which another attempt would not mend.
+            EngineError: the engines failed, which is not the prompt's fault.
+        """
+        attempts = 1 + self._failures.max_rollout_retries
+        failure: BaseException | None = None
+        for attempt in range(attempts):
+            if attempt:
+                self.retries += 1
+                logger.warning("group %d: attempt %d failed (%r), trying again", ordinal, attempt, failure)
+            try:
+                async with asyncio.timeout(self._failures.rollout_timeout_s):
+                    return await self._attempt(ordinal, attempt)
+            except (GeneratorOutputError, EngineError):
+                raise
+            except TimeoutError as error:
+                failure = error
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise  # we are being stopped; otherwise the generator has cancelled itself, which is a failure
+                failure = error
+            except Exception as error:
+                failure = error
+        what = (
+            f"took longer than trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
+            if isinstance(failure, TimeoutError)
+            else f"raised {failure!r}"
+        )
+        uid = self._dataset[self._ledger.row(ordinal)].uid
+        raise RolloutError(
+            f"the rollout of prompt {uid!r} failed {attempts} times; the last time it {what}"
+        ) from failure
+
+    async def _attempt(self, ordinal: int, attempt: int) -> RolloutGroup:
+        row = self._ledger.row(ordinal)
+        record = self._dataset[row]
+        version = self._policy_version()
+        request = GeneratorInput(
+            prompts=[record.prompt] * self._n,
+            env_classes=[record.env_class or self._env_class] * self._n,
+            env_extras=[dict(record.env_extras) for _ in range(self._n)],
+            sampling_params=self._sampling_params,
+            trajectory_ids=[TrajectoryID(f"{record.uid}@{ordinal}", repetition) for repetition in range(self._n)],
+            batch_metadata=BatchMetadata(
+                global_step=version + 1,
+                training_phase="train",
+                seeds=tuple(mix(self._seed, ordinal, repetition, attempt) for repetition in range(self._n)),
+            ),
+        )
+        output = await self._generator.generate(request)
+        validate_generator_output(output, expected=self._n)
+        return RolloutGroup(
+            ordinal=ordinal,
+            uid=record.uid,
+            data_source=record.data_source,
+            samples=to_samples(output),
+            submitted_version=version,
+            metrics=dict(output.get("rollout_metrics") or {}),
+        )

@@ -1,0 +1,91 @@
+"""What trains the policy: one interface for the local backend and the distributed ones.
+
+    minibatch of B groups ──update──> metrics          named_weights ──> publication
+    sequences ──forward_logprobs──> proximal log-probs      save / load ──> checkpoint
+
+All methods block; the trainers call them off the control loop, one at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """One token-exact sequence (prompt and response together); every tensor has shape ``[T]``.
+
+    Position ``t`` of each field speaks about token ``t``. ``loss_mask`` is True on trained sampled tokens only; the
+    other float fields are 0 and ``versions`` is -1 where no token was sampled.
+    """
+
+    token_ids: torch.Tensor  # int64
+    loss_mask: torch.Tensor  # bool
+    advantages: torch.Tensor  # float32
+    behaviour_logprobs: torch.Tensor  # float32, natural log
+    versions: torch.Tensor  # int64
+    group_index: int  # the group within the minibatch
+    proximal_logprobs: torch.Tensor | None = None  # float32; None: those of the policy as the update begins
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """What one optimizer step trains on: all sequences of ``num_groups`` groups, in a fixed order."""
+
+    sequences: Sequence[TrainingSequence]
+    num_groups: int
+    step: int  # t = 1, 2, ...
+
+
+class TrainingBackend(ABC):
+    """Owns the policy, the optimizer and the learning-rate schedule."""
+
+    @abstractmethod
+    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """Log-probs of each token given the ones before it, under the current policy.
+
+        Returns:
+            One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
+        """
+
+    @abstractmethod
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """Makes one optimizer step (micro-batches inside) and returns scalar metrics.
+
+        The loss is normalised over the whole minibatch, so that the split into micro-batches does not change it.
+        """
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, object]:
+        """A copy of everything that ``load`` needs, detached from the live state: policy, optimizer, scheduler, RNG.
+
+        Taking it is the only part of a checkpoint that training waits for.
+        """
+
+    @abstractmethod
+    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+        """Writes a snapshot into ``folder``. Reads no live state, so training may go on."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restores what ``save`` wrote.
+
+        Raises:
+            CheckpointError: the folder is incomplete or of another model; nothing has changed then.
+        """
+
+    @abstractmethod
+    def export_hf(self, folder: Path) -> None:
+        """Writes the policy as a folder that ``transformers`` opens."""

@@ -1,0 +1,137 @@
+"""AdamW over the policy's parameters, with float32 master weights where the policy itself is narrower."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.training.schedule import SCHEDULES
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """``grad_norm`` is the global L2 norm before clipping; ``applied`` is False where it was not finite."""
+
+    grad_norm: float
+    applied: bool
+
+
+class PolicyOptimizer:
+    """AdamW (arXiv 1711.05101), global-norm clipping, and a guard against gradients that are not finite.
+
+    A bfloat16 weight has 8 bits of mantissa: an update below 1/256 of it would vanish. Such weights get float32
+    masters; gradients of all micro-batches add up in float32 there, AdamW moves the masters, and the weights are their
+    rounding. Float32 weights are their own masters.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
+        _check(config)
+        self._max_grad_norm = config.max_grad_norm
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._masters = {name: _master_of(p) for name, p in self._weights.items()}
+        # Norms and biases are not decayed: pulling them to 0 shrinks activations instead of bounding the weights.
+        decayed = [p for p in self._masters.values() if p.ndim >= 2]
+        others = [p for p in self._masters.values() if p.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        beta1, beta2 = config.adam_betas
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(beta1, beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients of the step before."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self, learning_rate: float) -> StepOutcome:
+        """Clips the gradients and moves the weights; leaves weights and moments alone if a gradient is not finite."""
+        masters = list(self._masters.values())
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm))
+        if not math.isfinite(grad_norm):
+            return StepOutcome(grad_norm, applied=False)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self.round_masters_to_weights()
+        return StepOutcome(grad_norm, applied=True)
+
+    @torch.no_grad()
+    def round_masters_to_weights(self) -> None:
+        """Makes the weights the rounding of their masters."""
+        for name, weight in self._weights.items():
+            if self._masters[name] is not weight:
+                weight.copy_(self._masters[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, and the masters where they are not the weights themselves. References, not copies."""
+        separate = {name: m.detach() for name, m in self._masters.items() if m is not self._weights[name]}
+        return {"adamw": self._adamw.state_dict(), "masters": separate}
+
+    def check_state_dict(self, state: dict[str, Any]) -> str | None:
+        """Returns why ``state`` does not fit this optimizer, or None where it does."""
+        mine = self.state_dict()
+        if {n: m.shape for n, m in state["masters"].items()} != {n: m.shape for n, m in mine["masters"].items()}:
+            return "other master weights (trainer.policy.dtype differs)"
+        sizes = [[len(g["params"]) for g in s["adamw"]["param_groups"]] for s in (state, mine)]
+        if sizes[0] != sizes[1]:
+            return "other parameter groups"
+        shapes = [p.shape for group in self._adamw.param_groups for p in group["params"]]
+        moments = state["adamw"]["state"]
+        if any(m[key].shape != shapes[i] for i, m in moments.items() for key in ("exp_avg", "exp_avg_sq")):
+            return "moments of other shapes"
+        return None
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` returned; betas, eps and decay stay those of the configuration."""
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in self._adamw.param_groups]
+        self._adamw.load_state_dict(state["adamw"])
+        for group, own in zip(self._adamw.param_groups, settings, strict=True):
+            group.update(own)
+        for name, master in state["masters"].items():
+            self._masters[name].copy_(master)
+
+
+def _master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    if weight.dtype in (torch.float32, torch.float64):
+        return weight
+    master = torch.nn.Parameter(weight.detach().float())
+
+    def add_to_master(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+
+    weight.register_post_accumulate_grad_hook(add_to_master)
+    return master
+
+
+def _check(config: OptimizerConfig) -> None:
+    SCHEDULES.get(config.scheduler)
+    where = "trainer.policy.optimizer_config"
+    if not (math.isfinite(config.lr) and config.lr >= 0):
+        raise ConfigError(f"{where}.lr must be finite and >= 0, got {config.lr}.")
+    if len(config.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.adam_betas):
+        raise ConfigError(f"{where}.adam_betas must be two numbers in [0, 1), got {list(config.adam_betas)}.")
+    if not config.adam_eps > 0:
+        raise ConfigError(f"{where}.adam_eps must be positive, got {config.adam_eps}.")
+    if not config.weight_decay >= 0:
+        raise ConfigError(f"{where}.weight_decay must be >= 0, got {config.weight_decay}.")
+    if not config.max_grad_norm > 0:
+        raise ConfigError(
+            f"{where}.max_grad_norm must be positive (.inf switches clipping off), got {config.max_grad_norm}."
+        )
+    if config.num_warmup_steps < 0:
+        raise ConfigError(f"{where}.num_warmup_steps must be >= 0, got {config.num_warmup_steps}.")

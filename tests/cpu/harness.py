@@ -1,0 +1,173 @@
+"""A whole trainer on a scripted engine and a scripted backend: real loops, rules and files, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from scripted import ScriptedEngine, scripted_update
+
+from skyrl_train.assembly import trainer_class
+from skyrl_train.config.compose import compose
+from skyrl_train.config.plan import resolve
+from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.publication.base import WeightTransport
+from skyrl_train.publication.publisher import WeightPublisher
+from skyrl_train.rollout.dataset import load_dataset
+from skyrl_train.trainer import PPOTrainer, TrainerParts
+from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.checkpoint import CheckpointStore
+
+TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK=")
+
+
+class ScriptedBackend(TrainingBackend):
+    """Its only weight is the number of updates."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(1)
+        self.minibatches: list[Minibatch] = []
+        self.before_update: Callable[[Minibatch], None] = lambda minibatch: None
+
+    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return [torch.zeros(len(sequence)) for sequence in sequences]
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        self.before_update(minibatch)
+        self.minibatches.append(minibatch)
+        self.weight += 1
+        return {"loss/policy": 0.0, "policy/tokens": 1.0}
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", self.weight
+
+    def snapshot(self) -> dict[str, object]:
+        return {"w": float(self.weight)}
+
+    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+        (folder / "w.json").write_text(json.dumps(snapshot))
+
+    def load(self, folder: Path) -> None:
+        self.weight.fill_(json.loads((folder / "w.json").read_text())["w"])
+
+    def export_hf(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class ScriptedTransport(WeightTransport):
+    name = "scripted"
+
+    def gather(self, weights: Any, version: int) -> WeightUpdate:
+        return scripted_update(version)
+
+    def close(self) -> None:
+        return None
+
+
+class EchoGenerator(GeneratorInterface):
+    """One turn; the reward is the share of even tokens. ``before`` may wait or raise, by prompt and attempt."""
+
+    def __init__(self, client: InferenceEngineClient) -> None:
+        self.client = client
+        self.before: Callable[[GeneratorInput], Any] | None = None
+        self.after: Callable[[GeneratorOutput], None] | None = None
+        self.calls: list[str] = []
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        self.calls.append(input_batch["trajectory_ids"][0].instance_id)
+        if self.before is not None:
+            waiting = self.before(input_batch)
+            if waiting is not None:
+                await waiting
+        outputs = [
+            await self.client.generate(
+                InferenceEngineInput(
+                    prompt_token_ids=[[5, 6, 7]],
+                    sampling_params={"max_tokens": 6, "seed": seed},
+                    session_ids=[trajectory.to_string()],
+                )
+            )
+            for trajectory, seed in zip(input_batch["trajectory_ids"], input_batch["batch_metadata"].seeds, strict=True)
+        ]
+        ids = [output["response_ids"][0] for output in outputs]
+        result = GeneratorOutput(
+            prompt_token_ids=[[5, 6, 7]] * len(ids),
+            response_ids=ids,
+            rewards=[sum(token % 2 == 0 for token in response) / len(response) for response in ids],
+            loss_masks=[[1] * len(response) for response in ids],
+            stop_reasons=[output["stop_reasons"][0] for output in outputs],
+            rollout_metrics=None,
+            rollout_logprobs=[output["response_logprobs"][0] for output in outputs],
+            rollout_versions=[output["response_versions"][0] for output in outputs],
+            trajectory_ids=input_batch["trajectory_ids"],
+            is_last_step=None,
+        )
+        if self.after is not None:
+            self.after(result)
+        return result
+
+
+class Harness:
+    """Builds a trainer in ``folder``; build another one in the same folder to resume."""
+
+    def __init__(self, folder: Path, *overrides: str, engine: ScriptedEngine | None = None) -> None:
+        self.config = compose(
+            "quickstart",
+            [
+                "trainer.policy_mini_batch_size=4",
+                "generator.n_samples_per_prompt=2",
+                "data.generate=10",
+                "trainer.max_steps=8",
+                "trainer.ckpt_interval=0",
+                "trainer.trackers=[]",
+                "trainer.policy.optimizer_config.num_warmup_steps=0",
+                f"trainer.run_dir={folder}",
+                *overrides,
+            ],
+        )
+        dataset = load_dataset(self.config.data, self.config.environment)
+        self.plan = resolve(self.config, len(dataset))
+        self.engine = engine or ScriptedEngine(free_running=True)
+        self.client = InferenceEngineClient([self.engine], TOKENIZER)
+        self.generator = EchoGenerator(self.client)
+        self.backend = ScriptedBackend()
+        self.screen = StringIO()
+        self.run_folder = RunFolder(folder, self.config)
+        reporter = Reporter(self.config, self.run_folder, Console(file=self.screen), self.plan.total_steps)
+        parts = TrainerParts(
+            client=self.client,
+            generator=self.generator,
+            backend=self.backend,
+            publisher=WeightPublisher(self.client, ScriptedTransport(), PauseMode(self.config.generator.pause_mode)),
+            dataset=dataset,
+            checkpoints=CheckpointStore(self.run_folder.checkpoints, self.config.trainer.max_ckpts_to_keep),
+            reporter=reporter,
+        )
+        self.trainer: PPOTrainer = trainer_class(self.config.trainer.mode)(self.config, self.plan, parts)
+
+    async def train(self) -> None:
+        try:
+            await asyncio.wait_for(self.trainer.train(), 60)
+        finally:
+            self.run_folder.close()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.run_folder.read_metrics()
+
+    @property
+    def trained(self) -> list[int]:
+        """Every trained ordinal in the surviving history, in order."""
+        return [ordinal for row in self.rows for ordinal in row["ordinals"]]

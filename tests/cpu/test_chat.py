@@ -1,0 +1,140 @@
+"""Messages to tokens: what was sampled stays as it is, and the rest is what the template would have written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference.chat import ChatRenderer
+from skyrl_train.models.tiny import character_tokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .?!\n"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = "{{ messages[-1]['content'] }}"
+STRICT = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}x{% endfor %}"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+QWEN_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+
+
+def make_tokenizer(template: str | None, marks: list[str] = []) -> PreTrainedTokenizerFast:  # noqa: B006 - read only
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, "<unk>", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens(marks)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>", chat_template=template
+    )
+
+
+TOKENIZERS = {
+    "characters": character_tokenizer(LETTERS),
+    "chatml": make_tokenizer(CHATML),
+    "no template": make_tokenizer(None),
+}
+ASK = [{"role": "user", "content": "How many?"}]
+MORE = [{"role": "user", "content": "Try again."}]
+
+
+def tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("characters", "How many?"),
+        ("chatml", "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"),
+        ("no template", "How many?"),
+    ],
+)
+def test_a_prompt_is_rendered_with_the_generation_prompt(kind: str, text: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    assert ChatRenderer(tokenizer, "").render(ASK) == tokens(tokenizer, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampled", "added"),
+    [
+        ("characters", "7<eos>", "Try again."),
+        ("characters", "7", "Try again."),
+        ("no template", "7<|im_end|>", "Try again."),
+        # The turn's closing is added as far as it was not sampled: all of it, all but the end token, nothing.
+        ("chatml", "7", "<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
+        ("chatml", "7<|im_end|>", "\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
+        ("chatml", "7<|im_end|>\n", "<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
+        # A newline in the answer is no closing.
+        ("chatml", "7\n", "<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_the_next_turn_is_what_the_template_would_have_written(kind: str, sampled: str, added: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    renderer = ChatRenderer(tokenizer, "")
+    prompt, response = renderer.render(ASK), tokens(tokenizer, sampled)
+    assert renderer.extend(prompt, response, MORE) == prompt + response + tokens(tokenizer, added)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data())
+def test_the_extension_begins_with_the_prompt_and_exactly_what_was_sampled(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    renderer = ChatRenderer(tokenizer, "")
+    response = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=20))
+    contents = data.draw(st.lists(st.text(LETTERS, max_size=10), min_size=1, max_size=3))
+    prompt = renderer.render(ASK)
+    extended = renderer.extend(prompt, response, [{"role": "user", "content": text} for text in contents])
+    assert extended[: len(prompt) + len(response)] == prompt + response
+
+
+def test_a_conversation_extended_turn_by_turn_is_the_one_rendered_at_once() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    renderer = ChatRenderer(tokenizer, "")
+    ids, messages = renderer.render(ASK), list(ASK)
+    for answer in ("seven", "eight", "nine"):
+        ids = renderer.extend(ids, tokens(tokenizer, answer + "<|im_end|>"), MORE)
+        messages += [{"role": "assistant", "content": answer}, *MORE]
+    assert ids == renderer.render(messages)
+
+
+def test_no_new_message_is_a_new_turn_of_the_assistant() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    extended = ChatRenderer(tokenizer, "").extend([5], tokens(tokenizer, "7<|im_end|>"), [])
+    assert extended == [5, *tokens(tokenizer, "7<|im_end|>\n<|im_start|>assistant\n")]
+
+
+def test_a_known_family_is_rendered_by_its_own_renderer_and_keeps_its_reasoning() -> None:
+    tokenizer = make_tokenizer(None, QWEN_MARKS)
+    renderer = ChatRenderer(tokenizer, "Qwen/Qwen3-0.6B")
+    prompt = renderer.render(ASK)
+    assert prompt == tokens(tokenizer, "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
+    response = tokens(tokenizer, "<think>\nhm\n</think>\n\n7<|im_end|>")
+    added = tokens(tokenizer, "\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n")
+    assert renderer.extend(prompt, response, MORE) == prompt + response + added
+
+
+def test_what_cannot_be_rendered_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drops earlier answers"):
+        ChatRenderer(make_tokenizer(FORGETFUL), "a/model").extend([5], [6], MORE)
+    with pytest.raises(ConfigError, match=r"'a/model' refuses a conversation of \['tool'\]: no tools"):
+        ChatRenderer(make_tokenizer(STRICT), "a/model").render([{"role": "tool", "content": "4"}])
+    with pytest.raises(ConfigError, match="must not be empty"):
+        ChatRenderer(TOKENIZERS["characters"], "").render([{"role": "user", "content": ""}])
+
+
+@pytest.mark.parametrize("statement", ["import skyrl_train.inference.chat", "import skyrl_train.rollout.dataset"])
+def test_importing_is_cheap(statement: str) -> None:
+    heavy = "{'torch', 'transformers', 'renderers', 'datasets', 'pyarrow', 'skyrl_gym', 'reasoning_gym'}"
+    program = f"{statement}; import sys; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,331 @@
+"""What a caller of the client sees, whatever happens to the engines (SEMANTICS 2), with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import EOS, ScriptedEngine, hashed_token, scripted_update, settle
+from transformers import PreTrainedTokenizerFast
+
+from skyrl_train.errors import ConfigError, EngineError, NoEngineError, PublicationError
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, PauseMode
+from skyrl_train.inference.randomness import mix
+from skyrl_train.models.tiny import character_tokenizer
+
+TOKENIZER: PreTrainedTokenizerFast = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK")
+
+
+def request(prompt: list[int] | None = None, **params: Any) -> InferenceEngineInput:
+    return InferenceEngineInput(
+        prompt_token_ids=[prompt or [5, 6]], sampling_params={"seed": 7, **params}, session_ids=["s"]
+    )
+
+
+def client_of(*engines: ScriptedEngine, **kwargs: Any) -> InferenceEngineClient:
+    return InferenceEngineClient(engines, TOKENIZER, **kwargs)
+
+
+async def publish(client: InferenceEngineClient, version: int, mode: PauseMode = PauseMode.KEEP) -> None:
+    await client.receive_weights(scripted_update(version))
+    await client.load_weights(scripted_update(version), mode)
+
+
+async def uninterrupted(engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+    client = client_of(ScriptedEngine(free_running=True))
+    await publish(client, 0)
+    return await client.generate(engine_input)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(list(PauseMode))), max_size=8),
+    max_tokens=st.integers(1, 40),
+    min_tokens=st.integers(0, 40),
+    stop=st.lists(st.text("0123abcd", min_size=1, max_size=3), max_size=2),
+    seed=st.integers(0, 2**62),
+)
+async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
+    schedule: list[tuple[int, PauseMode]], max_tokens: int, min_tokens: int, stop: list[str], seed: int
+) -> None:
+    engine_input = request(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=stop, seed=seed)
+    expected = await uninterrupted(engine_input)
+    engine = ScriptedEngine()
+    client = client_of(engine)
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(engine_input))
+    version, token_versions = 0, []
+    for new_version, (ticks, mode) in enumerate(schedule, start=1):
+        await settle()
+        for _ in range(ticks):
+            if engine.running and not task.done():
+                engine.tick()
+                token_versions.append(version)
+                await settle(6)
+        version = new_version
+        await publish(client, version, mode)
+    while not task.done():
+        await settle()
+        engine.tick()
+        await settle(6)
+    output = await task
+    for key in ("responses", "response_ids", "response_logprobs", "stop_reasons"):
+        assert output[key] == expected[key]
+    versions = output["response_versions"][0]
+    assert len(versions) == len(output["response_ids"][0]) and versions == sorted(versions)
+    if PauseMode.WAIT not in [mode for _, mode in schedule]:  # under wait the engine runs requests to their end itself
+        assert versions[: len(token_versions)] == token_versions[: len(versions)]
+
+
+async def test_each_token_has_the_version_that_sampled_it() -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9)
+    client = client_of(engine)
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(request(max_tokens=6)))
+    for version, mode in enumerate([PauseMode.KEEP, PauseMode.ABORT, PauseMode.RECOMPUTE], start=1):
+        await settle()
+        engine.tick(version)
+        await publish(client, version, mode)
+    output = await task
+    assert output["response_versions"] == [[0, 1, 1, 2, 2, 2]]
+    assert output["stop_reasons"] == ["length"]
+
+
+async def test_a_continued_request_is_the_prompt_plus_what_was_sampled_with_smaller_budgets() -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9)
+    client = client_of(engine)
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(request([5, 6], max_tokens=10, min_tokens=4, seed=3)))
+    await settle()
+    engine.tick(3)
+    await publish(client, 1, PauseMode.ABORT)
+    await settle()
+    await publish(client, 2, PauseMode.ABORT)  # a segment without tokens is resent unchanged
+    await settle()
+    first, second, third = engine.requests
+    assert second["prompt_token_ids"] == [[5, 6, 9, 9, 9]]
+    assert second["sampling_params"] == {
+        **first["sampling_params"],
+        "max_tokens": 7,
+        "min_tokens": 1,
+        "seed": mix(3, 0) + 3,
+    }
+    assert third == second
+    engine.tick(7)
+    assert len((await task)["response_ids"][0]) == 10
+
+
+async def test_a_budget_spent_at_the_abort_sends_nothing_more() -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9)
+    client = client_of(engine)
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(request(max_tokens=3)))
+    await settle()
+    for running in engine.running:  # the engine has sampled three tokens and is aborted before it noticed the limit
+        for _ in range(3):
+            running.sampled.append(9), running.logprobs.append(-1.0), running.versions.append(0)
+    await publish(client, 1, PauseMode.ABORT)
+    assert (await task)["stop_reasons"] == ["length"]
+    assert len(engine.requests) == 1
+
+
+async def test_stop_strings_match_across_a_segment_boundary_and_end_the_sampling() -> None:
+    text = TOKENIZER.encode("abcdefgh")
+    engine = ScriptedEngine(lambda tokens, seed: text[len(tokens) - 2])
+    client = client_of(engine)
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(request(max_tokens=8, stop=["cde"])))
+    await settle()
+    engine.tick(3)
+    await settle()
+    await publish(client, 1, PauseMode.ABORT)
+    await settle()
+    engine.tick(2)
+    output = await task
+    assert output["responses"] == ["ab"]
+    assert output["response_ids"] == [text[:5]]
+    assert output["stop_reasons"] == ["stop"]
+    assert not engine.running
+
+
+async def test_n_choices_are_independent_continuations_in_prompt_order() -> None:
+    client = client_of(ScriptedEngine(free_running=True))
+    await publish(client, 0)
+    batch = InferenceEngineInput(
+        prompt_token_ids=[[5], [6]], sampling_params={"n": 3, "seed": 1, "max_tokens": 20, "ignore_eos": True}
+    )
+    output = await client.generate(batch)
+    assert len(output["response_ids"]) == 6
+    assert len({tuple(ids) for ids in output["response_ids"]}) == 6
+
+
+async def test_while_paused_new_requests_wait_at_the_gate() -> None:
+    engine = ScriptedEngine()
+    client = client_of(engine)
+    await publish(client, 0)
+    await client.pause_generation(PauseMode.KEEP)
+    task = asyncio.ensure_future(client.generate(request(max_tokens=1)))
+    await settle()
+    assert engine.requests == []
+    await client.resume_generation()
+    await settle()
+    engine.tick()
+    assert len((await task)["response_ids"][0]) == 1
+
+
+async def test_a_cancelled_call_leaves_no_request_in_the_engine() -> None:
+    engine = ScriptedEngine()
+    client = client_of(engine)
+    await publish(client, 0)
+    for params in ({}, {"stop": ["zz"]}):
+        task = asyncio.ensure_future(client.generate(request(n=4, **params)))
+        await settle()
+        assert len(engine.running) == 4
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert engine.running == []
+
+
+async def test_one_bad_prompt_fails_the_call_with_its_own_error_and_cancels_the_rest() -> None:
+    engine = ScriptedEngine(max_model_len=8)
+    client = client_of(engine)
+    await publish(client, 0)
+    with pytest.raises(EngineError, match="does not fit"):
+        await client.generate(InferenceEngineInput(prompt_token_ids=[[5], [5] * 9], sampling_params={}))
+    assert engine.running == []
+
+
+# Engines that fail -------------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_a_dead_engine_continue_on_another_with_the_tokens_they_streamed() -> None:
+    a, b = ScriptedEngine(), ScriptedEngine()
+    client = client_of(a, b)
+    await publish(client, 0)
+    engine_input = request(max_tokens=12, stop=["zzz"], seed=11)
+    expected = await uninterrupted(engine_input)
+    task = asyncio.ensure_future(client.generate(engine_input))
+    await settle()
+    a.tick(4)
+    await settle()
+    a.die()
+    await settle()
+    assert len(b.requests[0]["prompt_token_ids"][0]) == 2 + 4
+    b.tick(12)
+    output = await task
+    assert output["response_ids"] == expected["response_ids"]
+    assert client.engines == [b]
+
+
+async def test_without_any_engine_requests_fail_with_a_typed_error_after_the_timeout() -> None:
+    engine = ScriptedEngine()
+    client = client_of(engine, engine_wait_timeout_s=0.01)
+    await publish(client, 0)
+    engine.die()
+    with pytest.raises(NoEngineError, match="no inference engine is left"):
+        await client.generate(request())
+
+
+async def test_sessions_stick_to_their_engine_and_new_ones_go_to_the_least_loaded() -> None:
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    client = client_of(*engines)
+    await publish(client, 0)
+    tasks = [
+        asyncio.ensure_future(
+            client.generate(InferenceEngineInput(prompt_token_ids=[[5]], session_ids=[s], sampling_params={}))
+        )
+        for s in ("a", "b", "c", "d", "a", "a")
+    ]
+    await settle()
+    assert [len(engine.running) for engine in engines] == [4, 2]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("phase", ["pause", "load"])
+@pytest.mark.parametrize("how", ["fail", "hang"])
+async def test_a_failed_update_leaves_the_engine_serving_what_it_had(phase: str, how: str) -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9, free_running=True)
+    client = client_of(engine, pause_timeout_s=0.01)
+    await publish(client, 0)
+    if how == "fail":
+        engine.fail[phase] = EngineError("scripted")
+    else:
+        engine.hang.add(phase)
+    with pytest.raises(PublicationError, match=phase):
+        await publish(client, 1)
+    assert client.policy_version == 0
+    output = await client.generate(request(max_tokens=2))
+    assert output["response_versions"] == [[0, 0]]
+
+
+async def test_an_engine_that_missed_an_update_leaves_the_routing() -> None:
+    a, b = ScriptedEngine(free_running=True), ScriptedEngine(free_running=True)
+    client = client_of(a, b)
+    await publish(client, 0)
+    a.fail["load"] = EngineError("scripted")
+    await publish(client, 1)
+    assert client.engines == [b]
+    output = await client.generate(request(max_tokens=3, ignore_eos=True))
+    assert output["response_versions"] == [[1, 1, 1]]
+
+
+async def test_an_abort_is_verified() -> None:
+    engine = ScriptedEngine()
+    client = client_of(engine)
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(request()))
+    await settle()
+    engine.ignores_abort = True
+    with pytest.raises(PublicationError, match="still holds 1 requests"):
+        await publish(client, 1, PauseMode.ABORT)
+    assert client.policy_version == 0
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_gate_closes_before_the_engines_pause_and_opens_after_they_resume() -> None:
+    engine = ScriptedEngine()
+    client = client_of(engine)
+    await publish(client, 0)
+    assert engine.calls == ["receive", "pause", "load", "resume"]
+
+
+# Bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_tokens": 300}, "min_tokens"),
+        ({"n": 0}, "n must be"),
+        ({"stop": [""]}, "empty string"),
+        ({"temprature": 1}, "temprature is unknown"),
+    ],
+)
+async def test_impossible_sampling_parameters_are_refused_by_name(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await client_of(ScriptedEngine()).generate(request(**params))
+
+
+async def test_prompts_come_as_tokens_or_as_conversations_not_both() -> None:
+    client = client_of(ScriptedEngine(lambda tokens, seed: EOS, free_running=True))
+    await publish(client, 0)
+    output = await client.generate(InferenceEngineInput(prompts=[[{"role": "user", "content": "12"}]]))
+    assert output["stop_reasons"] == ["stop"]
+    for both in ({}, {"prompts": [[]], "prompt_token_ids": [[5]]}):
+        with pytest.raises(ConfigError, match="exactly one"):
+            await client.generate(both)  # type: ignore[arg-type]
+
+
+def test_the_scripted_engine_depends_on_seed_and_position(tmp_path: Path) -> None:
+    assert len({hashed_token([5, 6], seed) for seed in range(100)}) > 20

@@ -1,0 +1,218 @@
+"""Composition: recipes and overrides become typed settings; every mistake is named together with what was meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.config.compare import NOT_PART_OF_THE_RUN, differences, same_run
+from skyrl_train.config.compose import compose, from_yaml, recipe_names, to_yaml
+from skyrl_train.config.keys import known_keys, nearest
+from skyrl_train.config.plan import resolve
+from skyrl_train.config.schema import FailurePolicy, RunConfig, TrainerMode
+from skyrl_train.errors import ConfigError
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    """A user's own recipe folder, good and bad."""
+    texts = {
+        "mine": "defaults: [base, _self_]\ntrainer: {epochs: 3}\nenvironment: {kwargs: {a: 1}}\n",
+        "on_ours": "defaults: [quickstart, _self_]\ntrainer: {epochs: 3}\n",
+        "misspelt": "defaults: [base, _self_]\ntrainer: {polcy_mini_batch_size: 4}\n",
+        "wrong_type": "defaults: [base, _self_]\ntrainer: {epochs: abc}\n",
+        "torn": "defaults: [base, _self_]\ntrainer: [\n",
+        "unbased": "trainer: {epochs: 3}\n",
+        "on_nothing": "defaults: [quikstart, _self_]\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    return tmp_path
+
+
+def refusal(*args: str, recipes: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(args[0], args[1:], None if recipes is None else str(recipes))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("mode", TrainerMode)
+def test_every_recipe_composes_and_can_run_in_every_mode(name: str, mode: TrainerMode) -> None:
+    config = compose(name, [f"trainer.mode={mode}"])
+    assert type(config) is RunConfig
+    assert config.trainer.mode is mode
+    assert resolve(config, dataset_len=1000).total_steps > 0
+
+
+def test_base_is_the_schemas_defaults() -> None:
+    assert compose("base") == RunConfig()
+
+
+def test_a_recipe_of_ones_own_builds_on_the_base_or_on_ours(recipes: Path) -> None:
+    assert compose("mine", [], str(recipes)).environment.kwargs == {"a": 1}
+    built = compose("on_ours", [], str(recipes))
+    assert built.trainer.epochs == 3
+    assert built.environment.env_class == compose("quickstart").environment.env_class
+
+
+def test_with_a_folder_of_ones_own_our_recipes_stay_reachable(recipes: Path) -> None:
+    assert compose("quickstart", [], str(recipes)) == compose("quickstart")
+
+
+def test_a_recipe_may_be_a_file(recipes: Path) -> None:
+    assert compose(str(recipes / "mine.yaml")).trainer.epochs == 3
+
+
+def test_overrides_are_typed() -> None:
+    config = compose(
+        "base",
+        [
+            "trainer.epochs=2",
+            "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
+            "trainer.failures.on_rollout_failure=raise",
+            "trainer.run_dir=null",
+            "trainer.run_name=with space",
+        ],
+    )
+    assert config.trainer.epochs == 2
+    assert config.trainer.policy.optimizer_config.adam_betas == [0.9, 0.95]
+    assert config.trainer.failures.on_rollout_failure is FailurePolicy["raise"]
+    assert config.trainer.run_name == "with space"
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_free_dictionaries_take_any_key(plus: str, recipes: Path) -> None:
+    config = compose("mine", [f"{plus}environment.kwargs.b.c=3", f"{plus}generator.kwargs={{x: 1}}"], str(recipes))
+    assert config.environment.kwargs == {"a": 1, "b": {"c": 3}}
+    assert config.generator.kwargs == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("trainer.polcy_mini_batch_size=4", "trainer.policy_mini_batch_size"),
+        ("+trainer.polcy_mini_batch_size=4", "trainer.policy_mini_batch_size"),
+        ("trainer.lr=1", "trainer.policy.optimizer_config.lr"),
+        ("max_staleness=3", "trainer.fully_async.max_staleness_steps"),
+        ("trainer.policy={lr: 3}", "trainer.policy.optimizer_config.lr"),
+        ("trainer/policy_mini_batch_size=4", "trainer.policy_mini_batch_size"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, meant: str) -> None:
+    message = refusal("base", override)
+    assert "Unknown setting" in message
+    assert f"Did you mean {meant}?" in message
+
+
+def test_an_unknown_key_in_a_recipe_is_named_too(recipes: Path) -> None:
+    message = refusal("misspelt", recipes=recipes)
+    assert "Unknown setting trainer.polcy_mini_batch_size (in misspelt)" in message
+    assert "Did you mean trainer.policy_mini_batch_size?" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.epochs=abc", "trainer.epochs (in the command line) must be an integer, got abc"),
+        ("trainer.epochs=1.5", "must be an integer, got 1.5"),
+        ("trainer.seed=null", "must be an integer, got null"),
+        ("trainer.mode=asynchronous", "must be one of sync, fully_async, got asynchronous"),
+        ("generator.verify_weights=3.5", "must be true or false, got 3.5"),
+        ("trainer.trackers=tensorboard", "must be a list, each entry text, got tensorboard"),
+        ("trainer.policy.optimizer_config.adam_betas=[0.9,x]", "a list, each entry a number, got [0.9,x]"),
+        ("trainer=3", "trainer (in the command line) must be a section of settings, got 3"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_the_key_and_what_it_must_be(override: str, expected: str) -> None:
+    assert expected in refusal("base", override)
+
+
+def test_a_wrong_type_in_a_recipe_is_named_too(recipes: Path) -> None:
+    message = refusal("wrong_type", recipes=recipes)
+    assert message == "trainer.epochs (in wrong_type) must be an integer, got abc."
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.epochs", "write key=value"),
+        ("trainer.trackers=[a", "quote text with spaces or special characters"),
+        ("~trainer.epochs", "cannot be removed"),
+        ("trainer.epochs=1,2", "several values"),
+        ("trainer.seed=???", "has no value"),
+        ("trainer.seed=${trainer.bogus}", "'trainer.bogus' not found"),
+    ],
+)
+def test_an_override_that_cannot_be_read_says_how_to_write_it(override: str, expected: str) -> None:
+    assert expected in refusal("base", override)
+
+
+def test_an_unknown_recipe_is_named_with_the_nearest_and_the_list(recipes: Path) -> None:
+    message = refusal("quikstart")
+    assert "Did you mean quickstart?" in message
+    assert "gsm8k" in message
+    assert "There is no recipe file" in refusal(str(recipes / "absent.yaml"))
+    assert "There is no recipe folder" in refusal("mine", recipes=recipes / "absent")
+
+
+def test_a_recipe_that_cannot_be_composed_says_why(recipes: Path) -> None:
+    assert "not readable yaml" in refusal("torn", recipes=recipes)
+    assert "defaults: [base, _self_]" in refusal("unbased", recipes=recipes)
+    assert "Did you mean quickstart?" in refusal("on_nothing", recipes=recipes)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_yaml_round_trip(name: str) -> None:
+    config = compose(name, ["environment.kwargs.deep={a: [1, {b: null}]}"])
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("text", ["trainer: {bogus: 1}", "trainer: {epochs: x}", "- 1", "a: ["])
+def test_yaml_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        from_yaml(text)
+
+
+def test_the_same_run_may_live_elsewhere_and_be_watched_differently() -> None:
+    ours = compose("quickstart")
+    moved = compose("quickstart", ["trainer.run_dir=/x", "trainer.ckpt_interval=1", "trainer.trackers=[]"])
+    assert same_run(ours, moved)
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.seed=1", "trainer.max_steps=2", "environment.kwargs.a=1", "data.train_data=[x]"]
+)
+def test_another_run_is_told_by_the_key_that_differs(override: str) -> None:
+    ours, other = compose("quickstart"), compose("quickstart", [override])
+    assert not same_run(ours, other)
+    assert differences(ours, other)[0].startswith(override.partition("=")[0].rpartition(".")[0])
+
+
+def test_settings_that_do_not_make_a_run_another_one_exist() -> None:
+    assert set(known_keys()) >= NOT_PART_OF_THE_RUN
+
+
+@given(st.sampled_from(sorted(known_keys())), st.data())
+def test_one_missing_letter_still_finds_the_setting(key: str, data: st.DataObject) -> None:
+    section, _, name = key.rpartition(".")
+    if len(name) < 4:
+        return
+    cut = data.draw(st.integers(0, len(name) - 1))
+    misspelt = f"{section}.{name[:cut]}{name[cut + 1 :]}" if section else name[:cut] + name[cut + 1 :]
+    if misspelt not in known_keys():
+        found = nearest(misspelt, known_keys())
+        assert found is not None
+
+
+def test_configuration_needs_no_torch() -> None:
+    code = (
+        "import sys; from skyrl_train import compose; from skyrl_train.config.plan import resolve;"
+        "resolve(compose('quickstart'), 10); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,319 @@
+"""The plan: what is derived, and what is refused together with its remedy."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.off_policy import CORRECTIONS
+from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.config.compose import compose
+from skyrl_train.config.keys import known_keys
+from skyrl_train.config.model_shape import model_shape
+from skyrl_train.config.plan import Plan, resolve
+from skyrl_train.config.refusals import CLOSED_NAMES, problems, refuse
+from skyrl_train.config.schema import ModelConfig, RunConfig, TrainerMode
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference.interface import PauseMode
+from skyrl_train.models.folder import DTYPES
+
+BOUND, DEPTH, WORKERS = (
+    f"trainer.fully_async.{name}"
+    for name in ("max_staleness_steps", "pipeline_depth", "num_parallel_generation_workers")
+)
+MINIBATCH = "trainer.policy_mini_batch_size"
+UNCORRECTED = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
+
+
+@cache
+def recipe(name: str) -> RunConfig:
+    return compose(name)
+
+
+def settings(*overrides: str, base: str = "base") -> RunConfig:
+    """The same typed result as ``compose``, without the time that hydra's grammar takes."""
+    merged = OmegaConf.merge(OmegaConf.structured(recipe(base)), OmegaConf.from_dotlist(list(overrides)))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def fully_async(*overrides: str) -> RunConfig:
+    return settings("trainer.mode=fully_async", *overrides)
+
+
+def the_problem(config: RunConfig) -> str:
+    found = problems(config)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_defaults_derive_depth_one_and_as_many_workers_as_are_ever_admitted() -> None:
+    plan = resolve(fully_async(f"{MINIBATCH}=16", f"{BOUND}=4"), dataset_len=100)
+    assert (plan.max_staleness_steps, plan.pipeline_depth, plan.num_workers, plan.capacity) == (4, 1, 32, 32)
+
+
+def test_a_bound_of_zero_leaves_no_depth() -> None:
+    plan = resolve(fully_async(f"{MINIBATCH}=16", f"{BOUND}=0"), dataset_len=100)
+    assert (plan.max_staleness_steps, plan.pipeline_depth, plan.num_workers) == (0, 0, 16)
+
+
+def test_sync_has_neither_bound_nor_depth_whatever_the_asynchronous_settings_say() -> None:
+    plan = resolve(settings("trainer.mode=sync", f"{BOUND}=4", f"{DEPTH}=2", f"{WORKERS}=99"), dataset_len=100)
+    assert (plan.mode, plan.max_staleness_steps, plan.pipeline_depth) == (TrainerMode.sync, 0, 0)
+    assert plan.num_workers == plan.train_batch_size == plan.policy_mini_batch_size
+
+
+def test_steps_are_the_full_minibatches_of_all_epochs_together() -> None:
+    config = fully_async(f"{MINIBATCH}=16", "trainer.epochs=3")
+    assert resolve(config, dataset_len=40).total_steps == 3 * 40 // 16 == 7  # 2 an epoch would be 6
+
+
+def test_max_steps_counts_instead_of_epochs() -> None:
+    assert resolve(fully_async("trainer.max_steps=1000"), dataset_len=17).total_steps == 1000
+
+
+def test_requests_are_as_long_as_the_limits_allow_within_the_model() -> None:
+    limits = ["generator.max_input_length=100", "generator.sampling_params.max_tokens=60"]
+    positions = "trainer.policy.model.build.max_position_embeddings"
+    assert resolve(settings(*limits), 100).max_model_len == 160
+    assert resolve(settings(*limits, f"{positions}=128"), 100).max_model_len == 128
+    assert resolve(settings(*limits, "generator.inference_engine.max_model_len=90"), 100).max_model_len == 90
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{WORKERS}=15"], "Set it to 32, or to null"),
+        ([f"{BOUND}=-1"], "must be at least 0"),
+        ([f"{DEPTH}=-1"], "must be at least 0"),
+        ([f"{DEPTH}=5", f"{BOUND}=4"], "Set pipeline_depth=4 or max_staleness_steps=5"),
+        (["trainer.train_batch_size=32"], "trainer.train_batch_size=null"),
+        ([UNCORRECTED], "tis_ratio_type=token"),
+        ([UNCORRECTED], "allow_uncorrected=true"),
+    ],
+)
+def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: str) -> None:
+    assert expected in the_problem(fully_async(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{MINIBATCH}=0"], f"{MINIBATCH}=0: must be at least 1"),
+        (["trainer.train_batch_size=40"], "Set trainer.train_batch_size=32"),
+        (["trainer.epochs=0"], "trainer.epochs=0"),
+        (["trainer.max_steps=0"], "trainer.max_steps=0"),
+        (["trainer.ckpt_interval=-1"], "must be at least 0"),
+        (["trainer.max_ckpts_to_keep=0"], "must be at least 1"),
+        (["trainer.samples_per_step=-1"], "must be at least 0"),
+        (["trainer.failures.rollout_timeout_s=0"], "must be more than 0"),
+        (["generator.pause_timeout_s=0"], "must be more than 0"),
+        (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt=8"),
+        (["generator.n_samples_per_prompt=0"], "must be at least 1"),
+        (["generator.max_turns=0"], "must be at least 1"),
+        (["generator.sampling_params.temperature=0"], "Set temperature=1.0"),
+        (["generator.sampling_params.temperature=-1"], "must be at least 0"),
+        (["generator.sampling_params.top_p=0"], "at most 1"),
+        (["generator.sampling_params.min_p=2"], "between 0 (off) and 1"),
+        (["generator.sampling_params.min_tokens=99"], "between 0 and max_tokens=64"),
+        (["generator.sampling_params.top_p=0.9", UNCORRECTED], "another distribution"),
+        (["generator.sampling_params.top_k=5", UNCORRECTED], "another distribution"),
+        (
+            ["trainer.train_batch_size=32", UNCORRECTED],
+            "trainer.train_batch_size=32 trains on tokens of older policies",
+        ),
+        (["trainer.micro_batch_tokens=319"], "less than the 320 tokens"),
+        (["trainer.policy.optimizer_config.lr=0"], "must be more than 0"),
+        (["trainer.policy.optimizer_config.lr=nan"], "must be more than 0"),
+        (["trainer.policy.optimizer_config.adam_betas=[0.9]"], "two numbers in [0, 1)"),
+        (["trainer.policy.optimizer_config.adam_betas=[0.9,1]"], "two numbers in [0, 1)"),
+        (["trainer.policy.optimizer_config.num_warmup_steps=11", "trainer.max_steps=10"], "exceeds the run's 10 steps"),
+        (["trainer.algorithm.eps_clip_low=1"], "must be less than 1"),
+        (["trainer.algorithm.eps_clip_high=-0.1"], "must be at least 0"),
+        (["trainer.policy.model.build.num_heads=0"], "must be at least 1"),
+        (["trainer.policy.model.build.hidden_size=130"], "Set it to 132"),
+        (["generator.inference_engine.max_model_len=600"], "exceeds the model's 512 positions"),
+        (["generator.inference_engine.max_model_len=64"], "leaves no room for a prompt"),
+        (["generator.pause_mode=kep"], "Did you mean keep?"),
+        (["generator.inference_engine.placement=thred"], "Did you mean thread?"),
+        (["generator.inference_engine.dtype=fp32"], "Known: float32, bfloat16"),
+        (["data.generate=0"], "data.generate=0"),
+    ],
+)
+def test_what_no_mode_can_do(overrides: list[str], expected: str) -> None:
+    assert expected in the_problem(settings(*overrides))
+
+
+def test_temperature_zero_is_fine_where_nothing_is_compared() -> None:
+    greedy = ["generator.sampling_params.temperature=0", "generator.n_samples_per_prompt=1"]
+    assert problems(settings(*greedy, "trainer.algorithm.advantage_estimator=mine.Estimator")) == []
+
+
+@pytest.mark.parametrize("overrides", [[], [f"{BOUND}=0", UNCORRECTED], ["generator.sampling_params.top_p=0.9"]])
+def test_what_is_corrected_or_on_policy_is_allowed(overrides: list[str]) -> None:
+    refuse(fully_async(*overrides))
+
+
+def test_the_opt_in_allows_uncorrected_training() -> None:
+    refuse(fully_async(UNCORRECTED, "trainer.algorithm.off_policy_correction.allow_uncorrected=true"))
+
+
+def test_all_problems_come_in_one_message() -> None:
+    config = fully_async(f"{DEPTH}=9", "trainer.policy.optimizer_config.lr=0", "generator.pause_mode=kep")
+    with pytest.raises(ConfigError, match="3 settings cannot work") as error:
+        refuse(config)
+    for key in (DEPTH, "trainer.policy.optimizer_config.lr", "generator.pause_mode"):
+        assert key in str(error.value)
+
+
+def test_names_of_registries_are_checked_against_what_is_registered() -> None:
+    names = {
+        "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
+        "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
+        "trainer.algorithm.off_policy_correction.tis_ratio_type": CORRECTIONS.names(),
+        "trainer.trackers": ["tensorboard"],
+    }
+    refuse(RunConfig(), names)
+    config = settings("trainer.trackers=[tensorbord,my.Tracker]", "trainer.algorithm.loss_reduction=token_men")
+    with pytest.raises(ConfigError) as error:
+        refuse(config, names)
+    assert "Did you mean tensorboard?" in str(error.value)
+    assert "Did you mean token_mean?" in str(error.value)
+    assert "my.Tracker" not in str(error.value)
+
+
+def test_the_closed_lists_are_those_of_the_code_that_reads_them() -> None:
+    assert set(CLOSED_NAMES["generator.pause_mode"]) == set(PauseMode)
+    assert set(CLOSED_NAMES["trainer.policy.dtype"]) == set(DTYPES)
+    assert set(known_keys()) >= set(CLOSED_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dataset_len", "expected"),
+    [
+        ([], 0, "no prompts"),
+        ([], 15, "Set trainer.epochs=2, or trainer.policy_mini_batch_size=15"),
+        (["trainer.policy.optimizer_config.num_warmup_steps=7"], 100, "exceeds the run's 6 steps"),
+    ],
+)
+def test_a_data_set_too_small_is_refused(overrides: list[str], dataset_len: int, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        resolve(settings(*overrides), dataset_len)
+
+
+def test_the_remedy_of_a_small_data_set_works() -> None:
+    assert resolve(settings("trainer.epochs=2"), 15).total_steps == 1
+
+
+@given(st.integers(1, 64), st.integers(-1, 8), st.integers(-1, 9) | st.none(), st.integers(0, 300) | st.none())
+def test_whatever_is_not_refused_admits_at_least_a_minibatch_and_never_beyond_the_bound(
+    minibatch: int, bound: int, depth: int | None, workers: int | None
+) -> None:
+    config = RunConfig()
+    config.trainer.mode = TrainerMode.fully_async
+    config.trainer.policy_mini_batch_size = minibatch
+    config.trainer.fully_async.max_staleness_steps = bound
+    config.trainer.fully_async.pipeline_depth = depth
+    config.trainer.fully_async.num_parallel_generation_workers = workers
+    impossible = bound < 0 or (depth is not None and not 0 <= depth <= bound) or (workers or minibatch) < minibatch
+    if workers == 0:
+        impossible = True
+    assert bool(problems(config)) == impossible
+    if not impossible:
+        plan = resolve(config, dataset_len=1000)
+        assert 0 <= plan.pipeline_depth <= plan.max_staleness_steps
+        assert plan.policy_mini_batch_size <= plan.num_workers
+        assert plan.capacity == (plan.pipeline_depth + 1) * minibatch
+
+
+@pytest.mark.parametrize("overrides", [[], ["trainer.policy.model.build.num_layers=3"]])
+def test_parameters_are_counted_as_torch_counts_them(overrides: list[str]) -> None:
+    model = settings(*overrides, base="quickstart").trainer.policy.model
+    shape = model_shape(model)
+    assert shape is not None
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.intermediate_size,
+        tie_word_embeddings=False,
+    )
+    built = AutoModelForCausalLM.from_config(config)
+    assert shape.num_parameters == sum(p.numel() for p in built.parameters())
+
+
+def test_a_model_folders_shape_is_read_from_its_config(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3", num_key_value_heads=2, num_attention_heads=8, head_dim=16, tie_word_embeddings=True
+    )
+    config.save_pretrained(tmp_path)
+    shape = model_shape(ModelConfig(path=str(tmp_path)))
+    assert shape is not None
+    assert (shape.num_kv_heads, shape.head_dim, shape.tied_embeddings) == (2, 16, True)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", json.dumps({"num_experts": 8})])
+def test_a_shape_that_cannot_be_read_is_unknown_and_no_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    config = settings(f"trainer.policy.model.path={tmp_path}")
+    assert model_shape(config.trainer.policy.model) is None
+    assert resolve(config, 100).memory is None
+
+
+def test_memory_adds_up() -> None:
+    config = settings("generator.inference_engine.num_engines=2", "trainer.policy.dtype=bfloat16", base="quickstart")
+    memory = resolve(config, 100).memory
+    assert memory is not None
+    n = memory.num_parameters
+    assert memory.policy_bytes == n * (2 + 4)  # the weights and their float32 masters
+    assert memory.optimizer_bytes == 8 * n
+    assert memory.engine_weight_bytes == 2 * n * 4
+    engine = config.generator.inference_engine
+    per_token = 2 * 2 * 128 * 4  # keys and values, 2 layers, hidden size 128, float32
+    assert memory.kv_cache_bytes == 2 * engine.max_num_seqs * 48 * per_token
+
+
+def described(*overrides: str) -> tuple[Plan, str]:
+    plan = resolve(settings(*overrides, base="quickstart"), 512)
+    return plan, plan.describe()
+
+
+def test_the_description_names_every_number_of_the_bound() -> None:
+    _, text = described()
+    for fact in (
+        "fully_async",
+        "300",
+        "B=16",
+        "n=8",
+        "S=4",
+        "D=1",
+        "W=32",
+        "v + 5",
+        "= 32 groups",
+        "runs/quickstart-N",
+    ):
+        assert fact in text, fact
+    assert all(line.rstrip() == line for line in text.splitlines())
+
+
+def test_the_description_of_sync_says_that_the_asynchronous_settings_do_not_count() -> None:
+    _, text = described("trainer.mode=sync")
+    assert "no effect in this mode" in text
+    assert "S=" not in text
+
+
+def test_the_description_says_what_gives_way() -> None:
+    assert "trained, corrected and counted" in described()[1]
+    assert "never exceeded" in described("trainer.fully_async.straggler_policy=wait")[1]

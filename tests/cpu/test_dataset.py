@@ -1,0 +1,164 @@
+"""Data sets: three kinds of files, generated prompts, and what a broken file says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from skyrl_train.config.schema import DataConfig, EnvironmentConfig
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.rollout.dataset import PromptDataset, PromptRecord, check_alphabet, load_dataset
+
+ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1 + 1?"}],
+        "env_class": "gsm8k",
+        "reward_spec": {"method": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 0},
+    },
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 1?"}],
+        "env_class": "gsm8k",
+        "reward_spec": {"method": "rule", "ground_truth": "3"},
+        "extra_info": {"index": 1},
+    },
+]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def load(*paths: str | Path, **data: Any) -> PromptDataset:
+    return load_dataset(DataConfig(train_data=[str(path) for path in paths], **data), EnvironmentConfig())
+
+
+def test_the_three_kinds_of_files_give_the_same_records(tmp_path: Path) -> None:
+    jsonl = write_jsonl(tmp_path / "train.jsonl", ROWS)
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "train"))
+    records = load(jsonl).records
+    assert load(tmp_path / "train.parquet").records == records
+    assert load(tmp_path / "train").records == records
+    assert records[1].prompt == ROWS[1]["prompt"]
+    assert records[1].env_class == "gsm8k"
+    assert records[1].data_source == "openai/gsm8k"
+    assert records[1].env_extras == {key: ROWS[1][key] for key in ("data_source", "reward_spec", "extra_info")}
+
+
+def test_a_plain_string_is_one_user_message_and_the_file_names_the_source(tmp_path: Path) -> None:
+    (record,) = load(write_jsonl(tmp_path / "sums.jsonl", [{"question": "1 + 1?"}]), prompt_key="question")
+    assert record.prompt == [{"role": "user", "content": "1 + 1?"}]
+    assert (record.env_class, record.data_source, record.env_extras) == (None, "sums", {})
+
+
+def test_uids_are_the_given_ones_or_stable_and_unique(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "uid": "first"}, {"prompt": "b"}, {"prompt": "b"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    uids = [record.uid for record in load(path)]
+    assert uids[0] == "first"
+    assert len(set(uids)) == 3
+    assert uids == [record.uid for record in load(path)]
+    both = load(
+        write_jsonl(tmp_path / "b.jsonl", [{"prompt": "b"}]), write_jsonl(tmp_path / "c.jsonl", [{"prompt": "b"}])
+    )
+    assert len({record.uid for record in both}) == 2
+
+
+def test_the_fingerprint_is_that_of_the_content_in_its_order(tmp_path: Path) -> None:
+    def fingerprint(rows: list[Any]) -> str:
+        return load(write_jsonl(tmp_path / "train.jsonl", rows)).fingerprint
+
+    original = fingerprint(ROWS)
+    assert fingerprint(ROWS) == original
+    assert fingerprint([dict(reversed(row.items())) for row in ROWS]) == original, "key order is not content"
+    assert fingerprint(ROWS[::-1]) != original
+    changed = [ROWS[0], {**ROWS[1], "reward_spec": {"method": "rule", "ground_truth": "4"}}]
+    assert fingerprint(changed) != original
+
+
+def test_without_files_the_environment_makes_the_prompts() -> None:
+    dataset = load_dataset(DataConfig(generate=12, seed=5), EnvironmentConfig(kwargs={"max_count": 4}))
+    assert len(dataset) == 12
+    assert all(len(record.env_extras["answer"]) <= 4 for record in dataset)
+    assert dataset[2:4] == dataset.records[2:4]
+    again = load_dataset(DataConfig(generate=12, seed=5), EnvironmentConfig(kwargs={"max_count": 4}))
+    assert again.fingerprint == dataset.fingerprint
+    other = load_dataset(DataConfig(generate=12, seed=6), EnvironmentConfig(kwargs={"max_count": 4}))
+    assert other.fingerprint != dataset.fingerprint
+
+
+def test_a_fingerprint_of_odd_values_does_not_depend_on_the_process() -> None:
+    extras = {"set": {"b", "a"}, "bytes": b"\x01", "object": object()}
+    one, two = (PromptDataset((PromptRecord("u", [], None, {**extras, "object": object()}),)) for _ in range(2))
+    assert one.fingerprint == two.fingerprint
+
+
+def test_prompts_that_the_alphabet_cannot_spell_are_refused() -> None:
+    dataset = load_dataset(DataConfig(generate=50), EnvironmentConfig())
+    check_alphabet(dataset, "0123456789=abcdef")
+    with pytest.raises(ConfigError, match=r"contain '=f', which .* at least '0123456789=abcdef'"):
+        check_alphabet(dataset, "0123456789abcde")
+
+
+@pytest.mark.parametrize("generate", [0, -3])
+def test_no_prompts_at_all_are_refused(generate: int) -> None:
+    with pytest.raises(ConfigError, match=r"data\.generate"):
+        load_dataset(DataConfig(generate=generate), EnvironmentConfig())
+
+
+def test_an_unknown_environment_is_refused_before_any_file_is_read() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'run_length'"):
+        load_dataset(DataConfig(train_data=["absent.jsonl"]), EnvironmentConfig(env_class="runlength"))
+
+
+def test_an_environment_that_makes_no_prompts_needs_files() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_data"):
+        load_dataset(DataConfig(), EnvironmentConfig(env_class="skyrl_gym:gsm8k"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "has no rows"),
+        ("blank.jsonl", b"\n  \n", "has no rows"),
+        ("broken.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', r"broken\.jsonl:3 is not JSON"),
+        ("latin.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe4"}\n', r"latin\.jsonl:2 is not JSON"),
+        ("list.jsonl", b"[1]\n", r"list\.jsonl:1 is a list"),
+        ("key.jsonl", b'{"question": "a"}\n', r"key\.jsonl:1 lacks the key 'prompt'; it has \['question'\]"),
+        ("null.jsonl", b'{"prompt": null}\n', r"null\.jsonl:1 lacks the key"),
+        ("kind.jsonl", b'{"prompt": 7}\n', "must be a string or a list of messages"),
+        ("none.jsonl", b'{"prompt": []}\n', "must be a string or a list of messages"),
+        ("message.jsonl", b'{"prompt": [{"role": "user"}]}\n', "needs 'role' and 'content'"),
+        ("env.jsonl", b'{"prompt": "a", "env_class": 3}\n', "env_class must be a string"),
+        ("name.jsonl", b'{"prompt": "a", "env_class": "gsm9k"}\n', "env_class of prompt '0-.*cannot be used"),
+        ("twice.jsonl", b'{"prompt": "a", "uid": 1}\n{"prompt": "b", "uid": "1"}\n', "same uid '1'"),
+        ("rows.csv", b"prompt\na\n", r"'\.csv' is not read"),
+        ("bare", b"", "'no suffix' is not read"),
+        ("torn.parquet", b"PAR1", "not a readable parquet file"),
+    ],
+)
+def test_a_bad_file_says_where_and_what(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name)
+
+
+def test_a_missing_file_and_a_folder_of_something_else_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        load(tmp_path / "absent.jsonl")
+    with pytest.raises(DataError, match="not a folder of datasets"):
+        load(tmp_path)
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    splits.save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match="several splits"):
+        load(tmp_path / "splits")

@@ -1,0 +1,266 @@
+"""The engine core: batches of requests that come and go give each one what the model alone would have."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from embedded_models import ARCHITECTURES, CACHED, CONTEXT, EOS, VOCAB, Driver, full_greedy, full_logprobs, tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.engines.embedded import core as core_module
+from skyrl_train.inference.engines.embedded.cache import SlotCache
+from skyrl_train.inference.engines.embedded.runner import CachedRunner, RecomputeRunner, make_runner
+from skyrl_train.inference.interface import PauseMode
+from skyrl_train.inference.randomness import segment_seed
+
+few_examples = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+PROMPT = st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=14)
+# (steps before the request joins, prompt, tokens it may have, temperature, seed)
+COMPANY = st.lists(
+    st.tuples(st.integers(0, 4), PROMPT, st.integers(1, 18), st.sampled_from([0.0, 0.7, 1.0]), st.integers(0, 99)),
+    min_size=2,
+    max_size=7,
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_and_logprobs_are_those_of_the_plain_forward_pass(architecture: str) -> None:
+    model = tiny_model(architecture)
+    driver = Driver(model, max_num_seqs=3)  # fewer slots than requests: they join and leave
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCAB, size=size).tolist() for size in (1, 9, 4, 17, 2)]
+    lengths = [12, 3, 20, 8, 15]
+    ids = [driver.add(p, max_tokens=n, temperature=0) for p, n in zip(prompts, lengths, strict=True)]
+    driver.run()
+    for request_id, prompt, length in zip(ids, prompts, lengths, strict=True):
+        response = driver.responses[request_id]
+        assert response.tokens == full_greedy(model, prompt, length)
+        np.testing.assert_allclose(response.logprobs, full_logprobs(model, prompt, response.tokens), atol=1e-5)
+        assert response.stop_reason == "length"
+
+
+@few_examples
+@given(COMPANY)
+def test_sampled_logprobs_match_the_plain_forward_pass_whoever_joins_and_leaves(company: list[tuple]) -> None:
+    model, driver = tiny_model(), Driver(tiny_model(), max_num_seqs=3)
+    prompts = {}
+    for steps, prompt, length, temperature, seed in company:
+        driver.step(steps)
+        prompts[driver.add(prompt, max_tokens=length, temperature=bool(temperature), seed=seed)] = prompt
+    driver.run()
+    for request_id, prompt in prompts.items():
+        response = driver.responses[request_id]
+        np.testing.assert_allclose(response.logprobs, full_logprobs(model, prompt, response.tokens), atol=1e-5)
+
+
+@few_examples
+@given(COMPANY)
+def test_batch_invariant_a_request_is_bit_for_bit_the_same_in_any_company(company: list[tuple]) -> None:
+    alone, together = Driver(tiny_model(), batch_invariant=True), Driver(tiny_model(), batch_invariant=True)
+    ids = []
+    for steps, prompt, length, temperature, seed in company:
+        together.step(steps)
+        ids.append(together.add(prompt, max_tokens=length, temperature=temperature, seed=seed))
+    together.run()
+    for request_id, (_, prompt, length, temperature, seed) in zip(ids, company, strict=True):
+        assert together.responses[request_id] == alone.generate(
+            prompt, max_tokens=length, temperature=temperature, seed=seed
+        )
+
+
+@pytest.mark.parametrize("architecture", CACHED)
+def test_attention_models_use_the_cache(architecture: str) -> None:
+    assert isinstance(make_runner(tiny_model(architecture), 2, CONTEXT), CachedRunner)
+
+
+def test_a_recurrent_model_falls_back_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(make_runner(tiny_model("mamba"), 2, CONTEXT), RecomputeRunner)
+    (record,) = caplog.records
+    assert "without a KV cache" in record.message
+    assert "LinearAttentionLayer" in record.message
+
+
+def test_a_cache_that_disagrees_with_the_model_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_window(model: object) -> dict[str, None]:
+        return {"sliding_attention": None}
+
+    monkeypatch.setattr("skyrl_train.inference.engines.embedded.runner._attention_windows", no_window)
+    assert isinstance(make_runner(tiny_model("mistral"), 2, CONTEXT), RecomputeRunner)
+
+
+def test_a_seed_reproduces_in_any_company_and_different_seeds_differ() -> None:
+    first, second = Driver(tiny_model()), Driver(tiny_model(), seed=5)
+    second.add([4, 4, 4], max_tokens=9, seed=1)
+    a, b = (d.generate([3, 5], max_tokens=30, seed=11) for d in (first, second))
+    assert a.tokens == b.tokens
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert first.generate([3, 5], max_tokens=30, seed=12_000).tokens != a.tokens
+
+
+def test_requests_without_a_seed_draw_from_the_engines_own_stream() -> None:
+    one, same, other = (Driver(tiny_model(), seed=seed) for seed in (0, 0, 1))
+    first, second = (one.generate([3], max_tokens=20).tokens for _ in range(2))
+    assert first != second
+    assert [same.generate([3], max_tokens=20).tokens for _ in range(2)] == [first, second]
+    assert other.generate([3], max_tokens=20).tokens != first
+
+
+@pytest.mark.parametrize("sampled", [1, 7])
+def test_a_continued_request_draws_what_an_uninterrupted_one_does(sampled: int) -> None:
+    driver = Driver(tiny_model())
+    whole = driver.generate([3, 5, 8], max_tokens=20, seed=77).tokens
+    rest = driver.generate([3, 5, 8, *whole[:sampled]], max_tokens=20 - sampled, seed=segment_seed(77, sampled)).tokens
+    assert whole[:sampled] + rest == whole
+
+
+def test_the_first_token_has_the_frequencies_of_the_model() -> None:
+    model, driver = tiny_model(), Driver(tiny_model(), max_num_seqs=512)
+    ids = [driver.add([6, 2], max_tokens=1, seed=seed * 1_000_003) for seed in range(4096)]
+    driver.run()
+    counts = np.bincount([driver.responses[i].tokens[0] for i in ids], minlength=VOCAB)
+    expected = np.exp([full_logprobs(model, [6, 2], [token])[0] for token in range(VOCAB)])
+    assert np.abs(counts / 4096 - expected).max() < 4 * np.sqrt(0.25 / 4096)
+
+
+def test_a_response_ends_with_eos_or_a_stop_token_which_is_part_of_it() -> None:
+    driver = Driver(tiny_model())
+    tokens = driver.generate([3, 5], max_tokens=40, seed=3).tokens
+    stop = tokens[6]
+    end = tokens.index(stop) + 1
+    stopped = driver.generate([3, 5], max_tokens=40, seed=3, stop_token_ids=(stop, 999))
+    assert (stopped.tokens, stopped.stop_reason) == (tokens[:end], "stop")
+    by_eos = Driver(tiny_model(), eos_ids=(stop,))
+    assert by_eos.generate([3, 5], max_tokens=40, seed=3, ignore_eos=False).tokens == tokens[:end]
+    assert by_eos.generate([3, 5], max_tokens=40, seed=3).tokens == tokens
+
+
+def test_min_tokens_takes_the_stop_tokens_out_of_the_distribution_until_it_is_reached() -> None:
+    model = tiny_model()
+    greedy = full_greedy(model, [3, 5], 1)[0]
+    response = Driver(model).generate([3, 5], max_tokens=9, min_tokens=4, stop_token_ids=(greedy, EOS), seed=1)
+    assert len(response.tokens) >= 4
+    assert not {greedy, EOS} & set(response.tokens[:4])
+    logits = full_logprobs(model, [3, 5], [response.tokens[0]])[0]
+    allowed = 1 - np.exp([full_logprobs(model, [3, 5], [token])[0] for token in (greedy, EOS)]).sum()
+    assert response.logprobs[0] == pytest.approx(logits - np.log(allowed), abs=1e-5)
+
+
+def test_the_context_ends_a_response_with_length() -> None:
+    response = Driver(tiny_model(), max_model_len=10).generate([3] * 6, max_tokens=50)
+    assert (len(response.tokens), response.stop_reason) == (4, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "word"), [([], "empty"), ([3] * CONTEXT, "max_model_len"), ([VOCAB], "vocabulary"), ([-1], "vocabulary")]
+)
+def test_a_bad_prompt_is_refused_and_hurts_nobody_else(prompt: list[int], word: str) -> None:
+    driver = Driver(tiny_model())
+    good = driver.add([3], max_tokens=5)
+    with pytest.raises(EngineError, match=word):
+        driver.add(prompt)
+    driver.run()
+    assert len(driver.responses[good].tokens) == 5
+
+
+def test_before_the_first_publication_requests_are_refused() -> None:
+    driver = Driver(tiny_model(), publish=False)
+    assert driver.core.policy_version == -1
+    with pytest.raises(EngineError, match="no weights yet"):
+        driver.add([3])
+
+
+def test_a_stream_has_one_chunk_per_token_and_the_same_tokens() -> None:
+    driver = Driver(tiny_model())
+    stream, whole = (driver.add([3, 5], stream=s, max_tokens=8, seed=2) for s in (True, False))
+    driver.run()
+    got, expected = driver.responses[stream], driver.responses[whole]
+    assert (got.tokens, got.stop_reason) == (expected.tokens, "length")
+    assert (got.chunks, expected.chunks) == (8, 1)
+
+
+def test_an_abort_returns_what_there_is_and_frees_the_slot() -> None:
+    driver = Driver(tiny_model(), max_num_seqs=2)
+    running, other, waiting = (driver.add([3], max_tokens=30, seed=seed) for seed in (0, 1, 2))
+    driver.step(4)
+    driver.collect(driver.core.abort((running, 12345)))
+    assert (driver.responses[running].stop_reason, len(driver.responses[running].tokens)) == ("abort", 5)
+    assert (driver.core.running, driver.core.waiting) == (1, 1)
+    driver.step()
+    assert (driver.core.running, driver.core.waiting) == (2, 0)
+    driver.run()
+    expected = [Driver(tiny_model()).generate([3], max_tokens=30, seed=seed).tokens for seed in (1, 2)]
+    assert [driver.responses[i].tokens for i in (other, waiting)] == expected
+
+
+def test_aborting_all_leaves_nothing() -> None:
+    driver = Driver(tiny_model(), max_num_seqs=2)
+    ids = [driver.add([3], max_tokens=30) for _ in range(5)]
+    driver.step(2)
+    driver.collect(driver.core.abort())
+    assert (driver.core.running, driver.core.waiting, driver.core.runnable) == (0, 0, False)
+    assert {driver.responses[i].stop_reason for i in ids} == {"abort"}
+
+
+def test_a_flood_of_prompts_is_admitted_in_bounded_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "PREFILL_TOKENS", 20)
+    driver = Driver(tiny_model(), max_num_seqs=8)
+    for _ in range(6):
+        driver.add([3] * 8, max_tokens=30)
+    admitted = []
+    for _ in range(4):
+        driver.step()
+        admitted.append(driver.core.running)
+    assert admitted == [2, 4, 6, 6]
+
+
+def test_logits_that_are_no_numbers_fail_their_requests_and_leave_no_trace_in_the_cache() -> None:
+    model = tiny_model()
+    broken = type(model)(model.config)
+    broken.load_state_dict(model.state_dict())
+    broken.model.embed_tokens.weight.data[5] = torch.nan
+    driver = Driver(model)
+    driver.pause(PauseMode.KEEP)
+    driver.load(broken, 1)
+    driver.core.resume()
+    fine, bad = driver.add([3, 4], max_tokens=1, seed=0), driver.add([5, 5, 5, 5], max_tokens=5)
+    driver.run()
+    assert "not numbers" in driver.responses[bad].error
+    assert driver.responses[fine].stop_reason == "length"
+    driver.pause(PauseMode.KEEP)
+    driver.load(model, 2)
+    driver.core.resume()
+    response = driver.generate([3], max_tokens=6, temperature=0)
+    assert response.tokens == full_greedy(model, [3], 6)
+
+
+def test_the_cache_grows_with_its_longest_request_and_is_cut_only_when_empty() -> None:
+    cache = SlotCache(num_layers=1, num_slots=2)
+    keys = torch.randn(2, 3, 5, 4)
+    cache.reserve(5, empty=True)
+    cache.window.move(0, 2, 5, None)
+    cache.update(keys, -keys, layer_idx=0)
+    capacities = [cache.capacity]
+    for length, empty in [(33, False), (40, True), (400, False), (6, False), (101, True), (6, True)]:
+        cache.reserve(length, empty)
+        capacities.append(cache.capacity)
+    assert capacities == [32, 64, 64, 416, 416, 416, 32]
+    cache.window.move(0, 2, 32, torch.tensor([5, 2]))
+    new = torch.randn(2, 3, 1, 4)
+    got, _ = cache.update(new, new, layer_idx=0)
+    assert torch.equal(got[0, :, :6], torch.cat([keys[0], new[0]], 1))
+    assert torch.equal(got[1, :, :5], torch.cat([keys[1, :, :2], new[1], keys[1, :, 3:]], 1))
+
+
+def test_long_and_short_requests_share_a_batch_while_the_cache_grows() -> None:
+    model, driver = tiny_model(), Driver(tiny_model(), max_num_seqs=3)
+    prompts = [[7] * 30, [3], [9, 4]]
+    ids = [driver.add(prompt, max_tokens=n, temperature=0) for prompt, n in zip(prompts, (30, 50, 2), strict=True)]
+    driver.run()
+    for request_id, prompt, length in zip(ids, prompts, (30, 50, 2), strict=True):
+        assert driver.responses[request_id].tokens == full_greedy(model, prompt, length)

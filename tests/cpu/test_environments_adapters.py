@@ -1,0 +1,90 @@
+"""skyrl-gym's environments and reasoning-gym's tasks run unchanged, with the real packages."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.environments.registry import resolve_environment
+from skyrl_train.errors import ConfigError, DataError
+
+pytest.importorskip("skyrl_gym")
+pytest.importorskip("reasoning_gym")
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class Shouting(BaseTextEnv):
+    """A user's BaseTextEnv as he has it for SkyRL."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.scale = env_config.scale
+        self.word = (extras or {})["word"]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = self.scale * (action == self.word.upper())
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+def factory(env_class: str, **kwargs: Any) -> Any:
+    return resolve_environment(EnvironmentConfig(env_class=env_class, kwargs=kwargs))
+
+
+@pytest.mark.parametrize("env_class", ["skyrl_gym:gsm8k", "gsm8k"])
+def test_gsm8k_by_its_prefixed_and_by_its_plain_name(env_class: str) -> None:
+    made = factory(env_class)
+    assert made.is_blocking
+    assert made.generate_prompts(3, seed=0) is None
+    extras = {"reward_spec": {"method": "rule", "ground_truth": "72"}}
+    assert made.make(extras).step("so it is #### 72")["reward"] == 1.0
+    assert made.make(extras).step("so it is #### 71")["reward"] == 0.0
+
+
+def test_gsm8k_over_several_turns() -> None:
+    extras = {"reward_spec": {"ground_truth": "72"}, "extra_info": {"max_turns": 3}}
+    environment = factory("skyrl_gym:gsm8k_multi_turn").make(extras)
+    prompt = [{"role": "user", "content": "How many?"}]
+    assert environment.init(prompt)[0] == prompt
+    first = environment.step("hm")
+    assert (first["reward"], first["done"], first["observations"][0]["role"]) == (0, False, "user")
+    assert environment.step("#### 72")["done"]
+    assert environment.get_metrics() == {"steps": 2}
+
+
+def test_a_text_env_of_a_users_own_module() -> None:
+    made = factory(f"{__name__}:Shouting", scale=2.0)
+    assert made.make({"word": "ha"}).step("HA")["reward"] == 2.0
+
+
+@pytest.mark.parametrize(("task", "kwargs"), [("chain_sum", {"max_terms": 3}), ("letter_counting", {})])
+def test_reasoning_gym_scores_its_own_answers(task: str, kwargs: dict[str, Any]) -> None:
+    made = factory(f"reasoning_gym:{task}", **kwargs)
+    records = made.generate_prompts(5, seed=7)
+    assert records == made.generate_prompts(5, seed=7)
+    assert records != made.generate_prompts(5, seed=8)
+    for record in records:
+        entry = record.env_extras["entry"]
+        assert record.prompt == [{"role": "user", "content": entry["question"]}]
+        assert made.make(record.env_extras).step(f" {entry['answer']}\n")["reward"] == 1.0
+        assert made.make(record.env_extras).step("no idea")["reward"] < 1.0
+
+
+def test_reasoning_gym_parameters_reach_the_task() -> None:
+    made = factory("reasoning_gym:chain_sum", min_terms=5, max_terms=5)
+    assert {r.env_extras["entry"]["metadata"]["num_terms"] for r in made.generate_prompts(5, seed=0)} == {5}
+
+
+def test_a_reasoning_gym_row_without_an_entry_is_refused() -> None:
+    with pytest.raises(DataError, match="'entry'"):
+        factory("reasoning_gym:chain_sum").make({"answer": "3"})
+
+
+@pytest.mark.parametrize("env_class", ["skyrl_gym:gsm8k", "reasoning_gym:chain_sum"])
+def test_without_the_package_the_message_names_the_extra(env_class: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[envs\]'"):
+        factory(env_class)

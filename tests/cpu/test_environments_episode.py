@@ -1,0 +1,148 @@
+"""An episode keeps a blocking environment off the event loop, in order, and closes it however it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from skyrl_train.environments.base import Environment, EnvironmentStep
+from skyrl_train.environments.episode import Episode
+from skyrl_train.environments.registry import ClassFactory
+from skyrl_train.errors import RolloutError
+
+
+class Recorder(Environment):
+    """Writes down (call, thread) into ``extras["calls"]`` and runs ``extras["on_step"]`` in its step."""
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        super().__init__(extras)
+        self._note("make")
+        self._stop_reason = ""
+
+    def observe_stop(self, stop_reason: str) -> None:
+        self._stop_reason = stop_reason
+
+    def step(self, action: str) -> EnvironmentStep:
+        self._note(f"step {action} {self._stop_reason}")
+        on_step: Callable[[], Any] = self.extras.get("on_step", lambda: None)
+        made = on_step()
+        return made or {"observations": [], "reward": 1.0, "done": True}
+
+    def close(self) -> None:
+        self._note("close")
+        if "on_close" in self.extras:
+            self.extras["on_close"]()
+
+    def _note(self, call: str) -> None:
+        self.extras["calls"].append((call, threading.get_ident()))
+
+
+class QuickRecorder(Recorder):
+    is_blocking = False
+
+
+def episode(cls: type[Recorder], **extras: Any) -> tuple[Episode, list[tuple[str, int]]]:
+    calls: list[tuple[str, int]] = []
+    return Episode(ClassFactory("recorder", cls, {}), {"calls": calls, **extras}, "prompt-7"), calls
+
+
+def fail() -> None:
+    raise KeyError("lost")
+
+
+async def test_a_blocking_environment_has_one_thread_of_its_own() -> None:
+    running, calls = episode(Recorder)
+    async with running:
+        await running.init([])
+        await running.step("a", "stop")
+        await running.step("b", "length")
+    assert [call for call, _ in calls] == ["make", "step a stop", "step b length", "close"]
+    threads = {thread for _, thread in calls}
+    assert len(threads) == 1
+    assert threads != {threading.get_ident()}
+
+
+async def test_a_quick_environment_runs_on_the_event_loop() -> None:
+    running, calls = episode(QuickRecorder)
+    async with running:
+        await running.step("a", "stop")
+    assert {thread for _, thread in calls} == {threading.get_ident()}
+
+
+async def test_the_event_loop_goes_on_while_a_step_blocks() -> None:
+    release = threading.Event()
+
+    def wait() -> None:
+        assert release.wait(10), "the event loop was blocked"
+
+    running, _ = episode(Recorder, on_step=wait)
+    async with running:
+        step = asyncio.create_task(running.step("a", "stop"))
+        await asyncio.sleep(0)
+        release.set()  # only a loop that is free gets here
+        assert (await step)["reward"] == 1.0
+
+
+@pytest.mark.parametrize("cls", [Recorder, QuickRecorder])
+async def test_what_the_environment_raises_names_it_and_the_prompt_and_closes_it(cls: type[Recorder]) -> None:
+    closed = threading.Event()
+    running, calls = episode(cls, on_step=fail, on_close=closed.set)
+    with pytest.raises(
+        RolloutError, match="Environment 'recorder' failed on prompt 'prompt-7': KeyError: 'lost'"
+    ) as info:
+        async with running:
+            await running.step("a", "stop")
+    assert isinstance(info.value.__cause__, KeyError)
+    assert closed.wait(10)
+    assert [call for call, _ in calls].count("close") == 1
+
+
+async def test_a_hanging_step_does_not_hold_up_its_cancellation_and_is_closed_afterwards() -> None:
+    begun, release, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def hang() -> EnvironmentStep:
+        begun.set()
+        release.wait(10)
+        return {"observations": [], "reward": 0.0, "done": True}
+
+    running, calls = episode(Recorder, on_step=hang, on_close=closed.set)
+
+    async def play() -> None:
+        async with running:
+            await running.step("a", "stop")
+
+    task = asyncio.create_task(play())
+    await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [call for call, _ in calls] == ["make", "step a stop"], "the step still runs: never two calls at once"
+    release.set()
+    assert await asyncio.to_thread(closed.wait, 10)
+
+
+async def test_a_failing_close_fails_a_good_episode_and_never_hides_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    good, _ = episode(QuickRecorder, on_close=fail)
+    with pytest.raises(RolloutError, match="lost"):
+        async with good:
+            await good.step("a", "stop")
+    bad, _ = episode(QuickRecorder, on_close=fail)
+    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError):
+        async with bad:
+            _ = 1 / 0
+    assert "raised while it was closed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "step", [{"reward": 1.0}, {"done": True}, {"reward": float("nan"), "done": True}, {"reward": "x", "done": True}, 3]
+)
+async def test_a_step_that_breaks_the_contract_is_the_environments_failure(step: Any) -> None:
+    running, _ = episode(QuickRecorder, on_step=lambda: step)
+    with pytest.raises(RolloutError, match="failed on prompt 'prompt-7'"):
+        async with running:
+            await running.step("a", "stop")

@@ -1,0 +1,304 @@
+"""The gym generator against a client that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingConfig
+from skyrl_train.environments.base import Environment, EnvironmentStep
+from skyrl_train.errors import ConfigError, EngineError, RolloutError
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
+from skyrl_train.generators.gym import GymGenerator
+from skyrl_train.generators.validation import to_samples, validate_generator_output
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference.randomness import mix
+from skyrl_train.models.tiny import character_tokenizer
+
+TOKENIZER = character_tokenizer("0123456789?+-!=>abcdef")
+EOS = TOKENIZER.eos_token_id
+
+
+class ScriptedClient:
+    """Answers a request's text with ``script(text, seed)``; a text without the final "." was cut off."""
+
+    def __init__(self, script: Callable[[str, int | None], str]) -> None:
+        self.script = script
+        self.requests: list[InferenceEngineInput] = []
+
+    async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+        self.requests.append(engine_input)
+        await asyncio.sleep(0)
+        prompt = list((engine_input["prompt_token_ids"] or [])[0])
+        params = engine_input["sampling_params"] or {}
+        text = self.script(TOKENIZER.decode(prompt), params["seed"])
+        ended = text.endswith(".")
+        ids = encode(text.removesuffix(".")) + [EOS] * ended
+        version = len(self.requests)
+        return InferenceEngineOutput(
+            responses=[text],
+            response_ids=[ids],
+            stop_reasons=["stop" if ended else "length"],
+            response_logprobs=[[-0.5] * len(ids)],
+            response_versions=[[version] * len(ids)],
+        )
+
+
+class Ledger(Environment):
+    """Counts how many are open; what it does is in its extras."""
+
+    open = 0
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        super().__init__(extras)
+        type(self).open += 1
+
+    def step(self, action: str) -> EnvironmentStep:
+        if self.extras.get("fails"):
+            raise OSError("sandbox gone")
+        return {
+            "observations": self.extras.get("observations", []),
+            "reward": 0.5,
+            "done": False,
+            "postprocessed_action": self.extras.get("postprocessed_action"),
+        }
+
+    def close(self) -> None:
+        type(self).open -= 1
+
+    def get_metrics(self) -> dict[str, Any]:
+        return dict(self.extras.get("metrics", {}))
+
+
+class QuickLedger(Ledger):
+    is_blocking = False
+
+
+LEDGER, QUICK = f"{__name__}:Ledger", f"{__name__}:QuickLedger"
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text)["input_ids"])
+
+
+def batch(env_class: str, extras: list[dict[str, Any]], prompt: str = "?", **fields: Any) -> GeneratorInput:
+    count = len(extras)
+    given: dict[str, Any] = {
+        "prompts": [[{"role": "user", "content": prompt}]] * count,
+        "env_classes": [env_class] * count,
+        "env_extras": extras,
+        "sampling_params": None,
+        "trajectory_ids": [TrajectoryID("p", repetition) for repetition in range(count)],
+        "batch_metadata": BatchMetadata(1, "train", tuple(range(100, 100 + count))),
+        **fields,
+    }
+    return GeneratorInput(**given)  # type: ignore[typeddict-item]
+
+
+def generator(client: ScriptedClient, env_class: str, max_turns: int = 1, **config: Any) -> GymGenerator:
+    config.setdefault("sampling_params", SamplingConfig(max_tokens=32))
+    return GymGenerator(
+        client,
+        TOKENIZER,
+        GeneratorConfig(max_turns=max_turns, **config),
+        EnvironmentConfig(env_class=env_class),
+        model_path="",
+    )
+
+
+async def play(script: Callable[[str, int | None], str], request: GeneratorInput, **config: Any) -> GeneratorOutput:
+    output = await generator(ScriptedClient(script), request["env_classes"][0], **config).generate(request)
+    validate_generator_output(output, len(request["prompts"]))
+    return output
+
+
+async def test_one_turn_is_the_prompt_what_was_sampled_and_the_reward_on_its_last_token() -> None:
+    output = await play(lambda text, seed: "ccc.", batch("run_length", [{"answer": "cccc"}], prompt="04c="))
+    (sample,) = to_samples(output)
+    assert sample.prompt_token_ids == encode("04c=")
+    assert sample.response_ids == [*encode("ccc"), EOS]
+    assert sample.loss_mask == [1, 1, 1, 1]
+    assert sample.logprobs == [-0.5] * 4
+    assert sample.versions == [1] * 4
+    assert sample.rewards == [0.0, 0.0, 0.0, 0.75]
+    assert sample.stop_reason == "stop"
+    assert output["rollout_metrics"] == {
+        "generate/turns": 1.0,
+        "generate/response_tokens": 4.0,
+        "generate/postprocessed_actions": 0.0,
+        "environment/exact": 0.0,
+    }
+
+
+async def test_the_environment_is_told_that_an_answer_was_cut_off() -> None:
+    output = await play(lambda text, seed: "cccc", batch("run_length", [{"answer": "cccc"}]))
+    assert to_samples(output)[0].reward == 0.5
+    assert output["stop_reasons"] == ["length"]
+
+
+async def test_several_turns_are_one_response_with_the_observations_masked_out() -> None:
+    guesses = {"?": "4.", "?4+": "7.", "?4+7-": "6."}
+
+    def script(text: str, seed: int | None) -> str:
+        return guesses[text.replace("<eos>", "")]
+
+    client = ScriptedClient(script)
+    output = await generator(client, "guess_number", max_turns=4).generate(batch("guess_number", [{"number": 6}]))
+    validate_generator_output(output, 1)
+    (sample,) = to_samples(output)
+    assert TOKENIZER.decode(sample.response_ids) == "4<eos>+7<eos>-6<eos>"
+    assert sample.loss_mask == [1, 1, 0, 1, 1, 0, 1, 1]
+    assert sample.logprobs == [-0.5, -0.5, 0.0, -0.5, -0.5, 0.0, -0.5, -0.5]
+    assert sample.versions == [1, 1, -1, 2, 2, -1, 3, 3]
+    assert sample.rewards == [0.0] * 7 + [1.0]
+    assert output["rollout_metrics"] is not None
+    assert output["rollout_metrics"]["generate/turns"] == 3
+    assert output["rollout_metrics"]["generate/response_tokens"] == 6
+    whole = sample.prompt_token_ids + sample.response_ids
+    for request in client.requests:
+        (input_ids,) = request["prompt_token_ids"] or []
+        assert list(input_ids) == whole[: len(input_ids)], "token in, token out"
+
+
+async def test_each_turn_has_its_reward_on_its_own_last_token_and_max_turns_ends_it() -> None:
+    extras = {"observations": [{"role": "user", "content": "!"}]}
+    output = await play(lambda text, seed: "ab.", batch(QUICK, [extras]), max_turns=3)
+    (sample,) = to_samples(output)
+    assert sample.loss_mask == [1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
+    assert [i for i, reward in enumerate(sample.rewards) if reward] == [2, 6, 10]
+    assert sample.reward == 1.5
+
+
+async def test_each_turn_of_each_trajectory_has_its_own_seed_and_its_session() -> None:
+    client = ScriptedClient(lambda text, seed: "a.")
+    await generator(client, QUICK, max_turns=2).generate(batch(QUICK, [{}, {}]))
+    asked = {(r["session_ids"][0], r["sampling_params"]["seed"]) for r in client.requests}  # type: ignore[index]
+    assert asked == {(f"p_{i}", mix(100 + i, turn)) for i in range(2) for turn in range(2)}
+
+
+async def test_without_seeds_the_request_keeps_its_own() -> None:
+    client = ScriptedClient(lambda text, seed: "a.")
+    request = batch(QUICK, [{}], sampling_params={"seed": 7}, batch_metadata=BatchMetadata(1, "eval"))
+    await generator(client, QUICK).generate(request)
+    assert client.requests[0]["sampling_params"]["seed"] == 7  # type: ignore[index]
+
+
+async def test_the_trajectories_of_a_group_run_at_once() -> None:
+    waiting = 0
+    everyone = asyncio.Event()
+
+    class Together(ScriptedClient):
+        async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+            nonlocal waiting
+            waiting += 1
+            if waiting == 4:
+                everyone.set()
+            await asyncio.wait_for(everyone.wait(), 10)
+            return await super().generate(engine_input)
+
+    await generator(Together(lambda text, seed: "a."), QUICK).generate(batch(QUICK, [{}] * 4))
+
+
+async def test_a_turn_samples_no_more_than_the_context_leaves() -> None:
+    client = ScriptedClient(lambda text, seed: "a.")
+    config = {
+        "inference_engine": InferenceEngineConfig(max_model_len=6),
+        "sampling_params": SamplingConfig(max_tokens=4, min_tokens=3),
+    }
+    output = await generator(client, QUICK, max_turns=9, **config).generate(batch(QUICK, [{}], prompt="12"))
+    budgets = [(r["sampling_params"]["max_tokens"], r["sampling_params"]["min_tokens"]) for r in client.requests]  # type: ignore[index]
+    assert budgets == [(4, 3), (2, 2)], "inputs of 2 and 4 tokens; one of 6 leaves no room"
+    assert output["stop_reasons"] == ["length"]
+
+
+async def test_a_conversation_past_max_input_length_ends_with_length_on_a_sampled_token() -> None:
+    extras = {"observations": [{"role": "user", "content": "!!!"}]}
+    output = await play(lambda text, seed: "a.", batch(QUICK, [extras]), max_turns=9, max_input_length=8)
+    (sample,) = to_samples(output)
+    assert TOKENIZER.decode(sample.response_ids) == "a<eos>!!!a<eos>"
+    assert sample.stop_reason == "length"
+
+
+async def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(RolloutError, match=r"'p' has 9 tokens, more than generator\.max_input_length=8"):
+        await play(lambda text, seed: "a.", batch(QUICK, [{}], prompt="123456789"), max_input_length=8)
+    assert QuickLedger.open == 0
+
+
+async def test_a_rewritten_action_is_counted_and_the_sampled_tokens_kept() -> None:
+    extras = [{"postprocessed_action": "b"}, {"postprocessed_action": "a"}, {}]
+    output = await play(lambda text, seed: "a.", batch(QUICK, extras))
+    assert output["rollout_metrics"] is not None
+    assert output["rollout_metrics"]["generate/postprocessed_actions"] == pytest.approx(1 / 3)
+    assert output["response_ids"] == [[*encode("a"), EOS]] * 3
+
+
+async def test_environment_metrics_are_averaged_over_those_that_report_them() -> None:
+    extras = [{"metrics": {"steps": 2, "note": "x", "solved": True}}, {"metrics": {"solved": False}}]
+    output = await play(lambda text, seed: "a.", batch(QUICK, extras))
+    assert output["rollout_metrics"] is not None
+    metrics = {k: v for k, v in output["rollout_metrics"].items() if k.startswith("environment/")}
+    assert metrics == {"environment/steps": 2.0, "environment/solved": 0.5}
+
+
+@pytest.mark.parametrize("env_class", [LEDGER, QUICK])
+async def test_one_failing_environment_fails_the_call_and_every_environment_is_closed(env_class: str) -> None:
+    with pytest.raises(RolloutError, match="failed on prompt 'p': OSError: sandbox gone") as info:
+        await play(lambda text, seed: "a.", batch(env_class, [{}, {"fails": True}, {}]), max_turns=50)
+    assert isinstance(info.value.__cause__, OSError)
+    cls = Ledger if env_class == LEDGER else QuickLedger
+    for _ in range(1000):
+        if cls.open == 0:
+            break
+        await asyncio.sleep(0.01)  # threads of cancelled episodes close on their own
+    assert cls.open == 0
+
+
+async def test_a_failing_client_is_not_the_environments_fault() -> None:
+    def script(text: str, seed: int | None) -> str:
+        raise EngineError("out of memory")
+
+    with pytest.raises(EngineError, match="out of memory"):
+        await play(script, batch(QUICK, [{}, {}]))
+    assert QuickLedger.open == 0
+
+
+async def test_cancelling_the_call_closes_its_environments() -> None:
+    begun = asyncio.Event()
+
+    class Stuck(ScriptedClient):
+        async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+            begun.set()
+            return await asyncio.get_running_loop().create_future()
+
+    call = asyncio.create_task(generator(Stuck(lambda text, seed: "a."), QUICK).generate(batch(QUICK, [{}, {}])))
+    await begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert QuickLedger.open == 0
+
+
+async def test_a_row_may_name_another_environment_than_the_run() -> None:
+    client = ScriptedClient(lambda text, seed: "123.")
+    request = batch("copy_digits", [{"answer": "123"}])
+    output = await generator(client, "run_length").generate(request)
+    assert to_samples(output)[0].reward == 1.0
+
+
+async def test_skyrl_gyms_own_environments_play_several_turns() -> None:
+    pytest.importorskip("skyrl_gym")
+    extras = {"reward_spec": {"ground_truth": "72"}, "extra_info": {"max_turns": 3}}
+    output = await play(lambda text, seed: "7.", batch("skyrl_gym:gsm8k_multi_turn", [extras]), max_turns=3)
+    assert output["rollout_metrics"] is not None
+    assert output["rollout_metrics"]["environment/steps"] == 3
+    assert math.isclose(to_samples(output)[0].reward, 0.0)
+
+
+def test_an_unknown_environment_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'run_length'"):
+        generator(ScriptedClient(lambda text, seed: "a."), "runlength")

@@ -1,0 +1,167 @@
+"""Metrics: aggregated as declared, never as guessed; idle time as an integral."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability.metrics import Aggregation, Metrics, MetricSpec, declare, declared, histogram, spec_of
+from skyrl_train.observability.slot_time import SlotTimeIntegral
+
+VALUES = [3.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"), [("mean", 2.0), ("sum", 6.0), ("max", 3.0), ("min", 1.0), ("last", 2.0)]
+)
+def test_a_metric_aggregates_as_it_was_declared(aggregation: str, expected: float) -> None:
+    name = f"tests/{aggregation}"
+    declare(MetricSpec(name, Aggregation(aggregation), "of this test"))
+    metrics = Metrics()
+    for value in VALUES:
+        metrics.record(name, value)
+    assert metrics.flush() == {name: expected}
+
+
+def test_nothing_is_guessed_from_a_name() -> None:
+    assert spec_of("loss/max_of_something").aggregation is Aggregation.mean  # by its prefix, not by "max"
+    assert spec_of("reward/max").aggregation is Aggregation.max  # its own declaration
+
+
+def test_the_longest_declared_prefix_counts() -> None:
+    assert spec_of("async/lag_histogram/3").aggregation is Aggregation.sum
+    assert spec_of("async/anything/else").aggregation is Aggregation.mean
+
+
+@pytest.mark.parametrize("name", ["unheard_of", "unheard/of", "", "/loss"])
+def test_an_undeclared_metric_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not say how it is aggregated"):
+        Metrics().record(name, 1.0)
+
+
+def test_a_misspelt_metric_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean reward/max"):
+        spec_of("rewrd/max")
+
+
+def test_one_name_has_one_aggregation() -> None:
+    declare(MetricSpec("tests/once", Aggregation.sum, "of this test"))
+    declare(MetricSpec("tests/once", Aggregation.sum, "of this test"))
+    with pytest.raises(ConfigError, match="declared as sum and again as mean"):
+        declare(MetricSpec("tests/once", Aggregation.mean, "of this test"))
+
+
+def test_every_group_of_names_has_a_declared_prefix_and_every_metric_a_meaning() -> None:
+    groups = (
+        "async/",
+        "time/",
+        "inference/",
+        "loss/",
+        "policy/",
+        "reward/",
+        "off_policy/",
+        "environment/",
+        "generate/",
+    )
+    assert set(groups) <= set(declared())
+    assert all(spec.meaning for spec in declared().values())
+
+
+def test_flushing_forgets() -> None:
+    metrics = Metrics()
+    metrics.record_all({"loss/policy": 1.0, "time/train": 2.0})
+    assert metrics.flush() == {"loss/policy": 1.0, "time/train": 2.0}
+    assert metrics.flush() == {}
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
+def test_aggregations_agree_with_the_standard_library(values: list[float]) -> None:
+    names = {"loss/x": statistics.fmean, "time/x": math.fsum, "reward/max": max, "reward/min": min}
+    metrics = Metrics()
+    for value in values:
+        metrics.record_all(dict.fromkeys(names, value))
+    flushed = metrics.flush()
+    for name, reference in names.items():
+        assert flushed[name] == pytest.approx(reference(values))
+
+
+def test_a_value_that_is_not_finite_stays_visible() -> None:
+    metrics = Metrics()
+    metrics.record_all({"loss/policy": math.nan})
+    metrics.record_all({"loss/policy": 1.0})
+    assert math.isnan(metrics.flush()["loss/policy"])
+
+
+def test_histogram_counts() -> None:
+    assert histogram("async/lag_histogram", [2, 0, 2]) == {"async/lag_histogram/0": 1.0, "async/lag_histogram/2": 2.0}
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_half_of_the_slots_busy_for_half_of_the_time_is_three_quarters_idle() -> None:
+    clock = ManualClock()
+    slots = SlotTimeIntegral(4, clock)
+    slots.set_busy(2)
+    clock.now = 1.0
+    slots.set_busy(0)
+    clock.now = 2.0
+    assert slots.take_idle_fraction() == 0.75
+
+
+def test_idle_time_is_counted_from_the_last_look() -> None:
+    clock = ManualClock()
+    slots = SlotTimeIntegral(1, clock)
+    clock.now = 5.0
+    assert slots.take_idle_fraction() == 1.0
+    slots.set_busy(1)
+    clock.now = 6.0
+    assert slots.take_idle_fraction() == 0.0
+    assert slots.take_idle_fraction() == 0.0  # no time has passed
+
+
+Change = tuple[str, int, int]
+
+
+@given(
+    st.integers(0, 5),
+    st.lists(st.tuples(st.sampled_from(["busy", "capacity"]), st.integers(0, 8), st.integers(0, 20)), max_size=20),
+)
+def test_idle_fraction_is_the_integral_and_never_outside_0_and_1(capacity: int, changes: list[Change]) -> None:
+    clock = ManualClock()
+    slots = SlotTimeIntegral(capacity, clock)
+    busy = busy_time = slot_time = 0
+    for kind, number, seconds in changes:
+        if kind == "busy":
+            slots.set_busy(number)
+            busy = number
+        else:
+            slots.set_capacity(number)
+            capacity = number
+        for _ in range(seconds):  # second by second, as the reference
+            busy_time += min(busy, capacity)
+            slot_time += capacity
+        clock.now += seconds
+    fraction = slots.take_idle_fraction()
+    assert 0.0 <= fraction <= 1.0
+    assert fraction == pytest.approx((1 - busy_time / slot_time) if slot_time else 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1e3)), max_size=30))
+def test_rounding_never_carries_the_idle_fraction_out_of_0_and_1(changes: list[tuple[int, float]]) -> None:
+    clock = ManualClock()
+    slots = SlotTimeIntegral(3, clock)
+    for busy, seconds in changes:
+        slots.set_busy(busy)
+        clock.now += seconds
+    assert 0.0 <= slots.take_idle_fraction() <= 1.0

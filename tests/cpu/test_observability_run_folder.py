@@ -1,0 +1,307 @@
+"""The run folder: which one a command continues, and files that survive a kill at any byte."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.config.compose import from_yaml
+from skyrl_train.config.schema import ResumeMode, RunConfig
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.observability import jsonl
+from skyrl_train.observability.jsonl import JsonlFile, read_jsonl
+from skyrl_train.observability.run_folder import RunChoice, RunFolder, choose_run_folder, is_finished
+
+
+def config_of(runs_dir: Path, *, seed: int = 0, run_dir: Path | None = None, resume: str = "latest") -> RunConfig:
+    config = RunConfig()
+    config.trainer.runs_dir = str(runs_dir)
+    config.trainer.run_dir = None if run_dir is None else str(run_dir)
+    config.trainer.seed = seed
+    config.trainer.resume = ResumeMode(resume)
+    return config
+
+
+def run(config: RunConfig, *, finish: bool = False) -> RunChoice:
+    """What a command does to the disk, in short; without ``finish`` it was killed."""
+    choice = choose_run_folder(config)
+    with RunFolder(choice.path, config) as folder:
+        if finish:
+            folder.mark_finished({"steps": 1})
+    return choice
+
+
+# Which folder -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_gets_the_next_number_and_its_parents(tmp_path: Path) -> None:
+    runs = tmp_path / "a" / "b"
+    assert run(config_of(runs), finish=True) == (runs / "run-1", False, False)
+    assert run(config_of(runs), finish=True) == (runs / "run-2", False, False)
+
+
+def test_the_same_command_continues_an_unfinished_run(tmp_path: Path) -> None:
+    run(config_of(tmp_path))
+    assert run(config_of(tmp_path)) == (tmp_path / "run-1", True, False)
+
+
+def test_another_configuration_starts_another_run_and_leaves_the_first_to_be_continued(tmp_path: Path) -> None:
+    run(config_of(tmp_path))
+    assert run(config_of(tmp_path, seed=1)) == (tmp_path / "run-2", False, False)
+    assert run(config_of(tmp_path)) == (tmp_path / "run-1", True, False)
+
+
+def test_resume_never_starts_another_run(tmp_path: Path) -> None:
+    run(config_of(tmp_path))
+    assert run(config_of(tmp_path, resume="never")).path == tmp_path / "run-2"
+
+
+def test_folders_with_other_names_do_not_count(tmp_path: Path) -> None:
+    for name in ("run-x", "runner-7", "run-3.bak", "other-9"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run-8").touch()
+    assert run(config_of(tmp_path)).path == tmp_path / "run-1"
+
+
+@pytest.mark.parametrize("content", [None, "", "trainer: {setting_of_another_version: 1}", "a: ["])
+def test_a_run_whose_configuration_cannot_be_read_is_not_continued(tmp_path: Path, content: str | None) -> None:
+    (tmp_path / "run-1").mkdir()
+    if content is not None:
+        (tmp_path / "run-1" / "config.yaml").write_text(content)
+    assert run(config_of(tmp_path, seed=1)).path == tmp_path / "run-2"
+
+
+def test_a_number_that_another_process_takes_a_moment_earlier_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = Path.mkdir
+
+    def taken(self: Path, *args: object, **kwargs: object) -> None:
+        if self.name == "run-1":
+            really(self)
+        really(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", taken)
+    assert choose_run_folder(config_of(tmp_path)).path == tmp_path / "run-2"
+
+
+@dataclass
+class Model:
+    """The rule, on a list instead of a disk: ``(seed, finished)`` of run 1, 2, ..."""
+
+    runs: list[tuple[int, bool]] = field(default_factory=list)
+
+    def choose(self, seed: int, never: bool) -> tuple[int, bool]:
+        if not never:
+            for number in range(len(self.runs), 0, -1):
+                if self.runs[number - 1] == (seed, False):
+                    return number, True
+        self.runs.append((seed, False))
+        return len(self.runs), False
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=6))
+def test_a_command_continues_the_newest_unfinished_run_of_its_configuration_or_starts_a_new_one(
+    commands: list[tuple[int, bool, bool]],
+) -> None:
+    model = Model()
+    with TemporaryDirectory() as folder:
+        for seed, never, finish in commands:
+            number, resuming = model.choose(seed, never)
+            choice = run(config_of(Path(folder), seed=seed, resume="never" if never else "latest"), finish=finish)
+            assert choice == (Path(folder) / f"run-{number}", resuming, False)
+            if finish:
+                model.runs[number - 1] = (seed, True)
+
+
+def test_a_given_folder_is_used_and_continued(tmp_path: Path) -> None:
+    config = config_of(tmp_path, run_dir=tmp_path / "here")
+    assert run(config) == (tmp_path / "here", False, False)
+    assert run(config, finish=True) == (tmp_path / "here", True, False)
+    assert run(config) == (tmp_path / "here", True, True)
+
+
+def test_a_given_folder_in_which_a_run_died_before_it_began_is_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "here" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "here" / "run.lock").touch()
+    config = config_of(tmp_path, run_dir=tmp_path / "here", resume="never")
+    assert run(config) == (tmp_path / "here", False, False)
+
+
+def test_a_given_folder_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
+    run(config_of(tmp_path, run_dir=tmp_path / "here"))
+    with pytest.raises(ConfigError, match=r"differs in trainer\.seed"):
+        run(config_of(tmp_path, run_dir=tmp_path / "here", seed=1))
+
+
+def test_a_given_folder_with_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="holds no run"):
+        run(config_of(tmp_path, run_dir=tmp_path))
+    with pytest.raises(ConfigError, match="is a file"):
+        run(config_of(tmp_path, run_dir=tmp_path / "thesis.tex"))
+
+
+def test_resume_never_refuses_a_given_folder_that_is_not_empty(tmp_path: Path) -> None:
+    run(config_of(tmp_path, run_dir=tmp_path / "here"))
+    with pytest.raises(ConfigError, match="drop resume=never"):
+        run(config_of(tmp_path, run_dir=tmp_path / "here", resume="never"))
+
+
+def test_a_place_that_cannot_be_written_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Set trainer\.runs_dir"):
+        run(config_of(tmp_path / "file" / "runs"))
+    with pytest.raises(ConfigError, match=r"Set trainer\.runs_dir"):
+        run(config_of(tmp_path, run_dir=tmp_path / "file" / "run"))
+
+
+# What is in it ----------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_has_the_configuration_and_its_places(tmp_path: Path) -> None:
+    config = config_of(tmp_path, seed=7)
+    with RunFolder(tmp_path / "run", config) as folder:
+        assert from_yaml((folder.path / "config.yaml").read_text()) == config
+        assert folder.checkpoints.is_dir()
+        assert folder.logs.is_dir()
+        assert not is_finished(folder.path)
+        folder.mark_finished({"steps": 3})
+        assert is_finished(folder.path)
+        assert json.loads((folder.path / "finished.json").read_text()) == {"steps": 3}
+
+
+def test_a_line_is_readable_as_soon_as_it_was_appended(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, RunConfig()) as folder:
+        folder.append_metrics(1, {"reward/mean": 0.5})
+        assert folder.read_metrics() == [{"step": 1, "reward/mean": 0.5}]
+        folder.append_samples(1, [{"response": "ä\n"}, {"response": ""}])
+        assert [row["response"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["ä\n", ""]
+
+
+def test_resuming_forgets_the_steps_after_the_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, RunConfig()) as folder:
+        for step in (1, 2, 3, 4):
+            folder.append_metrics(step, {"loss/policy": 0.0})
+            folder.append_samples(step, [{"response": "a"}, {"response": "b"}])
+    with RunFolder(tmp_path, RunConfig()) as folder:
+        folder.truncate_after(2)
+        folder.append_metrics(3, {"loss/policy": 1.0})
+        assert [(row["step"], row["loss/policy"]) for row in folder.read_metrics()] == [(1, 0.0), (2, 0.0), (3, 1.0)]
+        assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [1, 1, 2, 2]
+
+
+def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, RunConfig()) as folder:
+        folder.append_metrics(1, {"a": float("nan"), "b": float("inf"), "c": 1.0})
+        assert folder.read_metrics() == [{"step": 1, "a": None, "b": None, "c": 1.0}]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.data())
+def test_a_kill_at_any_byte_loses_at_most_the_line_that_was_being_written(lines: int, data: st.DataObject) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        file = JsonlFile(path)
+        for step in range(1, lines + 1):
+            file.append({"step": step, "text": "ünï" * step})
+        file.close()
+        content = path.read_bytes()
+        kept = data.draw(st.integers(0, len(content)))
+        path.write_bytes(content[:kept])
+        complete = content[:kept].count(b"\n")
+
+        file = JsonlFile(path)  # the process that resumes
+        file.append({"step": 99})
+        file.close()
+        assert [row["step"] for row in read_jsonl(path)] == [*range(1, complete + 1), 99]
+        assert path.read_bytes().endswith(b"\n")
+
+
+def test_lines_that_cannot_be_read_do_not_stop_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n\0\0\0\n[1]\n{"no": "step"}\n\xff\xfe\n{"step": 2}\n{"st')
+    file = JsonlFile(path)
+    file.truncate_after(5)
+    file.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_full_disk_is_one_clear_message_and_the_old_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, content: bytes = b"") -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with RunFolder(tmp_path, RunConfig()) as folder:
+        folder.append_metrics(1, {})
+        monkeypatch.setattr(jsonl.os, "write", full)
+        with pytest.raises(SkyRLError, match=r"No space left on device\. Make room"):
+            folder.append_metrics(2, {})
+        monkeypatch.setattr(jsonl.os, "fsync", full)
+        with pytest.raises(SkyRLError, match=r"No space left on device\. Make room"):
+            folder.mark_finished({})
+        assert not is_finished(folder.path)
+        assert not list(tmp_path.glob("*.tmp"))
+
+
+# Who may write ----------------------------------------------------------------------------------------------------
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.observability.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]), RunConfig())
+child = os.fork() if sys.argv[2] == "with a child" else 1
+if child == 0:
+    sys.stdin.read()  # outlives its parent, as an engine's process may
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(folder: Path, child: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), child], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    return process
+
+
+def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
+    process = holder(tmp_path, "alone")
+    with pytest.raises(ConfigError, match="Another process trains in"):
+        RunFolder(tmp_path, RunConfig())
+    process.communicate()
+    RunFolder(tmp_path, RunConfig()).close()
+
+
+def test_a_killed_run_can_be_resumed_at_once_even_if_a_child_of_it_lives_on(tmp_path: Path) -> None:
+    process = holder(tmp_path, "with a child")
+    process.kill()
+    process.wait()
+    RunFolder(tmp_path, RunConfig()).close()
+    process.communicate()  # closes stdin, on which the child ends
+
+
+def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, RunConfig()) as folder:
+        with pytest.raises(ConfigError, match="This process trains in"):
+            RunFolder(tmp_path, RunConfig())
+        folder.append_metrics(1, {})
+    with RunFolder(tmp_path, RunConfig()) as folder:
+        assert folder.read_metrics() == [{"step": 1}]

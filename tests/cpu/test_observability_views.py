@@ -1,0 +1,309 @@
+"""What a run shows: a panel, plain lines, curves, trackers and the last line."""
+
+from __future__ import annotations
+
+import io
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability import tracking
+from skyrl_train.observability.live import (
+    PLAIN_INTERVAL_S,
+    REFRESH_INTERVAL_S,
+    PlainView,
+    StepReport,
+    TerminalView,
+    duration,
+    make_view,
+)
+from skyrl_train.observability.sparkline import ASCII, BLOCKS, sparkline
+from skyrl_train.observability.summary import RunSummary, final_line, resume_command, summarize
+from skyrl_train.observability.tracking import Tracker, make_trackers, register_tracker, tracker_names
+
+# Curves -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rising_curve_rises() -> None:
+    assert sparkline(range(8), 8) == BLOCKS
+    assert sparkline([0.0, 1.0], 8) == "▁█"
+    assert sparkline(range(7), 7, ASCII) == ASCII
+
+
+def test_more_values_than_columns_are_averaged() -> None:
+    assert sparkline([0, 0, 0, 0, 8, 8, 8, 8], 2) == "▁█"
+    assert sparkline([0, 9, 0, 9], 2) == "▁▁"
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [math.inf, -math.inf]])
+def test_a_curve_of_nothing_is_empty(values: list[float]) -> None:
+    assert sparkline(values, 8) == ""
+
+
+@given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), max_size=50), st.integers(0, 20))
+def test_a_curve_is_as_wide_as_it_may_and_reaches_both_ends(values: list[float], width: int) -> None:
+    finite = [value for value in values if not math.isnan(value)]
+    drawn = sparkline(values, width)
+    assert len(drawn) == min(len(finite), width)
+    assert set(drawn) <= set(BLOCKS)
+    if drawn:
+        assert BLOCKS[0] in drawn
+    if 1 < len(finite) <= width and min(finite) < max(finite):
+        assert drawn[finite.index(max(finite))] == BLOCKS[-1]
+        assert drawn[finite.index(min(finite))] == BLOCKS[0]
+
+
+# Views ------------------------------------------------------------------------------------------------------------
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def console_of(*, terminal: bool, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    environment = {"TERM": "xterm-256color"}
+    return Console(file=file, force_terminal=terminal, width=120, _environ=environment), raw
+
+
+REPORT = StepReport(
+    step=3,
+    reward=0.512,
+    lag_mean=1.25,
+    lag_max=3,
+    in_flight=28,
+    buffered=4,
+    generated_tokens_per_s=12_345.0,
+    trained_tokens_per_s=678.0,
+    wait_for_batch=0.05,
+    wait_for_policy=0.125,
+    checkpoint_step=2,
+)
+FACTS = (
+    "3/300",
+    "0.512",
+    "1.2 (max 3)",
+    "28 in flight, 4 buffered",
+    "12.3k generated, 678 trained",
+    "trainer 5% for groups",
+    "generation 12% for a policy",
+    "step 2",
+)
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [(True, TerminalView), (False, PlainView)])
+def test_a_terminal_gets_a_panel_and_everything_else_lines(terminal: bool, kind: type) -> None:
+    view = make_view(console_of(terminal=terminal)[0], 300, "quickstart", clock=ManualClock())
+    view.close()
+    assert type(view) is kind
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_every_fact_of_a_step_is_shown(terminal: bool) -> None:
+    console, raw = console_of(terminal=terminal)
+    view = make_view(console, 300, "[quickstart] fully_async", clock=ManualClock())
+    view.update(REPORT)
+    view.note("resumed [from] step 2")
+    view.close()
+    view.close()
+    shown = raw.getvalue().decode()
+    for fact in (*FACTS, "[quickstart] fully_async", "resumed [from] step 2"):
+        assert fact in shown, fact
+
+
+def test_the_panel_draws_the_rewards_so_far() -> None:
+    console, raw = console_of(terminal=True)
+    view = make_view(console, 300, "quickstart", clock=ManualClock())
+    for step in range(1, 9):
+        view.update(StepReport(step=step, reward=step / 8))
+    view.close()
+    assert BLOCKS in raw.getvalue().decode()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_console_without_unicode_is_no_reason_to_fail(terminal: bool) -> None:
+    console, raw = console_of(terminal=terminal, encoding="ascii")
+    view = make_view(console, 300, "quickstart", clock=ManualClock())
+    for step in range(1, 4):
+        view.update(StepReport(step=step, reward=float(step)))
+    view.close()
+    assert b"3.000" in raw.getvalue()
+
+
+def test_the_panel_is_redrawn_no_more_often_than_eyes_can_follow() -> None:
+    clock = ManualClock()
+    console, raw = console_of(terminal=True)
+    view = make_view(console, 300, "quickstart", clock=clock)
+    view.update(StepReport(step=1, reward=0.0))
+    drawn = len(raw.getvalue())
+    view.update(StepReport(step=2, reward=0.0))
+    assert len(raw.getvalue()) == drawn
+    clock.now += REFRESH_INTERVAL_S
+    view.update(StepReport(step=3, reward=0.0))
+    assert len(raw.getvalue()) > drawn
+    view.close()
+
+
+def steps_shown(raw: io.BytesIO) -> list[int]:
+    lines = [line for line in raw.getvalue().decode().splitlines() if line.startswith("step ")]
+    return [int(line.split()[1].partition("/")[0]) for line in lines]
+
+
+def test_lines_come_now_and_then_and_the_last_step_always() -> None:
+    clock = ManualClock()
+    console, raw = console_of(terminal=False)
+    view = make_view(console, 100, "quickstart", clock=clock)
+    for step in range(1, 10):
+        view.update(StepReport(step=step, reward=0.0))
+        clock.now += PLAIN_INTERVAL_S / 4
+    assert steps_shown(raw) == [1, 5, 9]
+    view.update(StepReport(step=10, reward=0.0))
+    view.close()  # stopped here
+    assert steps_shown(raw) == [1, 5, 9, 10]
+
+
+def test_the_final_step_is_shown_once() -> None:
+    console, raw = console_of(terminal=False)
+    view = make_view(console, 2, "quickstart", clock=ManualClock())
+    view.update(StepReport(step=1, reward=0.0))
+    view.update(StepReport(step=2, reward=0.0))
+    view.close()
+    assert steps_shown(raw) == [1, 2]
+
+
+def test_a_line_is_one_line_however_narrow_the_console() -> None:
+    raw = io.StringIO()
+    view = make_view(Console(file=raw, width=20), 300, "quickstart", clock=ManualClock())
+    view.update(REPORT)
+    view.close()
+    assert len(raw.getvalue().splitlines()) == 2
+
+
+def test_time_to_go_counts_from_where_the_run_resumed() -> None:
+    clock = ManualClock()
+    console, raw = console_of(terminal=False)
+    view = make_view(console, 300, "quickstart", start_step=100, clock=clock)
+    clock.now += 20.0
+    view.update(StepReport(step=110, reward=0.0))  # 10 steps in 20 s: 190 more take 380 s
+    assert "to go 6:20" in raw.getvalue().decode()
+    view.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3661, "1:01:01"), (math.inf, "-:--"), (-1, "0:00")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# Trackers ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Tracker):
+    """Also the target of an import path."""
+
+    def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
+        self.folder, self.resume_step = folder, resume_step
+        self.rows: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = False
+        RECORDERS.append(self)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, metrics))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+RECORDERS: list[Recorder] = []
+
+
+def config_with(*trackers: str) -> RunConfig:
+    config = RunConfig()
+    config.trainer.trackers = list(trackers)
+    return config
+
+
+def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
+    for resume_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        tracker = make_trackers(tmp_path, config_with("tensorboard"), resume_step)
+        for step in steps:
+            tracker.log(step, {"reward/mean": 10.0 * resume_step + step})
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+
+
+def test_a_tracker_may_be_registered_or_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_factories", dict(tracking._factories))
+    register_tracker("recorder", Recorder)
+    assert "recorder" in tracker_names()
+    RECORDERS.clear()
+    tracker = make_trackers(tmp_path, config_with("recorder", f"{__name__}.Recorder"), resume_step=5)
+    tracker.log(6, {"loss/policy": 1.0})
+    tracker.close()
+    assert [r.rows for r in RECORDERS] == [[(6, {"loss/policy": 1.0})]] * 2
+    assert [(r.folder.name, r.resume_step, r.closed) for r in RECORDERS] == [
+        ("recorder", 5, True),
+        ("Recorder", 5, True),
+    ]
+    with pytest.raises(ConfigError, match="registered already"):
+        register_tracker("recorder", Recorder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensorbord", "Did you mean tensorboard"),
+        ("no_such_package.Tracker", "cannot import"),
+        ("json.NoSuchTracker", "cannot import"),
+    ],
+)
+def test_an_unknown_tracker_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trackers(tmp_path, config_with(name), 0)
+
+
+# The last line ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_learned_is_the_mean_of_the_first_and_the_last_twentieth() -> None:
+    rows = [{"step": step, "reward/mean": step / 100} for step in range(1, 101)]
+    summary = summarize(rows, wall_time_s=61.0)
+    assert summary.steps == 100
+    assert summary.first_reward == pytest.approx(0.03)
+    assert summary.last_reward == pytest.approx(0.98)
+    assert summary.best_reward == 1.0
+    assert summary.to_dict()["wall_time_s"] == 61.0
+
+
+def test_steps_without_a_reward_do_not_count() -> None:
+    rows = [{"step": 1, "reward/mean": None}, {"step": 2}, {"step": 3, "reward/mean": 0.25}, {"step": 4}]
+    assert summarize(rows, 1.0) == RunSummary(4, 0.25, 0.25, 0.25, 1.0)
+
+
+def test_the_last_line_says_what_was_learned_where_it_is_and_how_to_go_on() -> None:
+    command = resume_command("skyrl_train.entrypoints.train", ["--config-name=quickstart", "trainer.run_name=a b"])
+    assert shlex.split(command)[-1] == "trainer.run_name=a b"
+    summary = RunSummary(300, 0.01, 0.95, 0.97, 61.0)
+    line = final_line(summary, "runs/quickstart-1", finished=True, command=command)
+    assert "\n" not in line
+    for fact in ("300 steps", "1:01", "0.010 -> 0.950", "runs/quickstart-1", command):
+        assert fact in line
+    assert "Resume with" in final_line(summary, "runs/x", finished=False, command=command)
+    assert "no reward yet" in final_line(summarize([], 0.0), "runs/x", finished=False, command=command)

