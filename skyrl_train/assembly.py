@@ -15,6 +15,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode
 from skyrl_train.errors import ConfigError
@@ -28,6 +31,7 @@ from skyrl_train.models.folder import load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.tracking import tracker_names
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
@@ -35,6 +39,7 @@ from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.trainer import PPOTrainer, TrainerParts
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.training.schedule import SCHEDULES
 
 
 async def build_trainer(
@@ -84,6 +89,17 @@ async def build_trainer(
         reporter=reporter,
     )
     return trainer_class(config.trainer.mode)(config, plan, parts)
+
+
+def known_names() -> dict[str, list[str]]:
+    """By setting, the names that its registry knows."""
+    return {
+        "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS.names(),
+        "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
+        "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
+        "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
+        "trainer.trackers": tracker_names(),
+    }
 
 
 def trainer_class(mode: TrainerMode) -> type[PPOTrainer]:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from skyrl_train.config.compose import compose, recipe_names
 from skyrl_train.config.plan import Plan, resolve
+from skyrl_train.config.refusals import refuse
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.observability.reporter import Reporter
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.trainer.policy.model.path is None:
             check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
         plan = resolve(config, len(dataset))
+        refuse_unknown_names(config)
         if options.dry_run:
             console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)
             return 0
@@ -54,6 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkyRLError as error:
         Console(stderr=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
+
+
+def refuse_unknown_names(config: RunConfig) -> None:
+    """Checks the names that only the implementations know; last, because importing them takes seconds.
+
+    Raises:
+        ConfigError: a name is unknown; the message names the nearest known one.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; the cores are shared with the engines
+    from skyrl_train.assembly import known_names
+
+    refuse(config, known_names())
 
 
 def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console, command: str) -> int:
@@ -66,8 +80,6 @@ def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console,
             soft_wrap=True,
         )
         return 0
-    # One compute thread here and one in each engine: the cores are shared, and small models gain nothing from more.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     started = time.monotonic()
     with RunFolder(choice.path, config) as run_folder:
         log = logging.FileHandler(run_folder.logs / "train.log")
@@ -92,7 +104,7 @@ async def _train(
     config: RunConfig, plan: Plan, dataset: PromptDataset, run_folder: RunFolder, reporter: Reporter
 ) -> bool:
     """Builds the trainer and trains; whether the run got to its last step."""
-    from skyrl_train.assembly import build_trainer  # imports torch: only once the configuration is known to be good
+    from skyrl_train.assembly import build_trainer
 
     trainer = await build_trainer(config, plan, dataset, run_folder, reporter)
     loop = asyncio.get_running_loop()

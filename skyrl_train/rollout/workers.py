@@ -125,4 +125,5 @@ class GenerationWorkers:
         self.slots.set_busy(len(self._groups))
         if not task.cancelled() and task.exception() is not None and self.error is None:
             self.error = task.exception()
+            self.stop_admitting()  # what is admitted now would fail the same way, again and again
         self.changed.notify()

@@ -228,7 +228,7 @@ def test_logits_that_are_no_numbers_fail_their_requests_and_leave_no_trace_in_th
     driver.pause(PauseMode.KEEP)
     driver.load(broken, 1)
     driver.core.resume()
-    fine, bad = driver.add([3, 4], max_tokens=1, seed=0), driver.add([5, 5, 5, 5], max_tokens=5)
+    bad, fine = driver.add([5, 5, 5, 5], max_tokens=5), driver.add([3, 4], max_tokens=1, seed=0)
     driver.run()
     assert "not numbers" in driver.responses[bad].error
     assert driver.responses[fine].stop_reason == "length"

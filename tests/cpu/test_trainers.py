@@ -149,6 +149,9 @@ async def test_too_many_failures_stop_the_run_with_a_checkpoint(tmp_path: Path, 
         await h.train()
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"global_step_{h.trainer.global_step}"
     assert h.trainer.global_step >= 2
+    assert h.trainer.staleness.counts.failed <= 3 + h.plan.num_workers, (
+        "nothing is admitted after the failure that stops the run"
+    )
 
 
 async def test_on_rollout_failure_raise_stops_at_the_first(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""The command: exit codes and messages for bad input, the run folder for good input."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.entrypoints.train import main
+from skyrl_train.environments.base import Environment, EnvironmentStep
+from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
+from skyrl_train.generators.gym import GymGenerator
+from skyrl_train.models.tiny import build_model_folder
+
+HERE = __name__
+TINY = [
+    "--config-name=quickstart",
+    "trainer.policy_mini_batch_size=2",
+    "trainer.max_steps=3",
+    "trainer.ckpt_interval=2",
+    "trainer.trackers=[]",
+    "trainer.policy.optimizer_config.num_warmup_steps=0",
+    "trainer.policy.model.build.hidden_size=32",
+    "generator.n_samples_per_prompt=2",
+    "generator.inference_engine.placement=thread",
+    "data.generate=8",
+]
+
+
+class Raises(Environment):
+    """Takes any prompt and breaks at the first step."""
+
+    is_blocking = False
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        super().__init__(extras)
+
+    def step(self, action: str) -> EnvironmentStep:
+        raise ValueError("scripted environment failure")
+
+
+class NanRewards(GymGenerator):
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        output = await super().generate(input_batch)
+        output["rewards"] = [math.nan] * len(output["response_ids"])
+        return output
+
+
+def prompts(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    return f"data.train_data=[{path}]"
+
+
+def run(tmp_path: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
+    code = main([*TINY, f"trainer.run_dir={tmp_path / 'run'}", *overrides])
+    out, err = capfd.readouterr()
+    return code, out + err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.polcy_mini_batch_size=4", "policy_mini_batch_size"),
+        ("trainer.mode=asink", "fully_async"),
+        ("trainer.fully_async.num_parallel_generation_workers=1", "num_parallel_generation_workers"),
+        ("trainer.fully_async.max_staleness_steps=-1", "max_staleness_steps"),
+        ("trainer.fully_async.pipeline_depth=9", "pipeline_depth"),
+        ("trainer.train_batch_size=3", "train_batch_size"),
+        ("trainer.max_steps=0", "max_steps"),
+        ("trainer.algorithm.policy_loss_type=ppo_klip", "ppo_clip"),
+        ("data.train_data=[nowhere.jsonl]", "nowhere.jsonl"),
+        ("environment.env_class=run_lenght", "run_length"),
+        ("trainer.policy.model.path=./no/such/model", "no/such/model"),
+        ("trainer.policy.model.build.alphabet=xyz", "alphabet"),
+        ("generator.name=nowhere:Generator", "generator.name"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_before_anything_trains(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    code, text = run(tmp_path, capfd, override)
+    assert code == 2
+    assert message in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "empty"), ('{"prompt": "12"}\n{"prompt": \n', "prompts.jsonl:2"), ('{"question": "1"}\n', "prompt")],
+)
+def test_a_broken_data_file_is_refused_with_its_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    code, text = run(tmp_path, capfd, prompts(tmp_path, content))
+    assert code == 2
+    assert message in text
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    build_model_folder(BuildModelConfig(alphabet="0123456789=abcdef"), folder, seed=0)
+    (folder / "model.safetensors").unlink()
+    code, text = run(tmp_path, capfd, f"trainer.policy.model.path={folder}")
+    assert code == 2
+    assert "weights" in text
+
+
+def test_the_checkpoint_of_another_model_is_refused_and_left_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    build = BuildModelConfig(alphabet="0123456789=abcdef", hidden_size=32, num_heads=2)
+    build_model_folder(build, folder, seed=0)
+    model = f"trainer.policy.model.path={folder}"
+    assert run(tmp_path, capfd, model)[0] == 0
+    (tmp_path / "run" / "finished.json").unlink()  # as if killed just before its end
+    shutil.rmtree(folder)
+    build_model_folder(BuildModelConfig(alphabet="0123456789=abcdef", hidden_size=64, num_heads=2), folder, seed=0)
+    before = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
+    code, text = run(tmp_path, capfd, model)
+    assert code == 1
+    assert "another model" in text
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_an_environment_that_raises_ends_the_run_with_its_message(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = prompts(tmp_path, "".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(8)))
+    code, text = run(tmp_path, capfd, data, f"environment.env_class={HERE}:Raises")
+    assert code == 1
+    assert "scripted environment failure" in text
+    assert "max_failed_rollouts" in text
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "global_step_0"
+
+
+def test_a_generator_with_nan_rewards_ends_the_run_naming_the_field(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(tmp_path, capfd, f"generator.name={HERE}:NanRewards")
+    assert code == 1
+    assert "rewards" in text
+    assert "NaN" in text or "nan" in text
+
+
+def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]")
+    assert code == 0
+    assert "Trained 3 steps" in text
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "checkpoints",
+        "logs",
+        "model",
+    }
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "global_step_3"
+    assert list(folder.glob("logs/tensorboard/events*"))
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].endswith("=")
+    code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]")
+    assert code == 0
+    assert "has finished" in text
+
+
+def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert main([*TINY, f"trainer.runs_dir={tmp_path}"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart-1", "quickstart-2"]
+
+
+def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text = run(tmp_path, capfd, "--dry-run")
+    assert code == 0
+    assert "D=1" in text
+    assert "S=4" in text
+    assert not (tmp_path / "run").exists()
