@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--requests", type=int, default=64)
     options = parser.parse_args()
-    for mode in (PauseMode.KEEP, PauseMode.RECOMPUTE, PauseMode.ABORT):
+    for mode in (PauseMode.KEEP, PauseMode.RECOMPUTE):
         asyncio.run(measure(options.updates, options.requests, mode))
 
 

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.inference.interface import InferenceEngineInterface, PauseMode
 from skyrl_train.models.folder import load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
@@ -43,9 +45,17 @@ from skyrl_train.training.schedule import SCHEDULES
 
 
 async def build_trainer(
-    config: RunConfig, plan: Plan, dataset: PromptDataset, run_folder: RunFolder, reporter: Reporter
+    config: RunConfig,
+    plan: Plan,
+    dataset: PromptDataset,
+    run_folder: RunFolder,
+    reporter: Reporter,
+    workers: Sequence[WorkerProcess] = (),
 ) -> PPOTrainer:
     """Builds everything and starts the engines; the trainer's ``train`` tears it down again.
+
+    Args:
+        workers: processes for embedded engines that were started earlier.
 
     Raises:
         ConfigError, ModelError, EngineError: a part cannot be built; those already started are stopped.
@@ -54,7 +64,7 @@ async def build_trainer(
     tokenizer = load_tokenizer(model_path)
     client = InferenceEngineClient(
         [
-            build_engine(config, plan, model_path, index)
+            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
             for index in range(config.generator.inference_engine.num_engines)
         ],
         tokenizer,
@@ -115,7 +125,9 @@ def prepare_model(config: RunConfig, folder: Path) -> str:
     return str(folder)
 
 
-def build_engine(config: RunConfig, plan: Plan, model_path: str, index: int) -> InferenceEngineInterface:
+def build_engine(
+    config: RunConfig, plan: Plan, model_path: str, index: int, worker: WorkerProcess | None = None
+) -> InferenceEngineInterface:
     """One inference engine; each has its own seed, so that replicas do not answer alike."""
     engine = config.generator.inference_engine
     if engine.backend != "embedded":
@@ -131,6 +143,7 @@ def build_engine(config: RunConfig, plan: Plan, model_path: str, index: int) -> 
         max_model_len=plan.max_model_len,
         batch_invariant=engine.batch_invariant,
         seed=config.trainer.seed + index,
+        worker=worker,
     )
 
 

@@ -1,17 +1,17 @@
 """The few ways in which things can fail. Every message says what to do.
 
-    SkyRLError
-      ConfigError            a setting is unknown, impossible, or contradicts another
-      DataError              a data set is missing, empty or has a broken line
-      ModelError             a model folder cannot be used
-      CheckpointError        a checkpoint cannot be written, or does not belong to this run
-      GeneratorOutputError   a generator returned fields that break the contract
-      RolloutError           a rollout failed (raised, timed out) more often than the run allows
-      StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
-      EngineError            an inference engine refused or failed
-        EngineDeadError      the engine is gone; its requests can continue elsewhere
-        NoEngineError        no engine came back in time
-      PublicationError       new weights did not reach the engines; they still serve the old ones
+SkyRLError
+  ConfigError            a setting is unknown, impossible, or contradicts another
+  DataError              a data set is missing, empty or has a broken line
+  ModelError             a model folder cannot be used
+  CheckpointError        a checkpoint cannot be written, or does not belong to this run
+  GeneratorOutputError   a generator returned fields that break the contract
+  RolloutError           a rollout failed (raised, timed out) more often than the run allows
+  StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
+  EngineError            an inference engine refused or failed
+    EngineDeadError      the engine is gone; its requests can continue elsewhere
+    NoEngineError        no engine came back in time
+  PublicationError       new weights did not reach the engines; they still serve the old ones
 """
 
 

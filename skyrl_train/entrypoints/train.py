@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 
@@ -22,6 +25,7 @@ from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.refusals import refuse
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder, choose_run_folder
 from skyrl_train.observability.summary import final_line, resume_command, summarize
@@ -48,14 +52,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.trainer.policy.model.path is None:
             check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
         plan = resolve(config, len(dataset))
-        refuse_unknown_names(config)
         if options.dry_run:
+            refuse_unknown_names(config)
             console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)
             return 0
         return run(config, plan, dataset, console, resume_command(MODULE, arguments))
     except SkyRLError as error:
         Console(stderr=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
+
+
+def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console, command: str) -> int:
+    """Trains in the run folder that ``config`` names or continues; returns the exit code."""
+    with engine_workers(config) as workers:  # first: their imports take as long as the ones here
+        refuse_unknown_names(config)
+        choice = choose_run_folder(config)
+        if choice.finished:
+            console.print(
+                f"{choice.path} has finished training; nothing is left to do. Give another trainer.run_dir to train again.",
+                markup=False,
+                soft_wrap=True,
+            )
+            return 0
+        with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
+            started = time.monotonic()
+            reporter = Reporter(config, run_folder, console, plan.total_steps)
+            try:
+                finished = asyncio.run(_train(config, plan, dataset, run_folder, reporter, workers))
+            finally:
+                reporter.close()
+            summary = summarize(run_folder.read_metrics(), time.monotonic() - started)
+            if finished:
+                run_folder.mark_finished(summary.to_dict())
+            line = final_line(summary, str(run_folder.path), finished=finished, command=command)
+            console.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+@contextmanager
+def engine_workers(config: RunConfig) -> Iterator[list[WorkerProcess]]:
+    """The processes of embedded engines, where there are any; they have ended when this has."""
+    engine = config.generator.inference_engine
+    wanted = engine.num_engines if (engine.backend, engine.placement) == ("embedded", "process") else 0
+    workers = [WorkerProcess() for _ in range(wanted)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.stop()
 
 
 def refuse_unknown_names(config: RunConfig) -> None:
@@ -70,43 +114,34 @@ def refuse_unknown_names(config: RunConfig) -> None:
     refuse(config, known_names())
 
 
-def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console, command: str) -> int:
-    """Trains in the run folder that ``config`` names or continues; returns the exit code."""
-    choice = choose_run_folder(config)
-    if choice.finished:
-        console.print(
-            f"{choice.path} has finished training; nothing is left to do. Give another trainer.run_dir to train again.",
-            markup=False,
-            soft_wrap=True,
-        )
-        return 0
-    started = time.monotonic()
-    with RunFolder(choice.path, config) as run_folder:
-        log = logging.FileHandler(run_folder.logs / "train.log")
-        log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger("skyrl_train").addHandler(log)
-        reporter = Reporter(config, run_folder, console, plan.total_steps)
-        try:
-            finished = asyncio.run(_train(config, plan, dataset, run_folder, reporter))
-        finally:
-            reporter.close()
-            logging.getLogger("skyrl_train").removeHandler(log)
-            log.close()
-        summary = summarize(run_folder.read_metrics(), time.monotonic() - started)
-        if finished:
-            run_folder.mark_finished(summary.to_dict())
-        line = final_line(summary, str(run_folder.path), finished=finished, command=command)
-        console.print(line, markup=False, soft_wrap=True)
-    return 0
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Writes this library's log to ``path``."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("skyrl_train").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("skyrl_train").removeHandler(handler)
+        handler.close()
 
 
 async def _train(
-    config: RunConfig, plan: Plan, dataset: PromptDataset, run_folder: RunFolder, reporter: Reporter
+    config: RunConfig,
+    plan: Plan,
+    dataset: PromptDataset,
+    run_folder: RunFolder,
+    reporter: Reporter,
+    workers: Sequence[WorkerProcess],
 ) -> bool:
     """Builds the trainer and trains; whether the run got to its last step."""
     from skyrl_train.assembly import build_trainer
 
-    trainer = await build_trainer(config, plan, dataset, run_folder, reporter)
+    trainer = await build_trainer(config, plan, dataset, run_folder, reporter, workers)
+    # What was imported and built stays. Without this, each full collection walks it, for 100 ms and more, under the GIL.
+    gc.collect()
+    gc.freeze()
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:

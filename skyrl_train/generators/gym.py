@@ -99,7 +99,7 @@ class GymGenerator(GeneratorInterface):
             EngineError: the client failed.
         """
         params = input_batch["sampling_params"]
-        sampling = SamplingParams.from_mapping(asdict(self._config.sampling_params) if params is None else params)
+        sampling = SamplingParams.parse(asdict(self._config.sampling_params) if params is None else params)
         ids = input_batch["trajectory_ids"]
         seeds = input_batch["batch_metadata"].seeds or (None,) * len(ids)
         tasks = [
@@ -174,7 +174,7 @@ class GymGenerator(GeneratorInterface):
         output = await self._client.generate(
             {
                 "prompt_token_ids": [input_ids],
-                "sampling_params": params.to_dict(),
+                "sampling_params": params,
                 "session_ids": [trajectory_id.to_string()],
             }
         )

@@ -9,7 +9,9 @@ extend(prompt tokens, sampled tokens, new messages)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ class ChatRenderer:
         self._name = model_name_or_path
         self._renderer = _known_renderer(tokenizer, model_name_or_path)
         self._has_template = bool(tokenizer.chat_template)
+        self._render = lru_cache(maxsize=256)(self._render_json)
         self._closing: list[int] | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -48,8 +51,12 @@ class ChatRenderer:
         Raises:
             ConfigError: the template refuses the messages, or nothing is left to encode.
         """
+        return list(self._render(json.dumps(_plain(messages))))  # the samples of a group share their prompt
+
+    def _render_json(self, conversation: str) -> list[int]:
+        messages = json.loads(conversation)
         if self._renderer is not None:
-            ids = list(self._renderer.render_ids(_plain(messages), add_generation_prompt=True))
+            ids = list(self._renderer.render_ids(messages, add_generation_prompt=True))
         elif self._has_template:
             ids = self._encode(self._apply(messages, add_generation_prompt=True))
         else:

@@ -121,7 +121,7 @@ class InferenceEngineClient:
             NoEngineError: no engine came back within ``engine_wait_timeout_s``.
         """
         prompts = self._prompt_token_ids(input_batch)
-        params = SamplingParams.from_mapping(input_batch.get("sampling_params"))
+        params = SamplingParams.parse(input_batch.get("sampling_params"))
         session_ids: Sequence[str | None] = input_batch.get("session_ids") or [None] * len(prompts)
         if len(session_ids) != len(prompts):
             raise ConfigError(f"session_ids has {len(session_ids)} entries for {len(prompts)} prompts")

@@ -30,7 +30,7 @@ class Segment:
         """The segment in the shape that engines take."""
         return InferenceEngineInput(
             prompt_token_ids=[self.prompt_token_ids],
-            sampling_params=self.sampling_params.to_dict(),
+            sampling_params=self.sampling_params,
             session_ids=None if session_id is None else [session_id],
         )
 

@@ -9,7 +9,6 @@ policy version that it held at that moment.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -79,25 +78,23 @@ class SamplingParams:
         check(all(self.stop), "stop must not contain an empty string")
 
     @classmethod
-    def from_mapping(cls, params: Mapping[str, Any] | None) -> SamplingParams:
-        """Builds the parameters from a plain mapping (config, HTTP body).
+    def parse(cls, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        """Builds the parameters from a plain mapping (config, HTTP body); returns what is parsed already as it is.
 
         Raises:
             ConfigError: an unknown key or an impossible value; the message names it.
         """
+        if isinstance(params, SamplingParams):
+            return params
         values = {key: value for key, value in (params or {}).items() if value is not None}
-        fields = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - fields)
+        known = cls.__dataclass_fields__
+        unknown = sorted(values.keys() - known.keys())
         if unknown:
-            raise ConfigError(f"sampling_params.{unknown[0]} is unknown; known: {', '.join(sorted(fields))}")
+            raise ConfigError(f"sampling_params.{unknown[0]} is unknown; known: {', '.join(sorted(known))}")
         for key in ("stop", "stop_token_ids"):
             if key in values:
                 values[key] = (values[key],) if isinstance(values[key], str) else tuple(values[key])
         return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the plain mapping that ``from_mapping`` reads."""
-        return dataclasses.asdict(self)
 
 
 class InferenceEngineInput(TypedDict, total=False):
@@ -105,7 +102,7 @@ class InferenceEngineInput(TypedDict, total=False):
 
     prompts: Sequence[Sequence[Mapping[str, Any]]] | None
     prompt_token_ids: Sequence[Sequence[int]] | None
-    sampling_params: Mapping[str, Any] | None
+    sampling_params: SamplingParams | Mapping[str, Any] | None
     session_ids: Sequence[str] | None
 
 

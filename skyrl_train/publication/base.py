@@ -1,6 +1,6 @@
 """A weight update and the way it travels: gather (trainer), transfer (to the engine), load (swap).
 
-    backend.named_weights() ──gather──> staging copy ──WeightUpdate──> engine.receive_weights ──> engine.load_weights
+backend.named_weights() ──gather──> staging copy ──WeightUpdate──> engine.receive_weights ──> engine.load_weights
 """
 
 from __future__ import annotations

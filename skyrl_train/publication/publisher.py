@@ -1,6 +1,6 @@
 """Publishes a policy version: gather, transfer, load, with their times (SEMANTICS 6).
 
-    backend ──gather (in a thread)──> staging copy ──transfer (engines serve)──> receive buffers ──load (paused)──> model
+backend ──gather (in a thread)──> staging copy ──transfer (engines serve)──> receive buffers ──load (paused)──> model
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ScriptedEngine(InferenceEngineInterface):
         (prompt,) = prompts
         if not prompt or len(prompt) >= self._max_model_len:
             raise EngineError(f"a prompt of {len(prompt)} tokens does not fit")
-        request = _Running(list(prompt), SamplingParams.from_mapping(engine_input["sampling_params"]))
+        request = _Running(list(prompt), SamplingParams.parse(engine_input["sampling_params"]))
         self.running.append(request)
         if self._free_running and (self._ticker is None or self._ticker.done()):
             self._ticker = asyncio.create_task(self._run_free())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,9 @@ async def test_a_continued_request_is_the_prompt_plus_what_was_sampled_with_smal
     await settle()
     first, second, third = engine.requests
     assert second["prompt_token_ids"] == [[5, 6, 9, 9, 9]]
-    assert second["sampling_params"] == {
-        **first["sampling_params"],
-        "max_tokens": 7,
-        "min_tokens": 1,
-        "seed": mix(3, 0) + 3,
-    }
+    assert second["sampling_params"] == dataclasses.replace(
+        first["sampling_params"], max_tokens=7, min_tokens=1, seed=mix(3, 0) + 3
+    )
     assert third == second
     engine.tick(7)
     assert len((await task)["response_ids"][0]) == 10

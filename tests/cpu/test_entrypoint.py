@@ -94,7 +94,7 @@ def test_a_wrong_setting_is_refused_by_name_before_anything_trains(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "empty"), ('{"prompt": "12"}\n{"prompt": \n', "prompts.jsonl:2"), ('{"question": "1"}\n', "prompt")],
+    [("", "no rows"), ('{"prompt": "12"}\n{"prompt": \n', "prompts.jsonl:2"), ('{"question": "1"}\n', "prompt")],
 )
 def test_a_broken_data_file_is_refused_with_its_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, message: str

@@ -15,7 +15,7 @@ from skyrl_train.errors import ConfigError, EngineError, RolloutError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.generators.validation import to_samples, validate_generator_output
-from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, SamplingParams
 from skyrl_train.inference.randomness import mix
 from skyrl_train.models.tiny import character_tokenizer
 
@@ -34,8 +34,8 @@ class ScriptedClient:
         self.requests.append(engine_input)
         await asyncio.sleep(0)
         prompt = list((engine_input["prompt_token_ids"] or [])[0])
-        params = engine_input["sampling_params"] or {}
-        text = self.script(TOKENIZER.decode(prompt), params["seed"])
+        params = SamplingParams.parse(engine_input["sampling_params"])
+        text = self.script(TOKENIZER.decode(prompt), params.seed or 0)
         ended = text.endswith(".")
         ids = encode(text.removesuffix(".")) + [EOS] * ended
         version = len(self.requests)
@@ -176,7 +176,7 @@ async def test_each_turn_has_its_reward_on_its_own_last_token_and_max_turns_ends
 async def test_each_turn_of_each_trajectory_has_its_own_seed_and_its_session() -> None:
     client = ScriptedClient(lambda text, seed: "a.")
     await generator(client, QUICK, max_turns=2).generate(batch(QUICK, [{}, {}]))
-    asked = {(r["session_ids"][0], r["sampling_params"]["seed"]) for r in client.requests}  # type: ignore[index]
+    asked = {(r["session_ids"][0], r["sampling_params"].seed) for r in client.requests}  # type: ignore[index]
     assert asked == {(f"p_{i}", mix(100 + i, turn)) for i in range(2) for turn in range(2)}
 
 
@@ -184,7 +184,7 @@ async def test_without_seeds_the_request_keeps_its_own() -> None:
     client = ScriptedClient(lambda text, seed: "a.")
     request = batch(QUICK, [{}], sampling_params={"seed": 7}, batch_metadata=BatchMetadata(1, "eval"))
     await generator(client, QUICK).generate(request)
-    assert client.requests[0]["sampling_params"]["seed"] == 7  # type: ignore[index]
+    assert client.requests[0]["sampling_params"].seed == 7  # type: ignore[index]
 
 
 async def test_the_trajectories_of_a_group_run_at_once() -> None:
@@ -210,7 +210,7 @@ async def test_a_turn_samples_no_more_than_the_context_leaves() -> None:
         "sampling_params": SamplingConfig(max_tokens=4, min_tokens=3),
     }
     output = await generator(client, QUICK, max_turns=9, **config).generate(batch(QUICK, [{}], prompt="12"))
-    budgets = [(r["sampling_params"]["max_tokens"], r["sampling_params"]["min_tokens"]) for r in client.requests]  # type: ignore[index]
+    budgets = [(r["sampling_params"].max_tokens, r["sampling_params"].min_tokens) for r in client.requests]  # type: ignore[index]
     assert budgets == [(4, 3), (2, 2)], "inputs of 2 and 4 tokens; one of 6 leaves no room"
     assert output["stop_reasons"] == ["length"]
 

@@ -6,6 +6,7 @@ the socket is closed, which the kernel also does for a parent that is killed.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -65,11 +66,7 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as connection:
         threading.Thread(target=_end_with_parent, args=(connection,), name="parent-watch", daemon=True).start()
         channel = SocketChannel(connection)
-        try:
-            settings, num_threads = channel.read()
-        except EOFError:
-            return
-        _serve(settings, num_threads, channel)
+        _serve(channel)
 
 
 def _end_with_parent(connection: socket.socket) -> None:
@@ -80,15 +77,25 @@ def _end_with_parent(connection: socket.socket) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _serve(settings: EngineSettings, num_threads: int, channel: SocketChannel) -> None:
-    # Late: the parent's end must be noticed, and Ctrl-C ignored, also during the seconds that these imports take.
-    import torch
+def _serve(channel: SocketChannel) -> None:
+    # Late: the parent's end must be noticed, and Ctrl-C ignored, also during the seconds that these imports take. But
+    # before the settings come, because the parent has imports of its own to make meanwhile.
+    import transformers
 
-    from skyrl_train.inference.engines.embedded.core import build_core
+    from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore, build_core
     from skyrl_train.inference.engines.embedded.worker import Worker
 
-    torch.set_num_threads(num_threads)
-    Worker(lambda: build_core(settings), channel).run()
+    _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # transformers imports by use
+    settings: EngineSettings = channel.read()
+
+    def build() -> EmbeddedEngineCore:
+        core = build_core(settings)
+        # What is imported and built stays; a full collection that walks it would hold up every request for 100 ms.
+        gc.collect()
+        gc.freeze()
+        return core
+
+    Worker(build, channel).run()
 
 
 if __name__ == "__main__":

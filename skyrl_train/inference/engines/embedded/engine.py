@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError
-from skyrl_train.inference.engines.embedded.hosts import Host, ProcessHost, ThreadHost
+from skyrl_train.inference.engines.embedded.hosts import Host, ProcessHost, ThreadHost, WorkerProcess
 from skyrl_train.inference.engines.embedded.messages import (
     READY_CALL,
     Abort,
@@ -50,6 +50,7 @@ class EmbeddedEngine(InferenceEngineInterface):
         max_num_seqs: requests decoded at once; more wait.
         max_model_len: tokens of prompt and response together.
         batch_invariant: compute each request alone, so that tokens and log-probs do not depend on the others (slow).
+        worker: under placement "process", a process that was started earlier; by default :meth:`start` starts one.
         seed: of the stream that requests without a seed draw from; give each engine its own.
 
     Without ``teardown`` the worker thread outlives its last user; the worker process ends with this process, however
@@ -68,6 +69,7 @@ class EmbeddedEngine(InferenceEngineInterface):
         batch_invariant: bool = False,
         seed: int = 0,
         num_threads: int = 1,
+        worker: WorkerProcess | None = None,
     ) -> None:
         settings = EngineSettings(
             model_path=model_path,
@@ -80,7 +82,9 @@ class EmbeddedEngine(InferenceEngineInterface):
         )
         if placement not in ("process", "thread"):
             raise ConfigError(f"generator.inference_engine.placement must be process or thread, got {placement!r}")
-        self._host: Host = ProcessHost(settings, num_threads) if placement == "process" else ThreadHost(settings)
+        self._host: Host = (
+            ProcessHost(settings, num_threads, worker) if placement == "process" else ThreadHost(settings)
+        )
         self._capabilities = EngineCapabilities(
             pause_modes=frozenset(PauseMode),
             transports=frozenset({"shared_memory"}),
@@ -271,6 +275,8 @@ def _requests(engine_input: InferenceEngineInput) -> tuple[list[list[int]], Samp
     prompts = engine_input.get("prompt_token_ids")
     if prompts is None:
         raise EngineError("An engine takes prompt_token_ids; the client renders conversations to tokens.")
-    params = SamplingParams.from_mapping(engine_input.get("sampling_params"))
+    params = SamplingParams.parse(engine_input.get("sampling_params"))
     # Stop strings are the client's business and need not travel.
-    return [list(map(int, prompt)) for prompt in prompts], dataclasses.replace(params, stop=())
+    return [list(map(int, prompt)) for prompt in prompts], dataclasses.replace(
+        params, stop=()
+    ) if params.stop else params

@@ -110,32 +110,64 @@ class _ThreadChannel:
         self.send = deliver
 
 
-class ProcessHost(Host):
-    """A process of its own, with its own interpreter and ``num_threads`` compute threads.
+class WorkerProcess:
+    """A process with its own interpreter that imports what an engine needs, and then waits for an engine's settings.
 
-    It is started by its module's name rather than by ``multiprocessing``, which would import the caller's main module
-    again; its imports overlap with whatever this process does meanwhile.
+    Most of an engine's start-up is these imports. Whoever creates the process before the caller's own imports has them
+    side by side. It is started by its module's name rather than by ``multiprocessing``, which would import the caller's
+    main module again.
+
+    Args:
+        num_threads: compute threads.
     """
 
-    def __init__(self, settings: EngineSettings, num_threads: int) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
+        self.connection, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(num_threads)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_train.inference.engines.embedded.child", str(theirs.fileno())],
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches the parent only, even before the child ignores it
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Ends the process and waits for it. Idempotent."""
+        self.connection.close()
+        self._process.kill()  # it has nothing to save, and may be in the middle of a long step or of its imports
+        self._process.wait()
+
+
+class ProcessHost(Host):
+    """A worker process: ``worker``, or one that ``start`` creates with ``num_threads`` compute threads."""
+
+    def __init__(self, settings: EngineSettings, num_threads: int, worker: WorkerProcess | None = None) -> None:
         self._settings = settings
         self._num_threads = num_threads
-        self._process: subprocess.Popen[bytes] | None = None
+        self._worker = worker
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, on_events: OnEvents, on_gone: OnGone) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.to_thread(self._spawn, theirs.fileno())
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(encode((self._settings, self._num_threads)))
+        if self._worker is None:
+            self._worker = await asyncio.to_thread(WorkerProcess, self._num_threads)
+        reader, self._writer = await asyncio.open_connection(sock=self._worker.connection)
+        self._writer.write(encode(self._settings))
         self._reading = asyncio.create_task(self._read(reader, on_events, on_gone), name="embedded-engine-reader")
 
     @property
     def pid(self) -> int | None:
         """The worker's process id, once started."""
-        return None if self._process is None else self._process.pid
+        return None if self._worker is None else self._worker.pid
 
     def send(self, command: Command) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -147,21 +179,8 @@ class ProcessHost(Host):
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        if self._process is not None:
-            self._process.kill()  # it has nothing to save, and may be in the middle of a long step or of its imports
-            await asyncio.to_thread(self._process.wait)
-
-    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(self._num_threads)
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
-        return subprocess.Popen(
-            [sys.executable, "-m", "skyrl_train.inference.engines.embedded.child", str(descriptor)],
-            env=environment,
-            pass_fds=(descriptor,),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the parent only, even before the child ignores it
-        )
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.stop)
 
     async def _read(self, reader: asyncio.StreamReader, on_events: OnEvents, on_gone: OnGone) -> None:
         """Consumes frames / waits for the socket / unblocked by the worker or its end / produces events."""
