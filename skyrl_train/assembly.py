@@ -69,7 +69,6 @@ async def build_trainer(
         ],
         tokenizer,
         model_path,
-        engine_wait_timeout_s=config.generator.engine_wait_timeout_s,
         pause_timeout_s=config.generator.pause_timeout_s,
     )
     generator = build_generator(config, plan, client, tokenizer, model_path)

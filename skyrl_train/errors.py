@@ -8,9 +8,10 @@ SkyRLError
   GeneratorOutputError   a generator returned fields that break the contract
   RolloutError           a rollout failed (raised, timed out) more often than the run allows
   StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
-  EngineError            an inference engine refused or failed
+  RequestError           a request that no engine can serve; other requests are not concerned
+  EngineError            an inference engine failed
     EngineDeadError      the engine is gone; its requests can continue elsewhere
-    NoEngineError        no engine came back in time
+    NoEngineError        no engine is left
   PublicationError       new weights did not reach the engines; they still serve the old ones
 """
 
@@ -47,8 +48,12 @@ class StalenessError(SkyRLError):
     """The staleness bound or the slot accounting was violated. This is a bug of ours, never the data's."""
 
 
+class RequestError(SkyRLError):
+    """A request that no engine can serve (an empty prompt, one that does not fit); other requests are not concerned."""
+
+
 class EngineError(SkyRLError):
-    """An inference engine refused a request or failed."""
+    """An inference engine failed."""
 
 
 class EngineDeadError(EngineError):
@@ -56,7 +61,7 @@ class EngineDeadError(EngineError):
 
 
 class NoEngineError(EngineError):
-    """No living engine came back within ``engine_wait_timeout_s``."""
+    """No engine is left; the message says why the last one left."""
 
 
 class PublicationError(SkyRLError):

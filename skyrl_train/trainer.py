@@ -22,7 +22,14 @@ from typing import Any, TypeVar
 from skyrl_train.concurrency import Signal
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import EngineError, GeneratorOutputError, PublicationError, RolloutError
+from skyrl_train.errors import (
+    CheckpointError,
+    EngineError,
+    GeneratorOutputError,
+    PublicationError,
+    RolloutError,
+    StalenessError,
+)
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.observability.reporter import Reporter
@@ -131,8 +138,11 @@ class PPOTrainer:
                     self.report(batch, metrics)
                 await self.checkpoint_if_due()
             await self.save_checkpoint()
-        except (RolloutError, GeneratorOutputError, EngineError, PublicationError):
-            await self.save_checkpoint()
+        except (RolloutError, GeneratorOutputError, EngineError, PublicationError) as error:
+            try:
+                await self.save_checkpoint()
+            except CheckpointError as second:
+                error.add_note(f"The steps since the last checkpoint could not be saved either: {second}")
             raise
         finally:
             await self.close()
@@ -152,6 +162,7 @@ class PPOTrainer:
         await self.publish_weights()
         self.parts.reporter.begin(self.global_step)
         self._step_ended = self.parts.clock()
+        self.workers.slots.take_idle_fraction()  # start-up is not idleness
         self.start_generation()
 
     def start_generation(self) -> None:
@@ -164,18 +175,28 @@ class PPOTrainer:
         """
         await self.workers.fill()
         self.workers.raise_if_failed()
-        return None if self.stop_requested else self.staleness.select(self.buffer)
+        if self.stop_requested:
+            return None
+        batch = self.staleness.select(self.buffer)
+        if batch is None:
+            raise StalenessError(f"step {self.staleness.step} has no full batch after all groups have ended")
+        return batch
 
     async def train_step(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
         """One optimizer step on ``batch``; returns its metrics."""
-        self.staleness.train(batch)  # raises where the bound is promised and broken
-        self.buffer.take(batch)
+        self.staleness.assert_bound(batch)
         started = self.parts.clock()
-        minibatch = build_minibatch(batch, self.global_step + 1, self.config.trainer.algorithm)
-        metrics = await self.off_loop(self.parts.backend.update, minibatch)
+        metrics = await self.off_loop(self._update, batch)
+        # At one instant of the loop, and only now: an update that fails leaves its groups where they were.
+        self.buffer.take(batch)
+        self.staleness.train(batch)
         self.ledger.settle([group.ordinal for group in batch], "trained")
         self.global_step += 1
         return {**metrics, "time/train": self.parts.clock() - started}
+
+    def _update(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
+        minibatch = build_minibatch(batch, self.global_step + 1, self.config.trainer.algorithm)
+        return self.parts.backend.update(minibatch)
 
     async def publish(self) -> dict[str, float]:
         """Brings the new weights to the engines if that is due, then opens the next step's admission."""
@@ -235,13 +256,13 @@ class PPOTrainer:
     async def _begin_save(self) -> None:
         await self._saved()
         snapshot = await self.off_loop(self.parts.backend.snapshot)
-        state = self.rollout_state()  # taken at one instant of the loop: ledger, buffer and counts agree
+        state, groups = self.rollout_state(), self.buffer.snapshot()  # at one instant of the loop: they agree
         step = self.global_step
 
         def write(folder: Path) -> None:
             (folder / "policy").mkdir()
             self.parts.backend.save(snapshot, folder / "policy")
-            write_rollout_state(state, folder)
+            write_rollout_state(state, groups, folder)
 
         self._saving = asyncio.create_task(asyncio.to_thread(self.parts.checkpoints.write, step, write))
 
@@ -251,13 +272,11 @@ class PPOTrainer:
             self._checkpointed_step = checkpoint_step(await saving)
 
     def rollout_state(self) -> dict[str, Any]:
-        """Everything of a checkpoint that is not the backend's; JSON-able."""
+        """What a checkpoint holds beside the backend's state and the finished groups; JSON-able."""
         return {
             "global_step": self.global_step,
             "ledger": self.ledger.state_dict(),
-            "groups": self.buffer.state_dict(),
             "counts": self.staleness.state_dict(),
-            "n_samples_per_prompt": self.config.generator.n_samples_per_prompt,
         }
 
     async def load_checkpoint(self, folder: Path) -> None:
@@ -266,10 +285,10 @@ class PPOTrainer:
         Raises:
             CheckpointError: it is of another model, data set or seed, or of a newer format.
         """
-        state = await asyncio.to_thread(read_rollout_state, folder)
+        state, groups = await asyncio.to_thread(read_rollout_state, folder)
         await self.off_loop(self.parts.backend.load, folder / "policy")
         self.global_step = state["global_step"]
-        self.buffer.load_state_dict(state["groups"])
+        self.buffer.restore(groups)
         self.ledger.load_state_dict(state["ledger"], buffered=[group.ordinal for group in self.buffer])
         self.staleness.load_state_dict(state["counts"], self.global_step + 1, self.buffer)
         self._checkpointed_step = self.global_step

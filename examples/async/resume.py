@@ -14,7 +14,11 @@ from pathlib import Path
 
 
 def main() -> int:
-    run = Path(tempfile.mkdtemp(prefix="resume-")) / "run"
+    with tempfile.TemporaryDirectory(prefix="resume-") as folder:
+        return kill_and_resume(Path(folder) / "run")
+
+
+def kill_and_resume(run: Path) -> int:
     command = [
         sys.executable,
         "-m",

@@ -20,8 +20,11 @@ NOT_PART_OF_THE_RUN = frozenset(
         "trainer.max_ckpts_to_keep",
         "trainer.samples_per_step",
         "trainer.trackers",
+        "trainer.failures.rollout_timeout_s",
+        "trainer.failures.max_rollout_retries",
+        "trainer.failures.on_rollout_failure",
+        "trainer.failures.max_failed_rollouts",
         "generator.pause_timeout_s",
-        "generator.engine_wait_timeout_s",
         "generator.verify_weights",
     }
 )

@@ -100,7 +100,6 @@ def _counts(config: RunConfig) -> Problems:
         config,
         "trainer.failures.rollout_timeout_s",
         "generator.pause_timeout_s",
-        "generator.engine_wait_timeout_s",
     )
     if not config.data.train_data:
         yield from _at_least(config, 1, "data.generate")

@@ -174,7 +174,6 @@ class GeneratorConfig:
     inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     pause_mode: str = "keep"  # keep | recompute | abort | wait: in-flight requests during a weight update
     pause_timeout_s: float = 60.0  # of each phase of a publication
-    engine_wait_timeout_s: float = 60.0  # how long requests wait when no engine is left
     verify_weights: bool = False  # checksum each publication
 
 

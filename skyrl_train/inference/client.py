@@ -17,11 +17,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from skyrl_train.concurrency import Signal, gather_or_cancel
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, NoEngineError, PublicationError
 from skyrl_train.inference.chat import ChatRenderer
 from skyrl_train.inference.continuation import Continuation, Segment
@@ -42,6 +43,8 @@ from skyrl_train.inference.weight_update import WeightUpdate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 
 class InferenceEngineClient:
     """Talks to a list of engines that serve the same policy.
@@ -50,7 +53,6 @@ class InferenceEngineClient:
         engines: they are started by :meth:`start` and torn down by :meth:`teardown`.
         tokenizer: decodes responses, renders conversations, matches stop strings.
         model_path: tells the chat renderer which model family this is.
-        engine_wait_timeout_s: how long requests wait when no engine is left.
         pause_timeout_s: limit of each phase of an update (receive, pause, load, resume).
     """
 
@@ -60,7 +62,6 @@ class InferenceEngineClient:
         tokenizer: PreTrainedTokenizerBase,
         model_path: str = "",
         *,
-        engine_wait_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,12 +71,12 @@ class InferenceEngineClient:
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer(tokenizer, model_path)
         self._router = Router(len(self._engines))
-        self._engine_wait_timeout_s = engine_wait_timeout_s
         self._pause_timeout_s = pause_timeout_s
         self._clock = clock
         self._gate = asyncio.Event()
         self._gate.set()
-        self._fleet_changed = Signal()
+        self._segments: dict[int, set[asyncio.Task[None]]] = {index: set() for index in range(len(self._engines))}
+        self._last_departure = "none was ever there"
         self._update_lock = asyncio.Lock()
         self._policy_version = -1
         self.generated_tokens = 0  # of responses that have ended
@@ -104,7 +105,7 @@ class InferenceEngineClient:
         healths = await gather_or_cancel(self._engines[index].health() for index in living)
         for index, health in zip(living, healths, strict=True):
             if not health.alive:
-                self._engine_left(index)
+                self._engine_left(index, EngineDeadError("its process ended"))
         return [health for health in healths if health.alive]
 
     # Requests -----------------------------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ class InferenceEngineClient:
 
         Raises:
             ConfigError: the input names both or neither kind of prompt, or a sampling parameter is impossible.
-            EngineError: a prompt is empty or does not fit the context.
-            NoEngineError: no engine came back within ``engine_wait_timeout_s``.
+            RequestError: a prompt is empty or does not fit the context.
+            NoEngineError: no engine is left.
         """
         prompts = self._prompt_token_ids(input_batch)
         params = SamplingParams.parse(input_batch.get("sampling_params"))
@@ -162,11 +163,19 @@ class InferenceEngineClient:
         """Runs segments until the response has ended."""
         while (segment := response.next_segment()) is not None:
             index = await self._acquire(session_id)
+            # A task of its own, so that an engine that leaves alive (it missed an update) can be left by its requests.
+            running = asyncio.create_task(self._run_segment(self._engines[index], segment, response, session_id))
+            self._segments[index].add(running)
             try:
-                await self._run_segment(self._engines[index], segment, response, session_id)
-            except EngineDeadError:
-                self._engine_left(index)
+                await running
+            except EngineDeadError as error:
+                self._engine_left(index, error)
+            except asyncio.CancelledError:
+                caller = asyncio.current_task()
+                if index in self._router.living or (caller is not None and caller.cancelling()):
+                    raise
             finally:
+                self._segments[index].discard(running)
                 self._router.release(index)
         self.generated_tokens += len(response.token_ids)
         return response
@@ -196,24 +205,21 @@ class InferenceEngineClient:
             await stream.aclose()  # type: ignore[attr-defined]  # leaving early aborts the request in the engine
 
     async def _acquire(self, session_id: str | None) -> int:
-        while True:
-            while not self._gate.is_set():  # it may have closed again between opening and this task's turn
-                await self._gate.wait()
-            index = self._router.acquire(session_id)
-            if index is not None:
-                return index
-            try:
-                async with asyncio.timeout(self._engine_wait_timeout_s):
-                    await self._fleet_changed.wait_until(lambda: bool(self._router.living))
-            except TimeoutError:
-                raise NoEngineError(
-                    f"no inference engine is left and none came back within {self._engine_wait_timeout_s:g} s; "
-                    "look at the engine's log for why it ended"
-                ) from None
+        while not self._gate.is_set():  # it may have closed again between opening and this task's turn
+            await self._gate.wait()
+        index = self._router.acquire(session_id)
+        if index is None:
+            raise NoEngineError(f"no inference engine is left. The last one left because: {self._last_departure}")
+        return index
 
-    def _engine_left(self, index: int) -> None:
-        self._router.remove(index)
-        self._fleet_changed.notify()
+    def _engine_left(self, index: int, reason: BaseException) -> None:
+        """Takes an engine out of the routing; its requests go on elsewhere with what they have."""
+        if index in self._router.living:
+            logger.error("inference engine %d left the routing: %s", index, reason)
+            self._router.remove(index)
+            self._last_departure = str(reason)
+        for segment in self._segments[index]:
+            segment.cancel()
 
     # Updates ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +245,9 @@ class InferenceEngineClient:
             raise
 
     async def _verify_aborted(self) -> None:
-        for health in await self.health():
+        async with asyncio.timeout(self._pause_timeout_s):
+            healths = await self.health()
+        for health in healths:
             if health.running or health.waiting:
                 raise PublicationError(
                     f"an engine still holds {health.running + health.waiting} requests after it reported them aborted"
@@ -285,7 +293,9 @@ class InferenceEngineClient:
         """
         living = self._router.living
         if not living:
-            raise PublicationError(f"cannot {phase} weights: no inference engine is left")
+            raise PublicationError(
+                f"cannot {phase} weights: no inference engine is left. The last one left because: {self._last_departure}"
+            )
 
         async def one(index: int) -> BaseException | None:
             try:
@@ -301,7 +311,7 @@ class InferenceEngineClient:
         failed = {index: failure for index, failure in zip(living, failures, strict=True) if failure is not None}
         for index, failure in failed.items():
             if len(failed) < len(living) or isinstance(failure, EngineDeadError):
-                self._engine_left(index)
+                self._engine_left(index, failure)
         if len(failed) == len(living):
             first = next(iter(failed.values()))
             raise PublicationError(f"{phase} failed on every engine: {first}") from first

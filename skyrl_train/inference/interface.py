@@ -184,7 +184,7 @@ class InferenceEngineInterface(ABC):
         ``responses`` are empty strings: engines deal in tokens, the client decodes.
 
         Raises:
-            EngineError: a prompt is empty or does not fit the context.
+            RequestError: a prompt is empty or does not fit the context.
         """
 
     @abstractmethod

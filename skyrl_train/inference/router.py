@@ -20,10 +20,6 @@ class Router:
         """The engines that take requests."""
         return list(self._outstanding)
 
-    def outstanding(self, engine: int) -> int:
-        """Requests that ``engine`` holds."""
-        return self._outstanding[engine]
-
     def acquire(self, session_id: str | None) -> int | None:
         """Picks an engine and counts the request on it; None when no engine is left."""
         if not self._outstanding:
@@ -49,7 +45,3 @@ class Router:
     def remove(self, engine: int) -> None:
         """``engine`` takes no more requests. Idempotent."""
         self._outstanding.pop(engine, None)
-
-    def add(self, engine: int) -> None:
-        """``engine`` takes requests (again)."""
-        self._outstanding.setdefault(engine, 0)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.group import RolloutGroup, Sample
+from skyrl_train.rollout.group import RolloutGroup
 
 
 class RolloutBuffer:
@@ -33,12 +31,12 @@ class RolloutBuffer:
         for group in groups:
             del self._groups[group.ordinal]
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """JSON-able groups (floats survive JSON exactly)."""
-        return [asdict(group) for group in self]
+    def snapshot(self) -> tuple[RolloutGroup, ...]:
+        """The groups as they are now (they never change)."""
+        return tuple(self)
 
-    def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
-        """Replaces the contents by what :meth:`state_dict` returned."""
+    def restore(self, groups: Iterable[RolloutGroup]) -> None:
+        """Replaces the contents."""
         self._groups = {}
-        for group in state:
-            self.put(RolloutGroup(**{**group, "samples": tuple(Sample(**sample) for sample in group["samples"])}))
+        for group in groups:
+            self.put(group)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sample:
     """One response trajectory; the response-side lists are aligned token by token.
 
@@ -21,13 +22,13 @@ class Sample:
     rewards: list[float]
     stop_reason: str
 
-    @property
+    @cached_property
     def reward(self) -> float:
         """The return of the trajectory."""
         return sum(self.rewards)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolloutGroup:
     """All ``n_samples_per_prompt`` samples of one prompt. ``submitted_version`` is the policy's when it was admitted."""
 
@@ -38,19 +39,15 @@ class RolloutGroup:
     submitted_version: int
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
         """The oldest policy version among the sampled tokens (of a group without any: the one it was admitted under)."""
         return min((v for s in self.samples for v in s.versions if v >= 0), default=self.submitted_version)
 
-    @property
+    @cached_property
     def newest_version(self) -> int:
         """The newest policy version among the sampled tokens."""
         return max((v for s in self.samples for v in s.versions if v >= 0), default=self.submitted_version)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        return sum(sum(s.loss_mask) for s in self.samples)
 
     def lag(self, step: int) -> int:
         """``(t - 1) - oldest version``: how many versions behind step ``t``'s policy its oldest token is."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_train.config.schema import FailureConfig
-from skyrl_train.errors import EngineError, GeneratorOutputError, RolloutError
+from skyrl_train.errors import ConfigError, EngineError, GeneratorOutputError, RolloutError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
 from skyrl_train.generators.validation import to_samples, validate_generator_output
 from skyrl_train.inference.randomness import mix
+from skyrl_train.observability.metrics import spec_of
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.group import RolloutGroup
 from skyrl_train.rollout.ledger import PromptLedger
@@ -64,17 +66,17 @@ class GroupRunner:
         """
         attempts = 1 + self._failures.max_rollout_retries
         failure: BaseException | None = None
+        timed_out = False
         for attempt in range(attempts):
             if attempt:
                 self.retries += 1
                 logger.warning("group %d: attempt %d failed (%r), trying again", ordinal, attempt, failure)
+            limit = asyncio.timeout(self._failures.rollout_timeout_s)
             try:
-                async with asyncio.timeout(self._failures.rollout_timeout_s):
+                async with limit:
                     return await self._attempt(ordinal, attempt)
             except (GeneratorOutputError, EngineError):
                 raise
-            except TimeoutError as error:
-                failure = error
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -82,9 +84,10 @@ class GroupRunner:
                 failure = error
             except Exception as error:
                 failure = error
+            timed_out = limit.expired()
         what = (
             f"took longer than trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
-            if isinstance(failure, TimeoutError)
+            if timed_out
             else f"raised {failure!r}"
         )
         uid = self._dataset[self._ledger.row(ordinal)].uid
@@ -110,11 +113,26 @@ class GroupRunner:
         )
         output = await self._generator.generate(request)
         validate_generator_output(output, expected=self._n)
+        metrics = dict(output.get("rollout_metrics") or {})
+        _check_metrics(metrics)
         return RolloutGroup(
             ordinal=ordinal,
             uid=record.uid,
             data_source=record.data_source,
             samples=to_samples(output),
             submitted_version=version,
-            metrics=dict(output.get("rollout_metrics") or {}),
+            metrics=metrics,
         )
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise GeneratorOutputError(f"rollout_metrics[{name!r}] must be a finite number, got {value!r}")
+        try:
+            spec_of(name)
+        except ConfigError as error:
+            raise GeneratorOutputError(
+                f"rollout_metrics[{name!r}] is not declared. Call it 'environment/{name}', which is averaged, or declare it "
+                "with skyrl_train.observability.metrics.declare()"
+            ) from error

@@ -185,8 +185,8 @@ class StalenessManager:
             return None
         return sorted(batch, key=lambda group: group.ordinal)
 
-    def train(self, batch: Sequence[RolloutGroup]) -> None:
-        """The trainer takes the batch.
+    def assert_bound(self, batch: Sequence[RolloutGroup]) -> None:
+        """What the policy promises about a batch that is about to be trained.
 
         Raises:
             StalenessError: the policy promises the bound and a group exceeds it.
@@ -197,6 +197,10 @@ class StalenessManager:
                 raise StalenessError(
                     f"group {group.ordinal} reached step {self._step} with lag {lag} > S = {self.max_staleness_steps}"
                 )
+
+    def train(self, batch: Sequence[RolloutGroup]) -> None:
+        """The batch is trained."""
+        for _ in batch:
             self.counts.move("buffered", "trained")
 
     @property
@@ -211,8 +215,8 @@ class StalenessManager:
         self._step += 1
 
     def state_dict(self) -> dict[str, int]:
-        """The counts as of a checkpoint: in-flight groups count as not submitted, they are issued again."""
-        state = asdict(self.counts)
+        """The counts and the publication of a checkpoint; in-flight groups are issued again, so they are not counted."""
+        state = {**asdict(self.counts), "published": self._published}
         state["submitted"] -= state["running"]
         state["running"] = 0
         return state
@@ -223,10 +227,12 @@ class StalenessManager:
         Raises:
             StalenessError: the bound is too small for the groups that the checkpoint holds.
         """
-        self.counts = RolloutCounts(**state)
+        self.counts = RolloutCounts(**{key: value for key, value in state.items() if key != "published"})
         self._running.clear()
         self._step = step
-        self._published = step - 1  # resuming publishes what the checkpoint holds
+        self._published = state["published"]
+        if step > self._published + self.steps_per_publication:
+            self._published = step - 1  # it was due and had failed; resuming makes up for it
         deadlines = sorted(self.deadline(group.oldest_version) for group in buffered)
         if self.policy.bounded and not self.policy.may_train(step - 1, self.batch_groups, deadlines):
             raise StalenessError(

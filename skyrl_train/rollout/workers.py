@@ -58,6 +58,7 @@ class GenerationWorkers:
     def start(self) -> None:
         """Admits groups in the background from now on, whenever there is capacity."""
         self._admission = asyncio.create_task(self._admit_forever(), name="admission")
+        self._admission.add_done_callback(self._look_at)
 
     async def fill(self) -> None:
         """Admits what there is capacity for and returns when none of it runs any more."""
@@ -117,12 +118,17 @@ class GenerationWorkers:
         if failed > self._failures.max_failed_rollouts:
             raise RolloutError(
                 f"{failed} rollouts have failed for good, more than trainer.failures.max_failed_rollouts = "
-                f"{self._failures.max_failed_rollouts}. The last one: {error}"
+                f"{self._failures.max_failed_rollouts}. Mend the cause, or raise that limit, and run the same command again. The "
+                f"last one: {error}"
             ) from error
 
     def _group_ended(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)
         self.slots.set_busy(len(self._groups))
+        self._look_at(task)
+
+    def _look_at(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by an error stops the workers, and whoever waits for groups sees it."""
         if not task.cancelled() and task.exception() is not None and self.error is None:
             self.error = task.exception()
             self.stop_admitting()  # what is admitted now would fail the same way, again and again

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.errors import EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     EngineHealth,
@@ -97,7 +97,7 @@ class ScriptedEngine(InferenceEngineInterface):
         prompts = engine_input["prompt_token_ids"] or []
         (prompt,) = prompts
         if not prompt or len(prompt) >= self._max_model_len:
-            raise EngineError(f"a prompt of {len(prompt)} tokens does not fit")
+            raise RequestError(f"a prompt of {len(prompt)} tokens does not fit")
         request = _Running(list(prompt), SamplingParams.parse(engine_input["sampling_params"]))
         self.running.append(request)
         if self._free_running and (self._ticker is None or self._ticker.done()):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted import EOS, ScriptedEngine, hashed_token, scripted_update, settle
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.errors import ConfigError, EngineError, NoEngineError, PublicationError
+from skyrl_train.errors import ConfigError, EngineError, NoEngineError, PublicationError, RequestError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, PauseMode
 from skyrl_train.inference.randomness import mix
@@ -193,7 +193,7 @@ async def test_one_bad_prompt_fails_the_call_with_its_own_error_and_cancels_the_
     engine = ScriptedEngine(max_model_len=8)
     client = client_of(engine)
     await publish(client, 0)
-    with pytest.raises(EngineError, match="does not fit"):
+    with pytest.raises(RequestError, match="does not fit"):
         await client.generate(InferenceEngineInput(prompt_token_ids=[[5], [5] * 9], sampling_params={}))
     assert engine.running == []
 
@@ -220,12 +220,12 @@ async def test_requests_of_a_dead_engine_continue_on_another_with_the_tokens_the
     assert client.engines == [b]
 
 
-async def test_without_any_engine_requests_fail_with_a_typed_error_after_the_timeout() -> None:
+async def test_without_any_engine_requests_fail_with_a_typed_error_that_says_why() -> None:
     engine = ScriptedEngine()
-    client = client_of(engine, engine_wait_timeout_s=0.01)
+    client = client_of(engine)
     await publish(client, 0)
     engine.die()
-    with pytest.raises(NoEngineError, match="no inference engine is left"):
+    with pytest.raises(NoEngineError, match=r"no inference engine is left.*scripted death"):
         await client.generate(request())
 
 
@@ -272,6 +272,48 @@ async def test_an_engine_that_missed_an_update_leaves_the_routing() -> None:
     assert client.engines == [b]
     output = await client.generate(request(max_tokens=3, ignore_eos=True))
     assert output["response_versions"] == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("phase", ["pause", "load", "resume"])
+@pytest.mark.parametrize("how", ["fail", "hang"])
+@pytest.mark.parametrize("stop", [[], ["zzz"]])
+async def test_requests_of_an_engine_that_missed_an_update_continue_on_another(
+    phase: str, how: str, stop: list[str]
+) -> None:
+    a, b = ScriptedEngine(), ScriptedEngine(free_running=True)
+    client = client_of(a, b, pause_timeout_s=0.01)
+    await publish(client, 0)
+    engine_input = request(max_tokens=12, stop=stop, ignore_eos=True)
+    expected = await uninterrupted(engine_input)
+    task = asyncio.ensure_future(client.generate(engine_input))
+    await settle()
+    a.tick(4)
+    await settle()
+    if how == "fail":
+        a.fail[phase] = EngineError("scripted")
+    else:
+        a.hang.add(phase)
+    await publish(client, 1)
+    output = await asyncio.wait_for(task, 5)
+    assert output["response_ids"] == expected["response_ids"]
+    assert client.engines == [b]
+    assert a.running == []
+
+
+async def test_an_update_has_no_fixed_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_sleep = asyncio.sleep
+
+    async def only_yield(delay: float, result: object = None) -> object:
+        assert delay == 0, "an update waits for events, never for time to pass"
+        return await real_sleep(0, result)
+
+    monkeypatch.setattr(asyncio, "sleep", only_yield)
+    client = client_of(ScriptedEngine(free_running=True))
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(request(max_tokens=500, ignore_eos=True)))
+    for version, mode in enumerate(PauseMode, start=1):
+        await publish(client, version, mode)
+    assert len((await task)["response_ids"][0]) == 500
 
 
 async def test_an_abort_is_verified() -> None:

@@ -11,7 +11,7 @@ from embedded_models import ARCHITECTURES, CACHED, CONTEXT, EOS, VOCAB, Driver, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import RequestError
 from skyrl_train.inference.engines.embedded import core as core_module
 from skyrl_train.inference.engines.embedded.cache import SlotCache
 from skyrl_train.inference.engines.embedded.runner import CachedRunner, RecomputeRunner, make_runner
@@ -162,7 +162,7 @@ def test_the_context_ends_a_response_with_length() -> None:
 def test_a_bad_prompt_is_refused_and_hurts_nobody_else(prompt: list[int], word: str) -> None:
     driver = Driver(tiny_model())
     good = driver.add([3], max_tokens=5)
-    with pytest.raises(EngineError, match=word):
+    with pytest.raises(RequestError, match=word):
         driver.add(prompt)
     driver.run()
     assert len(driver.responses[good].tokens) == 5
@@ -171,7 +171,7 @@ def test_a_bad_prompt_is_refused_and_hurts_nobody_else(prompt: list[int], word: 
 def test_before_the_first_publication_requests_are_refused() -> None:
     driver = Driver(tiny_model(), publish=False)
     assert driver.core.policy_version == -1
-    with pytest.raises(EngineError, match="no weights yet"):
+    with pytest.raises(RequestError, match="no weights yet"):
         driver.add([3])
 
 

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from skyrl_train.config.schema import BuildModelConfig
-from skyrl_train.errors import ConfigError, EngineDeadError, EngineError
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
 from skyrl_train.models.folder import load_model
@@ -51,7 +51,7 @@ async def publish(engine: EmbeddedEngine, folder: str, transport: SharedMemoryTr
 async def started(folder: str, transport: SharedMemoryTransport, placement: str) -> EmbeddedEngine:
     engine = EmbeddedEngine(folder, placement=placement, max_num_seqs=8)
     await engine.start()
-    with pytest.raises(EngineError, match="no weights yet"):
+    with pytest.raises(RequestError, match="no weights yet"):
         await engine.generate(request())
     await publish(engine, folder, transport, 0)
     return engine
@@ -104,11 +104,11 @@ async def test_a_stream_yields_tokens_as_they_are_sampled(engine: EmbeddedEngine
 
 async def test_a_bad_prompt_fails_its_own_call_only(engine: EmbeddedEngine) -> None:
     good = asyncio.create_task(engine.generate(request(max_tokens=30)))
-    with pytest.raises(EngineError, match="vocabulary"):
+    with pytest.raises(RequestError, match="vocabulary"):
         await engine.generate(request([3], [10_000], max_tokens=LONG))
     with pytest.raises(EngineError, match="prompt_token_ids"):
         await engine.generate(InferenceEngineInput(prompts=[[{"role": "user", "content": "hi"}]]))
-    with pytest.raises(EngineError, match="n=2"):
+    with pytest.raises(RequestError, match="n=2"):
         await engine.generate(request(n=2))
     with pytest.raises(EngineError, match="exactly one prompt"):
         await anext(engine.stream(request([3], [4])))

@@ -69,6 +69,7 @@ class Schedule:
             while (batch := self.m.select(self.buffer)) is None:
                 assert self.running, "deadlock: nothing runs and the trainer waits"
                 self.tick()
+            self.m.assert_bound(batch)
             self.m.train(batch)
             self.lags += [g.lag(self.m.step) for g in batch]
             self.trained += [g.ordinal for g in batch]
@@ -173,7 +174,7 @@ def test_a_broken_bound_is_raised_at_consume_time() -> None:
     for _ in range(3):
         m.advance(published=True)
     with pytest.raises(StalenessError, match="lag 3 > S = 1"):
-        m.train([group(0, 0)])
+        m.assert_bound([group(0, 0)])
 
 
 @pytest.mark.parametrize("action", ["finish", "fail"])
@@ -210,7 +211,9 @@ def test_a_bound_too_small_for_the_checkpoint_is_refused() -> None:
     m = manager(1, 1, 0, 8, 10)
     with pytest.raises(StalenessError, match="resume with the bound"):
         m.load_state_dict(
-            {"submitted": 2, "running": 0, "buffered": 2, "trained": 0, "failed": 0}, 5, [group(0, 1), group(1, 1)]
+            {"submitted": 2, "running": 0, "buffered": 2, "trained": 0, "failed": 0, "published": 4},
+            5,
+            [group(0, 1), group(1, 1)],
         )
 
 

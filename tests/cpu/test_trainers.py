@@ -288,7 +288,7 @@ async def test_finished_groups_are_trained_after_resuming_and_not_generated_agai
 
     def stop_when_the_next_batch_is_finished(minibatch: object) -> None:
         async def stop() -> None:
-            await h.trainer.changed.wait_until(lambda: len(h.trainer.buffer) == 4)
+            await h.trainer.changed.wait_until(lambda: len(h.trainer.buffer) == 8)  # with the batch in training
             h.trainer.request_stop()
 
         asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=30)
@@ -360,3 +360,71 @@ async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
         "async/lag_histogram/1",
     ):
         assert key in row
+
+
+async def test_an_update_that_is_refused_leaves_its_groups_to_be_trained_after_resuming(tmp_path: Path) -> None:
+    for mode in MODES:
+        h = Harness(tmp_path / mode, f"trainer.mode={mode}")
+
+        def refuse(minibatch: object, h: Harness = h) -> None:
+            if h.trainer.global_step == 2:
+                raise GeneratorOutputError("scripted: a token outside the vocabulary")
+
+        h.backend.before_update = refuse
+        with pytest.raises(GeneratorOutputError, match="scripted"):
+            await h.train()
+        again = Harness(tmp_path / mode, f"trainer.mode={mode}")
+        await again.train()
+        assert sorted(again.trained) == list(range(32))
+
+
+async def test_a_run_resumed_between_two_publications_keeps_their_rhythm(tmp_path: Path) -> None:
+    overrides = ("trainer.mode=sync", "trainer.train_batch_size=8", "trainer.ckpt_interval=1")
+    whole = Harness(tmp_path / "whole", *overrides)
+    await whole.train()
+    first = Harness(tmp_path / "parts", *overrides)
+
+    def crash(minibatch: object) -> None:
+        if first.trainer.global_step == 4:
+            raise ZeroDivisionError
+
+    first.backend.before_update = crash
+    with pytest.raises(ZeroDivisionError):
+        await first.train()
+    second = Harness(tmp_path / "parts", *overrides)
+    await second.train()
+    versions = [[s.versions.max().item() for m in h.backend.minibatches for s in m.sequences] for h in (whole, second)]
+    assert versions[1] == versions[0][-len(versions[1]) :]
+    assert second.trained == whole.trained
+
+
+@pytest.mark.parametrize("metrics", [{"mine": 1.0}, {"environment/x": math.nan}, {"environment/x": "a"}])
+async def test_a_metric_that_nobody_can_aggregate_is_refused_before_training(
+    tmp_path: Path, metrics: dict[str, float]
+) -> None:
+    h = Harness(tmp_path)
+    h.generator.after = lambda output: output.update(rollout_metrics=metrics)
+    with pytest.raises(GeneratorOutputError, match="rollout_metrics"):
+        await h.train()
+
+
+async def test_an_admission_loop_that_breaks_stops_the_run(tmp_path: Path) -> None:
+    h = Harness(tmp_path)
+
+    def broken() -> int:
+        raise ZeroDivisionError("scripted")
+
+    h.trainer.ledger.issue = broken  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        await h.train()
+
+
+async def test_a_time_out_of_the_generators_own_is_not_called_ours(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.failures.on_rollout_failure=raise")
+
+    def time_out(batch: GeneratorInput) -> None:
+        raise TimeoutError("scripted")
+
+    h.generator.before = time_out
+    with pytest.raises(RolloutError, match=r"raised TimeoutError\('scripted'\)"):
+        await h.train()

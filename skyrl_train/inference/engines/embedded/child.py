@@ -86,7 +86,10 @@ def _serve(channel: SocketChannel) -> None:
     from skyrl_train.inference.engines.embedded.worker import Worker
 
     _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # transformers imports by use
-    settings: EngineSettings = channel.read()
+    try:
+        settings: EngineSettings = channel.read()
+    except EOFError:  # the parent found that it needs no engine
+        return
 
     def build() -> EmbeddedEngineCore:
         core = build_core(settings)

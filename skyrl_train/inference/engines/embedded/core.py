@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, RequestError
 from skyrl_train.inference.engines.embedded.messages import Add, EngineSettings, Event, Refused, Tokens
 from skyrl_train.inference.engines.embedded.runner import Runner, make_runner
 from skyrl_train.inference.engines.embedded.sampling import sample
@@ -100,22 +100,22 @@ class EmbeddedEngineCore:
         """Puts a request in line.
 
         Raises:
-            EngineError: there are no weights yet, or the prompt is empty, not of the vocabulary, or too long.
+            RequestError: there are no weights yet, or the prompt is empty, not of the vocabulary, or too long.
         """
         prompt, params = request.prompt, request.params
         if self.policy_version < 0:
-            raise EngineError("The engine has no weights yet; publish the policy before the first generate().")
+            raise RequestError("The engine has no weights yet; publish the policy before the first generate().")
         if params.n != 1:
-            raise EngineError(f"An engine samples one response per request, got n={params.n}; the client splits them.")
+            raise RequestError(f"An engine samples one response per request, got n={params.n}; the client splits them.")
         if not prompt:
-            raise EngineError("The prompt is empty; give at least one token.")
+            raise RequestError("The prompt is empty; give at least one token.")
         if len(prompt) >= self.max_model_len:
-            raise EngineError(
+            raise RequestError(
                 f"The prompt has {len(prompt)} tokens and leaves no room for a response within max_model_len="
                 f"{self.max_model_len}; shorten it or raise generator.inference_engine.max_model_len."
             )
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise EngineError(
+            raise RequestError(
                 f"The prompt has token ids outside the model's vocabulary of {self._vocab_size}; "
                 "tokenizer and model must belong together."
             )

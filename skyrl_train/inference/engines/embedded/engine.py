@@ -12,7 +12,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from skyrl_train.errors import ConfigError, EngineDeadError, EngineError
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.embedded.hosts import Host, ProcessHost, ThreadHost, WorkerProcess
 from skyrl_train.inference.engines.embedded.messages import (
     READY_CALL,
@@ -94,7 +94,7 @@ class EmbeddedEngine(InferenceEngineInterface):
         self._version = -1
         self._gone: str | None = "it was not started; call start() first"
         self._ids = itertools.count(READY_CALL + 1)
-        self._requests: dict[int, asyncio.Queue[TokenChunk | EngineError]] = {}
+        self._requests: dict[int, asyncio.Queue[TokenChunk | SkyRLError]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
 
     @property
@@ -233,7 +233,7 @@ class EmbeddedEngine(InferenceEngineInterface):
                 case Tokens(request_id, chunk):
                     self._put(request_id, chunk)
                 case Refused(request_id, message):
-                    self._put(request_id, EngineError(message))
+                    self._put(request_id, RequestError(message))
                 case Reply(call_id, value, error):
                     call = self._calls.get(call_id)
                     if call is None or call.done():
@@ -245,7 +245,7 @@ class EmbeddedEngine(InferenceEngineInterface):
                 case Died(message):
                     self._die(message)
 
-    def _put(self, request_id: int, item: TokenChunk | EngineError) -> None:
+    def _put(self, request_id: int, item: TokenChunk | SkyRLError) -> None:
         queue = self._requests.get(request_id)
         if queue is not None:
             queue.put_nowait(item)

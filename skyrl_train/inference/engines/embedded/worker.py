@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from skyrl_train.errors import EngineError, SkyRLError
+from skyrl_train.errors import EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
 from skyrl_train.inference.engines.embedded.messages import (
     READY_CALL,
@@ -91,7 +91,7 @@ class Worker:
         if isinstance(command, Add):
             try:
                 self._core.add(command)
-            except EngineError as error:
+            except RequestError as error:
                 events.append(Refused(command.request_id, str(error)))
         elif isinstance(command, Abort):
             events += self._core.abort(command.request_ids)
