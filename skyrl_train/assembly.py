@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,7 +32,8 @@ from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.inference.interface import InferenceEngineInterface, PauseMode
-from skyrl_train.models.folder import load_tokenizer
+from skyrl_train.inference.randomness import mix
+from skyrl_train.models.folder import check_place, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
@@ -96,6 +100,7 @@ async def build_trainer(
         dataset=dataset,
         checkpoints=CheckpointStore(run_folder.checkpoints, config.trainer.max_ckpts_to_keep),
         reporter=reporter,
+        export_folder=run_folder.path / "policy",
     )
     return trainer_class(config.trainer.mode)(config, plan, parts)
 
@@ -109,6 +114,14 @@ def known_names() -> dict[str, list[str]]:
         "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
         "trainer.trackers": tracker_names(),
     }
+
+
+def check_model_path(config: RunConfig) -> None:
+    """Raises:
+    ModelError: ``trainer.policy.model.path`` looks like a folder, and there is none. (A hub name is asked for later.)
+    """
+    if config.trainer.policy.model.path is not None:
+        check_place(config.trainer.policy.model.path)
 
 
 def trainer_class(mode: TrainerMode) -> type[PPOTrainer]:
@@ -141,7 +154,7 @@ def build_engine(
         max_num_seqs=engine.max_num_seqs,
         max_model_len=plan.max_model_len,
         batch_invariant=engine.batch_invariant,
-        seed=config.trainer.seed + index,
+        seed=mix(config.trainer.seed, index),
         worker=worker,
     )
 
@@ -185,15 +198,28 @@ def build_transport(config: RunConfig) -> WeightTransport:
 
 
 def import_name(path: str, setting: str) -> Any:
-    """Imports ``package.module.Name`` or ``package.module:Name``.
+    """Imports ``package.module:Name`` (or ``package.module.Name``), or ``Name`` from a file: ``path/to/file.py:Name``.
 
     Raises:
         ConfigError: there is no such thing; the message names ``setting``.
     """
-    module_name, _, name = path.replace(":", ".").rpartition(".")
+    place, colon, name = path.rpartition(":")
+    if not colon:
+        place, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        return getattr(_module_of_file(place) if place.endswith(".py") else importlib.import_module(place), name)
+    except (ImportError, AttributeError, ValueError, OSError) as error:
         raise ConfigError(
-            f"{setting}={path!r} cannot be imported: {error}. Name a class as package.module:Class."
+            f"{setting}={path!r} cannot be imported: {error}. Name a class as package.module:Class or file.py:Class."
         ) from error
+
+
+def _module_of_file(path: str) -> ModuleType:
+    """The module in a file, under the file's own name, so that it can be found again (by pickle, by dataclasses)."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -62,6 +62,7 @@ class TrainerParts:
     dataset: PromptDataset
     checkpoints: CheckpointStore
     reporter: Reporter
+    export_folder: Path | None = None  # where a finished run leaves its policy as a folder that transformers opens
     clock: Callable[[], float] = field(default=time.perf_counter)
 
 
@@ -112,6 +113,7 @@ class PPOTrainer:
         self._checkpointed_step: int | None = None
         self._step_ended = parts.clock()
         self._tokens_reported = 0
+        self._failures_reported = 0
 
     # The loop -----------------------------------------------------------------------------------------------------
 
@@ -138,6 +140,7 @@ class PPOTrainer:
                     self.report(batch, metrics)
                 await self.checkpoint_if_due()
             await self.save_checkpoint()
+            await self.export_policy()
         except (RolloutError, GeneratorOutputError, EngineError, PublicationError) as error:
             try:
                 await self.save_checkpoint()
@@ -227,14 +230,17 @@ class PPOTrainer:
             step_s=step_s,
             idle_fraction=self.workers.slots.take_idle_fraction(),
             generated_tokens=tokens,
+            retries=self.runner.retries,
         )
         self.parts.reporter.step(
             self.global_step,
             batch,
             full,
             decode=self.parts.client.decode,
+            failed=self.ledger.failed[self._failures_reported :],
             checkpoint_step=self._checkpointed_step,
         )
+        self._failures_reported = len(self.ledger.failed)
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -279,6 +285,11 @@ class PPOTrainer:
             "counts": self.staleness.state_dict(),
         }
 
+    async def export_policy(self) -> None:
+        """Once trained to the end, leaves the policy as a folder that ``transformers`` opens."""
+        if self.parts.export_folder is not None and self.global_step >= self.plan.total_steps:
+            await self.off_loop(self.parts.backend.export_hf, self.parts.export_folder)
+
     async def load_checkpoint(self, folder: Path) -> None:
         """Restores a checkpoint.
 
@@ -292,6 +303,7 @@ class PPOTrainer:
         self.ledger.load_state_dict(state["ledger"], buffered=[group.ordinal for group in self.buffer])
         self.staleness.load_state_dict(state["counts"], self.global_step + 1, self.buffer)
         self._checkpointed_step = self.global_step
+        self._failures_reported = len(self.ledger.failed)
 
     # The rest -----------------------------------------------------------------------------------------------------
 

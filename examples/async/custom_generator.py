@@ -43,8 +43,7 @@ class DistinctLetters(GeneratorInterface):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))  # so that "custom_generator" below can be imported
-    name = "generator.name=custom_generator:DistinctLetters"
+    name = f"generator.name={Path(__file__).resolve()}:DistinctLetters"
     sys.exit(
         main(
             [

@@ -1,7 +1,7 @@
 """Trains: ``python -m skyrl_train.entrypoints.train --config-name=RECIPE [--dry-run] key=value ...``.
 
-Exit codes: 0 trained to the end or stopped by SIGTERM / Ctrl-C with a checkpoint; 1 the run failed; 2 a setting or an input
-is wrong and nothing was started.
+Exit codes: 0 trained to the end, or stopped by SIGTERM / Ctrl-C with a checkpoint; 1 the run failed; 2 a setting or an
+input is wrong; 130 interrupted before training began.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder, choose_run_folder
-from skyrl_train.observability.summary import final_line, resume_command, summarize
+from skyrl_train.observability.summary import final_line, resume_command, summarize, train_command
 from skyrl_train.rollout.dataset import PromptDataset, check_alphabet, load_dataset
 
 MODULE = "skyrl_train.entrypoints.train"
@@ -53,19 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
         plan = resolve(config, len(dataset))
         if options.dry_run:
-            refuse_unknown_names(config)
+            check_implementations(config)
             console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)
             return 0
-        return run(config, plan, dataset, console, resume_command(MODULE, arguments))
+        return run(config, plan, dataset, console, arguments)
+    except KeyboardInterrupt:  # while starting up: once training runs, the signal is handled
+        Console(stderr=True).print("interrupted before training began; give the same command again")
+        return 130
     except SkyRLError as error:
-        Console(stderr=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False, soft_wrap=True)
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
 
 
-def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console, command: str) -> int:
+def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console, arguments: Sequence[str]) -> int:
     """Trains in the run folder that ``config`` names or continues; returns the exit code."""
     with engine_workers(config) as workers:  # first: their imports take as long as the ones here
-        refuse_unknown_names(config)
+        check_implementations(config)
         choice = choose_run_folder(config)
         if choice.finished:
             console.print(
@@ -75,16 +78,18 @@ def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console,
             )
             return 0
         with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
-            started = time.monotonic()
             reporter = Reporter(config, run_folder, console, plan.total_steps)
             try:
                 finished = asyncio.run(_train(config, plan, dataset, run_folder, reporter, workers))
             finally:
                 reporter.close()
-            summary = summarize(run_folder.read_metrics(), time.monotonic() - started)
+            summary = summarize(run_folder.read_metrics())
             if finished:
                 run_folder.mark_finished(summary.to_dict())
-            line = final_line(summary, str(run_folder.path), finished=finished, command=command)
+            launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER", "")  # set by ./uvw
+            again = train_command(MODULE, arguments, launcher)
+            resume = resume_command(MODULE, arguments, str(run_folder.path), launcher)
+            line = final_line(summary, str(run_folder.path), finished=finished, command=again if finished else resume)
             console.print(line, markup=False, soft_wrap=True)
     return 0
 
@@ -102,16 +107,18 @@ def engine_workers(config: RunConfig) -> Iterator[list[WorkerProcess]]:
             worker.stop()
 
 
-def refuse_unknown_names(config: RunConfig) -> None:
-    """Checks the names that only the implementations know; last, because importing them takes seconds.
+def check_implementations(config: RunConfig) -> None:
+    """Checks what only the implementations know; last, because importing them takes seconds.
 
     Raises:
         ConfigError: a name is unknown; the message names the nearest known one.
+        ModelError: the model's path looks like a folder, and there is none.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; the cores are shared with the engines
-    from skyrl_train.assembly import known_names
+    from skyrl_train.assembly import check_model_path, known_names
 
     refuse(config, known_names())
+    check_model_path(config)
 
 
 @contextmanager
@@ -145,10 +152,10 @@ async def _train(
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:
-        if trainer.stop_requested:  # the second one stops at once
-            loop.remove_signal_handler(number)
+        if trainer.stop_requested:  # the second one stops at once: the engines end when they miss this process
+            reporter.close()  # the terminal gets its cursor back
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
         reporter.note("stopping after this step; once more to stop at once")
         trainer.request_stop()
 

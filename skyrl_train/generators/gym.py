@@ -11,11 +11,11 @@ and the policy version of each) and between the turns the template's and the obs
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
 from skyrl_train.environments.episode import Episode
 from skyrl_train.environments.registry import EnvironmentFactory, resolve_environment
@@ -102,8 +102,8 @@ class GymGenerator(GeneratorInterface):
         sampling = SamplingParams.parse(asdict(self._config.sampling_params) if params is None else params)
         ids = input_batch["trajectory_ids"]
         seeds = input_batch["batch_metadata"].seeds or (None,) * len(ids)
-        tasks = [
-            asyncio.create_task(self._play(prompt, self._factory(env_class), extras, trajectory_id, sampling, seed))
+        trajectories = await gather_or_cancel(
+            self._play(prompt, self._factory(env_class), extras, trajectory_id, sampling, seed)
             for prompt, env_class, extras, trajectory_id, seed in zip(
                 input_batch["prompts"],
                 input_batch["env_classes"],
@@ -112,14 +112,7 @@ class GymGenerator(GeneratorInterface):
                 seeds,
                 strict=True,
             )
-        ]
-        try:
-            trajectories = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        )
         return _to_output(trajectories, ids)
 
     def _factory(self, env_class: str) -> EnvironmentFactory:

@@ -28,7 +28,7 @@ def load_config(path: str) -> PreTrainedConfig:
     Raises:
         ModelError: there is none, or transformers does not know the architecture.
     """
-    _check_place(path)
+    check_place(path)
     try:
         with quiet_transformers():
             config: PreTrainedConfig = AutoConfig.from_pretrained(path)
@@ -173,7 +173,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _check_place(path: str) -> None:
+def check_place(path: str) -> None:
     """Refuses what is meant as a path but is not there, so that the hub is never asked for it."""
     if not is_local(path) and _looks_local(path):
         what = "a file, not a model folder" if Path(path).exists() else "not there"

@@ -44,11 +44,17 @@ class Reporter:
         metrics: Mapping[str, float],
         *,
         decode: Callable[[Sequence[int]], str],
+        failed: Sequence[int],
         checkpoint_step: int | None,
     ) -> None:
-        """Writes one step's metrics and samples, and refreshes the screen."""
-        # The ordinals make "every prompt once" checkable from the outside.
-        self._folder.append_metrics(step, {**metrics, "ordinals": [group.ordinal for group in batch]})
+        """Writes one step's metrics and samples, and refreshes the screen.
+
+        Args:
+            failed: the ordinals of the prompts that failed for good since the previous step.
+        """
+        # The ordinals make "every prompt is trained or reported as failed, once" checkable from the outside.
+        ordinals = {"ordinals": [group.ordinal for group in batch], "failed_ordinals": list(failed)}
+        self._folder.append_metrics(step, {**metrics, **ordinals})
         self._folder.append_samples(
             step,
             (

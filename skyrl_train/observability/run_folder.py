@@ -138,8 +138,9 @@ def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
     name = f"trainer.run_dir={folder}"
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{name} is a file. Name a folder.")
-    # A run that died before it wrote its configuration left no more than a lock and empty folders.
-    if not folder.is_dir() or not any(path.is_file() and path.name != LOCK for path in folder.rglob("*")):
+    # A run that died before it had written its configuration left no more than a lock, a torn file and empty folders.
+    files = [path.name for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    if not set(files) - {LOCK, f"{CONFIG}.tmp"}:
         return RunChoice(folder, resuming=False, finished=False)
     if config.trainer.resume is ResumeMode.never:
         raise ConfigError(f"{name} is not empty and trainer.resume=never. Name another folder, or drop resume=never.")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class SlotTimeIntegral:
-    """Integrates busy slots and available slots over time; both may change at any moment.
+    """Integrates busy slots and available slots over time.
 
     ``idle fraction = 1 - busy slot-seconds / available slot-seconds``. Slots still busy after the capacity fell
     below them count as no more than the capacity, so the fraction stays in [0, 1].
@@ -25,11 +25,6 @@ class SlotTimeIntegral:
         """From now on, ``busy`` slots are in use."""
         self._advance()
         self._busy = busy
-
-    def set_capacity(self, capacity: int) -> None:
-        """From now on, there are ``capacity`` slots."""
-        self._advance()
-        self._capacity = capacity
 
     def take_idle_fraction(self) -> float:
         """The idle fraction since the last call, in [0, 1]; 0 where no slot-time has passed."""

@@ -20,6 +20,7 @@ def step_metrics(
     step_s: float,
     idle_fraction: float,
     generated_tokens: int,
+    retries: int,
 ) -> dict[str, float]:
     """Everything that ``metrics.jsonl`` has about a step.
 
@@ -27,6 +28,7 @@ def step_metrics(
         parts: what the phases of the step reported.
         step_s: seconds since the end of the previous step.
         idle_fraction: of the generation slots during the step.
+        retries: attempts at a group beyond the first, since this process began.
         generated_tokens: sampled during the step, in requests that have ended.
     """
     metrics = Metrics()
@@ -42,6 +44,7 @@ def step_metrics(
             "async/buffered": counts.buffered,
             "async/trained": counts.trained,
             "async/failed": counts.failed,
+            "async/retries": retries,
             "async/idle_fraction": idle_fraction,
             "time/step": step_s,
             "time/wait_for_policy": idle_fraction * step_s,

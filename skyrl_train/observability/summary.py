@@ -23,15 +23,15 @@ class RunSummary:
     first_reward: float | None  # mean over the first 5 % of the steps, at least one
     last_reward: float | None  # mean over the last 5 %
     best_reward: float | None  # the best step's
-    wall_time_s: float
+    training_s: float  # of all steps that survived; starting the processes is not in it
 
     def to_dict(self) -> dict[str, Any]:
         """For ``finished.json``."""
         return asdict(self)
 
 
-def summarize(rows: Sequence[Mapping[str, Any]], wall_time_s: float) -> RunSummary:
-    """Sums up the rows of ``metrics.jsonl``, whatever sessions they come from."""
+def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
+    """Sums up the rows of ``metrics.jsonl``, however often the run was resumed between them."""
     rewards = [row[REWARD] for row in rows if isinstance(row.get(REWARD), int | float) and math.isfinite(row[REWARD])]
     ends = max(1, round(len(rewards) * ENDS))
     return RunSummary(
@@ -39,7 +39,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], wall_time_s: float) -> RunSumma
         first_reward=statistics.fmean(rewards[:ends]) if rewards else None,
         last_reward=statistics.fmean(rewards[-ends:]) if rewards else None,
         best_reward=max(rewards, default=None),
-        wall_time_s=wall_time_s,
+        training_s=math.fsum(row.get("time/step", 0.0) for row in rows),
     )
 
 
@@ -54,11 +54,18 @@ def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: st
     done = "Trained" if finished else "Stopped after"
     after = "Train again" if finished else "Resume"
     return (
-        f"{done} {summary.steps} steps in {duration(summary.wall_time_s)}: {learned}. Everything is in {run_dir}. "
+        f"{done} {summary.steps} steps in {duration(summary.training_s)}: {learned}. Everything is in {run_dir}. "
         f"{after} with: {command}"
     )
 
 
-def resume_command(module: str, arguments: Sequence[str]) -> str:
-    """The command line that was given, quoted so that a shell reads it back; running it again resumes."""
-    return shlex.join(["python", "-m", module, *arguments])
+def train_command(module: str, arguments: Sequence[str], launcher: str = "") -> str:
+    """The command line that was given, quoted so that a shell reads it back; ``launcher`` is what it needs before it."""
+    return f"{launcher} {shlex.join(['python', '-m', module, *arguments])}".lstrip()
+
+
+def resume_command(module: str, arguments: Sequence[str], run_dir: str, launcher: str = "") -> str:
+    """The command line that goes on with the run in ``run_dir``: the one given, pointed there."""
+    elsewhere = ("trainer.run_dir=", "trainer.resume=")
+    kept = [argument for argument in arguments if not argument.startswith(elsewhere)]
+    return train_command(module, [*kept, f"trainer.run_dir={run_dir}"], launcher)

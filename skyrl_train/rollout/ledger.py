@@ -40,7 +40,7 @@ class PromptLedger:
         self._next = 0
         self._frontier = 0  # every ordinal below it is settled
         self._settled: dict[int, str] = {}  # outcomes at or beyond the frontier
-        self._failed: list[int] = []
+        self.failed: list[int] = []  # in the order in which they failed
         self._reissue: list[int] = []  # a heap: issued before the last resume, and still without an outcome
 
     @property
@@ -74,7 +74,7 @@ class PromptLedger:
                 raise ValueError(f"ordinal {ordinal} is not in flight, so it cannot become {outcome}")
             self._settled[ordinal] = outcome
             if outcome == "failed":
-                self._failed.append(ordinal)
+                self.failed.append(ordinal)
         while self._frontier in self._settled:
             del self._settled[self._frontier]
             self._frontier += 1
@@ -88,7 +88,7 @@ class PromptLedger:
             "next": self._next,
             "frontier": self._frontier,
             "settled": sorted(self._settled.items()),
-            "failed": list(self._failed),
+            "failed": list(self.failed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], buffered: Iterable[int]) -> None:
@@ -107,7 +107,7 @@ class PromptLedger:
         self._next = state["next"]
         self._frontier = state["frontier"]
         self._settled = {int(ordinal): outcome for ordinal, outcome in state["settled"]}
-        self._failed = list(state["failed"])
+        self.failed = list(state["failed"])
         kept = set(buffered)
         self._reissue = [
             ordinal

@@ -83,15 +83,12 @@ class CheckpointStore:
         complete = [folder for folder in self._folders() if is_complete(folder)]
         return max(complete, key=_age_key, default=None)
 
-    def write(self, step: int, writer: Callable[[Path], None], num_bytes: int = 0) -> Path:
+    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
         """Makes the checkpoint of ``step`` and returns its folder; ``writer`` fills the (empty, temporary) folder it is
         given.
 
         A checkpoint of the same step is replaced. Checkpoints of later steps belong to a history whose weights are gone
         (the run was resumed from an earlier one) and are removed.
-
-        Args:
-            num_bytes: how much ``writer`` will write, as far as known; only for the message about a full disk.
 
         Raises:
             CheckpointError: the disk is full or the folder cannot be written. Earlier checkpoints and the pointer
@@ -114,7 +111,7 @@ class CheckpointStore:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 pointer.unlink(missing_ok=True)
                 if _is_full_disk(error):
-                    raise self._full_disk(step, max(written, num_bytes)) from error
+                    raise self._full_disk(step, written) from error
                 raise
             self._publish(unfinished, self._root / name, pointer)
         except OSError as error:

@@ -16,6 +16,7 @@ from skyrl_train.entrypoints.train import main
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.gym import GymGenerator
+from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
 
 HERE = __name__
@@ -151,6 +152,16 @@ def test_a_generator_with_nan_rewards_ends_the_run_naming_the_field(
     assert "NaN" in text or "nan" in text
 
 
+def test_a_refusal_after_the_engines_processes_have_started_leaves_no_traceback_and_no_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = "generator.inference_engine.placement=process"
+    code, text = run(tmp_path, capfd, process, "generator.name=nowhere:Generator")
+    assert code == 2
+    assert "generator.name" in text
+    assert "Traceback" not in text
+
+
 def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +176,9 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
         "checkpoints",
         "logs",
         "model",
+        "policy",
     }
+    assert load_model(str(folder / "policy"), "float32", "cpu").config.hidden_size == 32
     assert (folder / "checkpoints" / "latest").read_text().strip() == "global_step_3"
     assert list(folder.glob("logs/tensorboard/events*"))
     sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,8 +105,9 @@ def test_a_signal_stops_with_a_checkpoint_exit_zero_and_the_command_that_resumes
     assert server.run(output, command(folder, mode, steps), 0.0, number, once_printed="step 1/") == 0, (
         output.read_text()
     )
-    assert "Resume with: python -m skyrl_train.entrypoints.train" in output.read_text()
+    _, _, printed = output.read_text().rpartition("Resume with: ")
+    assert shlex.split(printed)[:3] == ["python", "-m", "skyrl_train.entrypoints.train"]
     latest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
     assert 1 <= json.loads((latest / "rollout_state.json").read_text())["global_step"] < steps
-    assert server.run(output, command(folder, mode, steps)) == 0, output.read_text()
+    assert server.run(output, shlex.split(printed)[3:]) == 0, output.read_text()
     assert sorted(history(folder, steps)) == list(range(steps * GROUPS))

@@ -27,7 +27,7 @@ from skyrl_train.observability.live import (
     make_view,
 )
 from skyrl_train.observability.sparkline import ASCII, BLOCKS, sparkline
-from skyrl_train.observability.summary import RunSummary, final_line, resume_command, summarize
+from skyrl_train.observability.summary import RunSummary, final_line, resume_command, summarize, train_command
 from skyrl_train.observability.tracking import Tracker, make_trackers, register_tracker, tracker_names
 
 # Curves -----------------------------------------------------------------------------------------------------------
@@ -284,21 +284,21 @@ def test_an_unknown_tracker_is_refused(tmp_path: Path, name: str, message: str) 
 
 def test_what_was_learned_is_the_mean_of_the_first_and_the_last_twentieth() -> None:
     rows = [{"step": step, "reward/mean": step / 100} for step in range(1, 101)]
-    summary = summarize(rows, wall_time_s=61.0)
+    summary = summarize([*rows[:-1], {**rows[-1], "time/step": 61.0}])
     assert summary.steps == 100
     assert summary.first_reward == pytest.approx(0.03)
     assert summary.last_reward == pytest.approx(0.98)
     assert summary.best_reward == 1.0
-    assert summary.to_dict()["wall_time_s"] == 61.0
+    assert summary.to_dict()["training_s"] == 61.0
 
 
 def test_steps_without_a_reward_do_not_count() -> None:
     rows = [{"step": 1, "reward/mean": None}, {"step": 2}, {"step": 3, "reward/mean": 0.25}, {"step": 4}]
-    assert summarize(rows, 1.0) == RunSummary(4, 0.25, 0.25, 0.25, 1.0)
+    assert summarize(rows) == RunSummary(4, 0.25, 0.25, 0.25, 0.0)
 
 
 def test_the_last_line_says_what_was_learned_where_it_is_and_how_to_go_on() -> None:
-    command = resume_command("skyrl_train.entrypoints.train", ["--config-name=quickstart", "trainer.run_name=a b"])
+    command = train_command("skyrl_train.entrypoints.train", ["--config-name=quickstart", "trainer.run_name=a b"])
     assert shlex.split(command)[-1] == "trainer.run_name=a b"
     summary = RunSummary(300, 0.01, 0.95, 0.97, 61.0)
     line = final_line(summary, "runs/quickstart-1", finished=True, command=command)
@@ -306,4 +306,11 @@ def test_the_last_line_says_what_was_learned_where_it_is_and_how_to_go_on() -> N
     for fact in ("300 steps", "1:01", "0.010 -> 0.950", "runs/quickstart-1", command):
         assert fact in line
     assert "Resume with" in final_line(summary, "runs/x", finished=False, command=command)
-    assert "no reward yet" in final_line(summarize([], 0.0), "runs/x", finished=False, command=command)
+    assert "no reward yet" in final_line(summarize([]), "runs/x", finished=False, command=command)
+
+
+def test_the_command_that_resumes_names_the_run_and_drops_what_would_start_another() -> None:
+    given = ["--config-name=quickstart", "trainer.resume=never", "trainer.seed=1", "trainer.run_dir=elsewhere"]
+    assert resume_command("a.b", given, "runs/x-1", "./uvw run") == (
+        "./uvw run python -m a.b --config-name=quickstart trainer.seed=1 trainer.run_dir=runs/x-1"
+    )

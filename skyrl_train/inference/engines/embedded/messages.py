@@ -98,4 +98,4 @@ class Died:
 
 Command = Add | Abort | Call | Close
 Event = Tokens | Refused | Reply | Died
-READY_CALL = 0  # the call id of the reply that says "up"; its value is the context length
+READY_CALL = 0  # the call id of the reply that says "up"

@@ -1,0 +1,26 @@
+"""The README's first command, shortened: the real command, an engine process, and a policy that learns."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.timeout(300)
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.train", "--config-name=quickstart"]
+    overrides = ["trainer.max_steps=70", f"trainer.run_dir={tmp_path / 'run'}"]
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rewards = [
+        json.loads(line)["reward/mean"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert statistics.fmean(rewards[-10:]) > 2 * statistics.fmean(rewards[:10])
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("Trained 70 steps")
+    assert "Train again with: python -m skyrl_train.entrypoints.train --config-name=quickstart" in last
