@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode
 from skyrl_train.errors import ConfigError
@@ -195,31 +192,3 @@ def build_generator(
 def build_transport(config: RunConfig) -> WeightTransport:
     """How weights travel to the engines."""
     return SharedMemoryTransport(dtype=config.generator.inference_engine.dtype, verify=config.generator.verify_weights)
-
-
-def import_name(path: str, setting: str) -> Any:
-    """Imports ``package.module:Name`` (or ``package.module.Name``), or ``Name`` from a file: ``path/to/file.py:Name``.
-
-    Raises:
-        ConfigError: there is no such thing; the message names ``setting``.
-    """
-    place, colon, name = path.rpartition(":")
-    if not colon:
-        place, _, name = path.rpartition(".")
-    try:
-        return getattr(_module_of_file(place) if place.endswith(".py") else importlib.import_module(place), name)
-    except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{setting}={path!r} cannot be imported: {error}. Name a class as package.module:Class or file.py:Class."
-        ) from error
-
-
-def _module_of_file(path: str) -> ModuleType:
-    """The module in a file, under the file's own name, so that it can be found again (by pickle, by dataclasses)."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -1,6 +1,6 @@
 """A generator of your own: it asks the client for tokens and says what they are worth. Nothing of the gym is used.
 
-    uv run examples/async/custom_generator.py [key=value ...]
+    ./uvw run examples/async/custom_generator.py [key=value ...]
 
 The task: write different letters; each one that has not been there before counts, each repeated one does not.
 """

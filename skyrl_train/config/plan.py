@@ -134,7 +134,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape, max_model_len: int) ->
 
 
 def _problems_with_data(config: RunConfig, dataset_len: int, steps: int) -> refusals.Problems:
-    minibatch, warmup = config.trainer.policy_mini_batch_size, config.trainer.policy.optimizer_config.num_warmup_steps
+    minibatch = config.trainer.policy_mini_batch_size
     if dataset_len < 1:
         yield "The data set has no prompts. Name files in data.train_data, or set data.generate."
     elif steps < 1:
@@ -142,8 +142,6 @@ def _problems_with_data(config: RunConfig, dataset_len: int, steps: int) -> refu
             f"{config.trainer.epochs} epoch(s) of {dataset_len} prompts do not fill one minibatch of {minibatch}. Set "
             f"trainer.epochs={-(-minibatch // dataset_len)}, or trainer.policy_mini_batch_size={dataset_len} or less."
         )
-    elif warmup > steps:
-        yield refusals.warmup_exceeds(warmup, steps)
 
 
 def _run_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -151,6 +149,7 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
     optimizer = trainer.policy.optimizer_config
     folder = trainer.run_dir or f"{trainer.runs_dir}/{trainer.run_name}-N"
     build = trainer.policy.model.build
+    never = ", which this run does not reach the end of" if optimizer.num_warmup_steps > plan.total_steps else ""
     model = trainer.policy.model.path or (
         f"a new {build.model_type}, {build.num_layers} layers of {build.hidden_size}, "
         f"{len(set(build.alphabet))} characters"
@@ -159,7 +158,10 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
         ("mode", plan.mode.value),
         ("model", f"{model} ({trainer.policy.dtype}, on {trainer.device})"),
         ("algorithm", f"{trainer.algorithm.advantage_estimator}, {trainer.algorithm.policy_loss_type}"),
-        ("learning rate", f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps"),
+        (
+            "learning rate",
+            f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps{never}",
+        ),
         ("run folder", folder),
         ("checkpoints", f"every {trainer.ckpt_interval} steps" if trainer.ckpt_interval else "at the end"),
     ]

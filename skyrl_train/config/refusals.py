@@ -209,17 +209,6 @@ def _optimizer(config: RunConfig) -> Problems:
     betas = optimizer.adam_betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"{prefix}.adam_betas={betas}: must be two numbers in [0, 1), such as [0.9, 0.999]."
-    steps = config.trainer.max_steps
-    if steps is not None and optimizer.num_warmup_steps > steps >= 1:
-        yield warmup_exceeds(optimizer.num_warmup_steps, steps)
-
-
-def warmup_exceeds(num_warmup_steps: int, total_steps: int) -> str:
-    """The sentence for a warm-up that outlasts the run."""
-    return (
-        f"trainer.policy.optimizer_config.num_warmup_steps={num_warmup_steps} exceeds the run's {total_steps} steps: "
-        f"the learning rate would never arrive. Set it to {total_steps // 10} or train longer."
-    )
 
 
 def _losses(config: RunConfig) -> Problems:

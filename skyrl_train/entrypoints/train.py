@@ -31,6 +31,7 @@ from skyrl_train.observability.summary import final_line, resume_command, summar
 from skyrl_train.rollout.dataset import PromptDataset, check_alphabet, load_dataset
 
 MODULE = "skyrl_train.entrypoints.train"
+SAME_SIGNAL_S = 0.5  # a Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Trains a policy as a recipe says.")
     parser.add_argument(
-        "--config-name", default="quickstart", help=f"a recipe ({', '.join(recipe_names())}) or a yaml file"
+        "--config-name",
+        default="quickstart",
+        help=f"a recipe ({', '.join(recipe_names())}) or a yaml file; default: quickstart",
     )
     parser.add_argument("--config-dir", help="a folder with recipes of your own")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
@@ -77,6 +80,8 @@ def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console,
                 soft_wrap=True,
             )
             return 0
+        if choice.left_behind:
+            console.print(choice.left_behind, markup=False, highlight=False, soft_wrap=True)
         with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
             reporter = Reporter(config, run_folder, console, plan.total_steps)
             try:
@@ -90,7 +95,7 @@ def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console,
             again = train_command(MODULE, arguments, launcher)
             resume = resume_command(MODULE, arguments, str(run_folder.path), launcher)
             line = final_line(summary, str(run_folder.path), finished=finished, command=again if finished else resume)
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -151,11 +156,17 @@ async def _train(
     gc.freeze()
     loop = asyncio.get_running_loop()
 
+    asked_at: float | None = None
+
     def stop(number: int) -> None:
-        if trainer.stop_requested:  # the second one stops at once: the engines end when they miss this process
+        nonlocal asked_at
+        if asked_at is not None and loop.time() - asked_at < SAME_SIGNAL_S:
+            return
+        if asked_at is not None:  # the second one stops at once: the engines end when they miss this process
             reporter.close()  # the terminal gets its cursor back
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        asked_at = loop.time()
         reporter.note("stopping after this step; once more to stop at once")
         trainer.request_stop()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from skyrl_train.config.import_path import import_name
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.environments.base import Environment, PromptRecord, TextEnvironment
 from skyrl_train.errors import ConfigError
@@ -139,14 +140,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _factory_of_import(name: str, kwargs: Mapping[str, Any]) -> EnvironmentFactory:
-    module_name, _, class_name = name.partition(":") if ":" in name else name.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"environment.env_class={name!r} cannot be imported: {error}. Give package.module:Class, with the package "
-            "on PYTHONPATH."
-        ) from error
+    cls = import_name(name, "environment.env_class")
     if isinstance(cls, type) and issubclass(cls, Environment):
         return ClassFactory(name, cls, kwargs)
     missing = [method for method in _EPISODE_METHODS if not callable(getattr(cls, method, None))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ class RunChoice(NamedTuple):
     path: Path
     resuming: bool
     finished: bool
+    left_behind: str = ""  # about an unfinished run that is not continued, for the screen
 
 
 def choose_run_folder(config: RunConfig) -> RunChoice:
@@ -47,12 +48,13 @@ def choose_run_folder(config: RunConfig) -> RunChoice:
     if trainer.run_dir is not None:
         return _given_folder(config, Path(trainer.run_dir))
     numbered = _numbered_folders(Path(trainer.runs_dir), trainer.run_name)
+    unfinished = [numbered[number] for number in sorted(numbered, reverse=True) if not is_finished(numbered[number])]
     if trainer.resume is not ResumeMode.never:
-        for number in sorted(numbered, reverse=True):
-            folder = numbered[number]
-            if not is_finished(folder) and _holds(folder, config):
+        for folder in unfinished:
+            if _holds(folder, config):
                 return RunChoice(folder, resuming=True, finished=False)
-    return RunChoice(_create_next(Path(trainer.runs_dir), trainer.run_name, max(numbered, default=0)), False, False)
+    folder = _create_next(Path(trainer.runs_dir), trainer.run_name, max(numbered, default=0))
+    return RunChoice(folder, False, False, _left_behind(unfinished, config))
 
 
 def is_finished(folder: Path) -> bool:
@@ -153,6 +155,18 @@ def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
             f"{folder / CONFIG}, or name another folder."
         )
     return RunChoice(folder, resuming=True, finished=is_finished(folder))
+
+
+def _left_behind(unfinished: Sequence[Path], config: RunConfig) -> str:
+    """Why the newest unfinished run is not the one that ``config`` continues; empty where there is none to speak of."""
+    for folder in unfinished:
+        try:
+            differing = differences(_read_config(folder), config)
+        except (ConfigError, OSError):
+            continue
+        why = f"has other settings ({', '.join(differing)})" if differing else "is left as it is (trainer.resume=never)"
+        return f"{folder} is unfinished, but {why}: this is a new run. The old one goes on with its own settings."
+    return ""
 
 
 def _holds(folder: Path, config: RunConfig) -> bool:

@@ -5,11 +5,11 @@ trainer.trackers=[tensorboard, my_package.MyTracker]
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from skyrl_train.config.import_path import import_name
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
@@ -94,11 +94,7 @@ class _All(Tracker):
 def _factory(name: str) -> TrackerFactory:
     if name in _factories:
         return _factories[name]
-    module, _, attribute = name.rpartition(".")
-    if not module:
+    if "." not in name:
         raise ConfigError(f"trainer.trackers: {name!r} is unknown.{did_you_mean(name, _factories)}")
-    try:
-        factory: TrackerFactory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"trainer.trackers: cannot import {name!r}: {error}. Write package.module.Class.") from error
+    factory: TrackerFactory = import_name(name, "trainer.trackers")
     return factory

@@ -132,7 +132,6 @@ class Harness:
                 "trainer.max_steps=8",
                 "trainer.ckpt_interval=0",
                 "trainer.trackers=[]",
-                "trainer.policy.optimizer_config.num_warmup_steps=0",
                 f"trainer.run_dir={folder}",
                 *overrides,
             ],

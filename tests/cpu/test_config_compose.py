@@ -156,7 +156,7 @@ def test_an_override_that_cannot_be_read_says_how_to_write_it(override: str, exp
 def test_an_unknown_recipe_is_named_with_the_nearest_and_the_list(recipes: Path) -> None:
     message = refusal("quikstart")
     assert "Did you mean quickstart?" in message
-    assert "gsm8k" in message
+    assert "sort_digits" in message
     assert "There is no recipe file" in refusal(str(recipes / "absent.yaml"))
     assert "There is no recipe folder" in refusal("mine", recipes=recipes / "absent")
 

@@ -26,7 +26,6 @@ TINY = [
     "trainer.max_steps=3",
     "trainer.ckpt_interval=2",
     "trainer.trackers=[]",
-    "trainer.policy.optimizer_config.num_warmup_steps=0",
     "trainer.policy.model.build.hidden_size=32",
     "generator.n_samples_per_prompt=2",
     "generator.inference_engine.placement=thread",

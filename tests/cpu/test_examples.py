@@ -12,7 +12,6 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples" / "async"
 SHORT = [
     "trainer.max_steps=2",
-    "trainer.policy.optimizer_config.num_warmup_steps=0",
     "trainer.policy_mini_batch_size=4",
     "generator.inference_engine.placement=thread",
 ]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.config.compose import from_yaml
-from skyrl_train.config.schema import ResumeMode, RunConfig
+from skyrl_train.config.schema import ResumeMode, RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.observability import jsonl
 from skyrl_train.observability.jsonl import JsonlFile, read_jsonl
@@ -305,3 +305,12 @@ def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
         folder.append_metrics(1, {})
     with RunFolder(tmp_path, RunConfig()) as folder:
         assert folder.read_metrics() == [{"step": 1}]
+
+
+def test_an_unfinished_run_that_is_not_continued_is_spoken_of(tmp_path: Path) -> None:
+    first, second = (RunConfig(trainer=TrainerConfig(runs_dir=str(tmp_path), seed=seed)) for seed in (0, 1))
+    choice = choose_run_folder(first)
+    RunFolder(choice.path, first).close()
+    assert choice.left_behind == ""
+    assert choose_run_folder(first) == RunChoice(choice.path, resuming=True, finished=False)
+    assert "run-1 is unfinished, but has other settings (trainer.seed)" in choose_run_folder(second).left_behind

@@ -21,7 +21,6 @@ from skyrl_train.rollout.dataset import load_dataset
 SMALL = [
     "trainer.policy_mini_batch_size=4",
     "trainer.max_steps=5",
-    "trainer.policy.optimizer_config.num_warmup_steps=0",
     "trainer.trackers=[]",
     "trainer.samples_per_step=100",
     "trainer.policy.model.build.hidden_size=32",

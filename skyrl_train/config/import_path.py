@@ -1,0 +1,40 @@
+"""Classes of other people, named in a setting."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+
+
+def import_name(path: str, setting: str) -> Any:
+    """Imports ``package.module:Name`` (or ``package.module.Name``), or ``Name`` from a file: ``path/to/file.py:Name``.
+
+    Raises:
+        ConfigError: there is no such thing; the message names ``setting``.
+    """
+    place, colon, name = path.rpartition(":")
+    if not colon:
+        place, _, name = path.rpartition(".")
+    try:
+        return getattr(_module_of_file(place) if place.endswith(".py") else importlib.import_module(place), name)
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{setting}={path!r} cannot be imported: {error}. Name a class as package.module:Class or file.py:Class."
+        ) from error
+
+
+def _module_of_file(path: str) -> ModuleType:
+    """The module in a file, under the file's own name, so that it can be found again (by pickle, by dataclasses)."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

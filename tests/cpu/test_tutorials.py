@@ -1,0 +1,50 @@
+"""What the tutorials show, run as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.compose import compose
+from skyrl_train.entrypoints.train import main
+
+DOCS = Path(__file__).parents[2] / "docs" / "tutorials"
+SHORT = ["trainer.max_steps=2", "trainer.trackers=[]", "generator.inference_engine.placement=thread"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (DOCS / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in blocks("your_own_task.md", "json")[0].splitlines()]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("sums.py").write_text(next(block for block in blocks("your_own_task.md", "python") if "class Sums" in block))
+    Path("sums.yaml").write_text(blocks("your_own_task.md", "yaml")[0])
+    assert main(["--config-name=sums.yaml", *SHORT]) == 0
+    assert (tmp_path / "runs" / "sums-1" / "policy" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_command_of_a_page_names_a_recipe_and_settings_that_exist(page: str) -> None:
+    text = "".join(blocks(page, "bash")).replace("\\\n", " ")
+    for line in text.splitlines():
+        if "skyrl_train.entrypoints.train" not in line:
+            continue
+        words = line.split("#")[0].split()
+        name = next(word.removeprefix("--config-name=") for word in words if word.startswith("--config-name="))
+        if not name.endswith(".yaml"):
+            compose(name, [word for word in words if "=" in word and not word.startswith("--")])
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    root = DOCS.parents[1]
+    pages = [root / "README.md", *root.glob("docs/**/*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
