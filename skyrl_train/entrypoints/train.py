@@ -26,7 +26,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.observability.reporter import Reporter
-from skyrl_train.observability.run_folder import RunFolder, choose_run_folder
+from skyrl_train.observability.run_folder import RunFolder, choose_run_folder, left_behind
 from skyrl_train.observability.summary import final_line, resume_command, summarize, train_command
 from skyrl_train.rollout.dataset import PromptDataset, check_alphabet, load_dataset
 
@@ -72,6 +72,7 @@ def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console,
     """Trains in the run folder that ``config`` names or continues; returns the exit code."""
     with engine_workers(config) as workers:  # first: their imports take as long as the ones here
         check_implementations(config)
+        abandoned = left_behind(config)  # looked for before the new run's own folder is there
         choice = choose_run_folder(config)
         if choice.finished:
             console.print(
@@ -80,8 +81,8 @@ def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console,
                 soft_wrap=True,
             )
             return 0
-        if choice.left_behind:
-            console.print(choice.left_behind, markup=False, highlight=False, soft_wrap=True)
+        if abandoned and not choice.resuming and config.trainer.run_dir is None:
+            console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
         with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
             reporter = Reporter(config, run_folder, console, plan.total_steps)
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,6 @@ class RunChoice(NamedTuple):
     path: Path
     resuming: bool
     finished: bool
-    left_behind: str = ""  # about an unfinished run that is not continued, for the screen
 
 
 def choose_run_folder(config: RunConfig) -> RunChoice:
@@ -48,13 +47,12 @@ def choose_run_folder(config: RunConfig) -> RunChoice:
     if trainer.run_dir is not None:
         return _given_folder(config, Path(trainer.run_dir))
     numbered = _numbered_folders(Path(trainer.runs_dir), trainer.run_name)
-    unfinished = [numbered[number] for number in sorted(numbered, reverse=True) if not is_finished(numbered[number])]
     if trainer.resume is not ResumeMode.never:
-        for folder in unfinished:
+        for folder in _unfinished(numbered):
             if _holds(folder, config):
                 return RunChoice(folder, resuming=True, finished=False)
     folder = _create_next(Path(trainer.runs_dir), trainer.run_name, max(numbered, default=0))
-    return RunChoice(folder, False, False, _left_behind(unfinished, config))
+    return RunChoice(folder, resuming=False, finished=False)
 
 
 def is_finished(folder: Path) -> bool:
@@ -157,9 +155,9 @@ def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
     return RunChoice(folder, resuming=True, finished=is_finished(folder))
 
 
-def _left_behind(unfinished: Sequence[Path], config: RunConfig) -> str:
-    """Why the newest unfinished run is not the one that ``config`` continues; empty where there is none to speak of."""
-    for folder in unfinished:
+def left_behind(config: RunConfig) -> str:
+    """Before a new run: why the newest unfinished one is not continued by ``config``; empty where there is none."""
+    for folder in _unfinished(_numbered_folders(Path(config.trainer.runs_dir), config.trainer.run_name)):
         try:
             differing = differences(_read_config(folder), config)
         except (ConfigError, OSError):
@@ -167,6 +165,11 @@ def _left_behind(unfinished: Sequence[Path], config: RunConfig) -> str:
         why = f"has other settings ({', '.join(differing)})" if differing else "is left as it is (trainer.resume=never)"
         return f"{folder} is unfinished, but {why}: this is a new run. The old one goes on with its own settings."
     return ""
+
+
+def _unfinished(numbered: Mapping[int, Path]) -> list[Path]:
+    """Newest first."""
+    return [numbered[number] for number in sorted(numbered, reverse=True) if not is_finished(numbered[number])]
 
 
 def _holds(folder: Path, config: RunConfig) -> bool:

@@ -21,8 +21,10 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
         return ""
     means = _in_parts(finite, min(width, len(finite)))
     low, high = min(means), max(means)
-    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
-    return "".join(levels[min(len(levels) - 1, round((value - low) * scale))] for value in means)
+    # Halved, so that the range of two huge values is finite; divided, so that that of two tiny ones has no inverse.
+    span = high / 2 - low / 2
+    shares = [(value / 2 - low / 2) / span if span > 0 else 0.0 for value in means]
+    return "".join(levels[round(share * (len(levels) - 1))] for share in shares)
 
 
 def _in_parts(values: Sequence[float], parts: int) -> list[float]:

@@ -20,7 +20,7 @@ from skyrl_train.config.schema import ResumeMode, RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.observability import jsonl
 from skyrl_train.observability.jsonl import JsonlFile, read_jsonl
-from skyrl_train.observability.run_folder import RunChoice, RunFolder, choose_run_folder, is_finished
+from skyrl_train.observability.run_folder import RunChoice, RunFolder, choose_run_folder, is_finished, left_behind
 
 
 def config_of(runs_dir: Path, *, seed: int = 0, run_dir: Path | None = None, resume: str = "latest") -> RunConfig:
@@ -309,8 +309,6 @@ def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
 
 def test_an_unfinished_run_that_is_not_continued_is_spoken_of(tmp_path: Path) -> None:
     first, second = (RunConfig(trainer=TrainerConfig(runs_dir=str(tmp_path), seed=seed)) for seed in (0, 1))
-    choice = choose_run_folder(first)
-    RunFolder(choice.path, first).close()
-    assert choice.left_behind == ""
-    assert choose_run_folder(first) == RunChoice(choice.path, resuming=True, finished=False)
-    assert "run-1 is unfinished, but has other settings (trainer.seed)" in choose_run_folder(second).left_behind
+    assert left_behind(first) == ""
+    RunFolder(choose_run_folder(first).path, first).close()
+    assert "run-1 is unfinished, but has other settings (trainer.seed)" in left_behind(second)

@@ -1,0 +1,23 @@
+"""What holds for every test here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# Machines are shared and slow at times, so an example's wall-clock time says nothing. In CI the examples are the same each
+# time; everywhere else new ones are tried.
+settings.register_profile("here", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _not_launched_by_uvw() -> Iterator[None]:
+    """The commands that a run prints depend on how it was launched; tests that look at them are launched by pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SKYRL_TRAIN_LAUNCHER", raising=False)
+        yield
