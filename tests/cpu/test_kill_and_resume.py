@@ -69,7 +69,7 @@ def kill_and_finish(server: ForkServer, root: Path, mode: str, steps: int, kills
     return runs
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [22, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_killed_asynchronous_run_trains_every_prompt_once_per_epoch(
     server: ForkServer, tmp_path: Path, kills: int
