@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, NoEngineError, PublicationError
-from skyrl_train.inference.chat import ChatRenderer
+from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.continuation import Continuation, Segment
 from skyrl_train.inference.interface import (
     EngineHealth,

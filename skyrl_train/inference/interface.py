@@ -14,9 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.inference.weight_update import WeightUpdate
 
 
@@ -38,12 +38,25 @@ class StopReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """A grammar that the response must follow. ``value`` is a JSON schema, a regular expression or a grammar in text form.
+
+    Behaviour log-probs are then those of the masked distribution. A grammar's state cannot be handed to another segment,
+    so that such a request starts over where others continue (SEMANTICS 2.4).
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar"]
+    value: str = ""  # empty for json_object
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one response is sampled.
 
     ``temperature`` 0 is greedy (log-probs are then those of temperature 1). ``top_k`` <= 0, ``top_p`` 1 and ``min_p`` 0
     switch the filters off. ``seed`` None draws from the engine's own stream. ``stop`` strings end a response at the token
-    that completes one of them; engines need not know them, the client matches them.
+    that completes one of them; engines need not know them, the client matches them. ``top_logprobs`` asks for that many
+    alternatives per token.
     """
 
     max_tokens: int = 256
@@ -57,6 +70,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    top_logprobs: int = 0
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, what: str) -> None:
@@ -76,6 +91,7 @@ class SamplingParams:
         check(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
         check(self.n >= 1, f"n must be at least 1, got {self.n}")
         check(all(self.stop), "stop must not contain an empty string")
+        check(self.top_logprobs >= 0, f"top_logprobs must be at least 0, got {self.top_logprobs}")
 
     @classmethod
     def parse(cls, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
@@ -98,12 +114,22 @@ class SamplingParams:
 
 
 class InferenceEngineInput(TypedDict, total=False):
-    """A batch of requests. Exactly one of ``prompts`` (conversations) and ``prompt_token_ids`` is given."""
+    """A batch of requests. Exactly one of ``prompts`` (conversations) and ``prompt_token_ids`` is given.
+
+    ``priority``: a lower one is scheduled first by engines with ``capabilities.priorities``; others ignore it.
+    ``adapter``: the name of a LoRA adapter that the engines have loaded (``load_adapter``).
+    """
 
     prompts: Sequence[Sequence[Mapping[str, Any]]] | None
     prompt_token_ids: Sequence[Sequence[int]] | None
     sampling_params: SamplingParams | Mapping[str, Any] | None
     session_ids: Sequence[str] | None
+    priority: int
+    adapter: str | None
+
+
+# Per sampled token the most likely alternatives, (token id, log-prob), most likely first.
+TopLogprobs = list[list[tuple[int, float]]]
 
 
 class InferenceEngineOutput(TypedDict):
@@ -118,16 +144,21 @@ class InferenceEngineOutput(TypedDict):
     stop_reasons: list[str]
     response_logprobs: list[list[float]]
     response_versions: list[list[int]]
+    response_top_logprobs: NotRequired[list[TopLogprobs]]  # only where ``top_logprobs`` was asked for
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens of one response in the order sampled. ``stop_reason`` is None until the last chunk (which may be empty)."""
+    """Tokens of one response in the order sampled. ``stop_reason`` is None until the last chunk (which may be empty).
+
+    ``top_logprobs`` is aligned with the tokens where they were asked for, else None.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     stop_reason: StopReason | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +171,10 @@ class EngineCapabilities:
     streaming: bool = True
     batch_invariant: bool = False
     sleep: bool = False
+    max_top_logprobs: int = 0
+    structured_output: bool = False
+    priorities: bool = False
+    adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +266,22 @@ class InferenceEngineInterface(ABC):
         Raises:
             EngineError: a name, shape or dtype does not fit, or the checksum differs. The old weights stay.
         """
+
+    async def served_checksum(self) -> str:
+        """The checksum of the weights being served, laid out like the update loaded last: equal to that update's own.
+
+        Raises:
+            EngineError: this engine cannot read its weights back.
+        """
+        raise EngineError(f"{type(self).__name__} cannot read its weights back.")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Loads a LoRA adapter (peft's folder format) that requests may name. Only where ``capabilities.adapters``."""
+        raise EngineError(f"{type(self).__name__} has no adapters; ask capabilities.adapters first.")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter. Only where ``capabilities.adapters``."""
+        raise EngineError(f"{type(self).__name__} has no adapters; ask capabilities.adapters first.")
 
     @abstractmethod
     async def health(self) -> EngineHealth:

@@ -1,0 +1,79 @@
+"""A chat request and its result, whichever dialect it came in.
+
+dialect ──ChatRequest──> ChatService ──ChatEvent ...──> dialect (streaming)
+                                     ──ChatResult─────> dialect
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta
+from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.requests import Generation, GenerationChunk
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to be answered ``params.n`` times.
+
+    Args:
+        messages: in OpenAI's chat shape.
+        params: how to sample; its ``max_tokens`` is not looked at.
+        max_tokens: of one response; None: what the context leaves.
+        tools: OpenAI tool specifications (``{"type": "function", "function": {...}}``).
+        tool_choice: "none" keeps the tools from the model.
+        adapter: a LoRA adapter by name; None: the policy.
+        template_kwargs: further arguments of the chat template (``enable_thinking``).
+        logprobs: whether the dialect shows log-probs (they are recorded in any case).
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: Literal["auto", "none"] = "auto"
+    adapter: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChoice:
+    """One of the ``n`` answers. ``generation`` has its tokens, log-probs and versions."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: FinishReason
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class ChatResult:
+    """All answers. ``reused_tokens`` of the prompt were taken from earlier turns as sampled; the others were rendered."""
+
+    prompt_token_ids: list[int]
+    choices: tuple[ChatChoice, ...]
+    reused_tokens: int = 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens of all choices, each counted once."""
+        return sum(len(choice.generation.token_ids) for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEvent:
+    """A piece of answer number ``index``: what it adds to the message, and the tokens sampled since the last event.
+
+    The last event of an answer has ``choice``. A ``delta`` may be empty while tokens arrive, and the reverse.
+    """
+
+    index: int
+    delta: MessageDelta
+    chunk: GenerationChunk
+    choice: ChatChoice | None = None
