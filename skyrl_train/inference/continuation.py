@@ -10,13 +10,19 @@ What goes to an engine again is the prompt's tokens plus the tokens sampled so f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason, TokenChunk
+from skyrl_train.inference.interface import (
+    InferenceEngineInput,
+    SamplingParams,
+    StopReason,
+    TokenChunk,
+    TopLogprobs,
+)
 from skyrl_train.inference.randomness import mix, segment_seed
-from skyrl_train.inference.stop_strings import StopStringMatcher
+from skyrl_train.inference.response_text import ResponseText
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +32,22 @@ class Segment:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
 
-    def to_engine_input(self, session_id: str | None) -> InferenceEngineInput:
+    def to_engine_input(self, session_id: str | None, priority: int, adapter: str | None) -> InferenceEngineInput:
         """The segment in the shape that engines take."""
         return InferenceEngineInput(
             prompt_token_ids=[self.prompt_token_ids],
             sampling_params=self.sampling_params,
             session_ids=None if session_id is None else [session_id],
+            priority=priority,
+            adapter=adapter,
         )
 
 
 class Continuation:
     """Accumulates one response. ``choice`` tells the ``n`` responses of one request apart in the seed.
+
+    ``make_text`` begins the decoding of a response; without it there is no text and there are no stop strings. What has
+    a grammar cannot be continued, because the engine's position in the grammar is lost: it starts over.
 
     Invariant: ``token_ids``, ``logprobs`` and ``versions`` have the same length, never above ``max_tokens``, and never
     grow after ``stop_reason`` is set.
@@ -48,29 +59,46 @@ class Continuation:
         params: SamplingParams,
         *,
         choice: int = 0,
-        matcher: StopStringMatcher | None = None,
+        make_text: Callable[[], ResponseText] | None = None,
     ) -> None:
-        if params.stop and matcher is None:
-            raise ValueError("stop strings need a matcher")
+        if params.stop and make_text is None:
+            raise ValueError("stop strings need text to be looked for in")
         self._prompt = list(prompt_token_ids)
         self._params = params
         # Mixed once, so that a caller's neighbouring seeds never share a stretch of the stream.
         self._seed = None if params.seed is None else mix(params.seed, choice)
-        self._matcher = matcher
+        self._make_text = make_text
+        self.segments = 0
+        self.restarts = 0
+        self.stop_reason: StopReason | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.stop_reason: StopReason | None = None
+        self.top_logprobs: TopLogprobs | None = [] if self._params.top_logprobs else None
+        self.text = self._make_text() if self._make_text is not None else None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The caller's prompt."""
+        return self._prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        """The caller's parameters."""
+        return self._params
 
     @property
     def needs_stream(self) -> bool:
         """Stop strings are looked for as tokens arrive, so that a match ends the sampling."""
-        return self._matcher is not None
+        return bool(self._params.stop)
 
     @property
-    def text_end(self) -> int | None:
-        """Characters of the decoded response before the matched stop string; None without a match."""
-        return None if self._matcher is None else self._matcher.text_end
+    def may_restart(self) -> bool:
+        """Whether an interruption would throw away what was sampled; nobody may see tokens before the end then."""
+        return self._params.structured is not None
 
     def next_segment(self) -> Segment | None:
         """What is still to be sampled; None when the response has ended."""
@@ -79,6 +107,11 @@ class Continuation:
             self.stop_reason = StopReason.LENGTH  # a spent budget sends nothing
         if self.stop_reason is not None:
             return None
+        if sampled and self.may_restart:
+            self._begin()
+            self.restarts += 1
+            sampled = 0
+        self.segments += 1
         params = dataclasses.replace(
             self._params,
             max_tokens=self._params.max_tokens - sampled,
@@ -104,13 +137,24 @@ class Continuation:
             )
         if len(self.token_ids) + len(chunk.token_ids) > self._params.max_tokens:
             raise EngineError("an engine returned more tokens than max_tokens")
-        for token_id, logprob, version in zip(chunk.token_ids, chunk.logprobs, chunk.versions, strict=True):
-            self.token_ids.append(token_id)
-            self.logprobs.append(logprob)
-            self.versions.append(version)
-            may_stop = len(self.token_ids) > self._params.min_tokens
-            if self._matcher is not None and self._matcher.feed(token_id, may_stop=may_stop):
-                self.stop_reason = StopReason.STOP
-                return
-        if chunk.stop_reason not in (None, StopReason.ABORT):
+        if self.top_logprobs is not None and (
+            chunk.top_logprobs is None or len(chunk.top_logprobs) != len(chunk.token_ids)
+        ):
+            raise EngineError("an engine did not return the top_logprobs that it was asked for")
+        kept = len(chunk.token_ids) if self.text is None else self._feed(self.text, chunk.token_ids)
+        self.token_ids += chunk.token_ids[:kept]
+        self.logprobs += chunk.logprobs[:kept]
+        self.versions += chunk.versions[:kept]
+        if self.top_logprobs is not None and chunk.top_logprobs is not None:
+            self.top_logprobs += chunk.top_logprobs[:kept]
+        if self.text is not None and self.text.text_end is not None:
+            self.stop_reason = StopReason.STOP
+        elif chunk.stop_reason not in (None, StopReason.ABORT):
             self.stop_reason = chunk.stop_reason
+
+    def _feed(self, text: ResponseText, token_ids: Sequence[int]) -> int:
+        """Decodes tokens up to a stop string; returns how many are kept."""
+        for count, token_id in enumerate(token_ids, start=1):
+            if text.feed(token_id, may_stop=len(self.token_ids) + count > self._params.min_tokens):
+                return count
+        return len(token_ids)

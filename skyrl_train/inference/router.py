@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 MAX_SESSIONS = 65_536  # remembered; beyond it the longest unused ones are forgotten and routed anew
 
 
-class Router:
-    """Routes over engine indices. An engine that leaves moves its own sessions and no others."""
+class Lease(NamedTuple):
+    """One request's place on an engine. An engine that left and came back is another incarnation."""
 
-    def __init__(self, num_engines: int, max_sessions: int = MAX_SESSIONS) -> None:
-        self._outstanding = dict.fromkeys(range(num_engines), 0)
+    engine: int
+    incarnation: int
+
+
+class Router:
+    """Routes over engine numbers. An engine that leaves moves its own sessions and no others.
+
+    A session that was moved stays where it was moved to when its old engine returns: its cached prefix is there.
+    """
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._outstanding: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._max_sessions = max_sessions
 
     @property
-    def living(self) -> list[int]:
+    def routed(self) -> list[int]:
         """The engines that take requests."""
-        return list(self._outstanding)
+        return sorted(self._outstanding)
 
-    def acquire(self, session_id: str | None) -> int | None:
+    def __contains__(self, engine: int) -> bool:
+        return engine in self._outstanding
+
+    def add(self, engine: int) -> None:
+        """``engine`` takes requests from now on."""
+        if engine in self._outstanding:
+            raise ValueError(f"engine {engine} is in the routing already")
+        self._outstanding[engine] = 0
+        self._incarnations[engine] = self._incarnations.get(engine, 0) + 1
+
+    def acquire(self, session_id: str | None) -> Lease | None:
         """Picks an engine and counts the request on it; None when no engine is left."""
         if not self._outstanding:
             return None
@@ -33,11 +55,12 @@ class Router:
             if len(self._sessions) > self._max_sessions:
                 self._sessions.popitem(last=False)
         self._outstanding[engine] += 1
-        return engine
+        return Lease(engine, self._incarnations[engine])
 
-    def release(self, engine: int) -> None:
-        """The request has left ``engine`` (which may have left the routing meanwhile)."""
-        if engine in self._outstanding:
+    def release(self, lease: Lease) -> None:
+        """The request has left the engine (which may have left the routing meanwhile, and come back)."""
+        engine = lease.engine
+        if engine in self._outstanding and lease.incarnation == self._incarnations[engine]:
             self._outstanding[engine] -= 1
             if self._outstanding[engine] < 0:
                 raise ValueError(f"engine {engine} released more requests than it acquired")

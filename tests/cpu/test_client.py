@@ -29,7 +29,7 @@ def request(prompt: list[int] | None = None, **params: Any) -> InferenceEngineIn
 
 
 def client_of(*engines: ScriptedEngine, **kwargs: Any) -> InferenceEngineClient:
-    return InferenceEngineClient(engines, TOKENIZER, **kwargs)
+    return InferenceEngineClient(engines, TOKENIZER, **{"engine_wait_timeout_s": 0, **kwargs})
 
 
 async def publish(client: InferenceEngineClient, version: int, mode: PauseMode = PauseMode.KEEP) -> None:

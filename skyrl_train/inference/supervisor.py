@@ -1,0 +1,152 @@
+"""Watches over the fleet: probes engines, starts dead ones again, and brings stale ones up to date.
+
+consumes        health snapshots of the engines; the fleet's plan of recoveries
+waits for       the next probe or recovery that is due
+unblocked by    time, or a change of the fleet
+produces        events for the fleet (answered, silent, died), engines that are back in the routing
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from skyrl_train.errors import EngineError, SkyRLError
+from skyrl_train.inference.engine_pool import EnginePool
+from skyrl_train.inference.fleet import EngineState
+
+logger = logging.getLogger(__name__)
+
+
+class FleetSupervisor:
+    """Owns no rule: when something is due is the fleet's business.
+
+    Args:
+        catch_up: brings a stale engine to the current weights and into the routing, or raises ``EngineError``.
+        probe_interval_s: seconds between two probes, and the limit of one.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        catch_up: Callable[[int], Awaitable[None]],
+        *,
+        probe_interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._catch_up = catch_up
+        self._interval_s = probe_interval_s
+        self._clock = clock
+        self._next_probe_at = clock() + probe_interval_s
+        self._loop: asyncio.Task[None] | None = None
+        self._working: dict[int, asyncio.Task[None]] = {}  # an engine's recovery or probe; never two at once
+
+    def start(self) -> None:
+        """Watches until :meth:`stop`."""
+        self._loop = asyncio.create_task(self._run(), name="fleet-supervisor")
+        self._loop.add_done_callback(_log_failure)
+
+    async def stop(self) -> None:
+        """Ends the watch and what it has begun. Idempotent."""
+        tasks = [*self._working.values(), *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            self.step()
+            planned = self._due_at()
+            try:
+                async with asyncio.timeout(max(0.0, planned - self._clock())):
+                    await self._pool.changed.wait_until(functools.partial(self._differs_from, planned))
+            except TimeoutError:
+                continue
+
+    def _due_at(self) -> float:
+        recovery = self._pool.fleet.next_due_at(except_for=self._working)
+        return self._next_probe_at if recovery is None else min(recovery, self._next_probe_at)
+
+    def _differs_from(self, planned: float) -> bool:
+        return self._due_at() != planned
+
+    def step(self) -> None:
+        """Begins everything that is due now."""
+        fleet = self._pool.fleet
+        for number in fleet.due():
+            if number in self._working:
+                continue
+            if fleet.state(number) is EngineState.DEAD:
+                fleet.restarting(number)
+                self._begin(number, self._restart(number))
+            elif fleet.state(number) is EngineState.STALE:
+                fleet.catching_up(number)
+                self._begin(number, self._update(number))
+        if self._clock() >= self._next_probe_at:
+            self._next_probe_at = self._clock() + self._interval_s
+            for number, state in fleet.states.items():
+                if state in (EngineState.HEALTHY, EngineState.SUSPECT) and number not in self._working:
+                    self._begin(number, self._probe(number))
+
+    async def settled(self) -> None:
+        """Returns when everything that was begun has ended."""
+        while self._working:
+            await asyncio.gather(*self._working.values(), return_exceptions=True)
+
+    def _begin(self, number: int, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._working[number] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._working[number]
+            _log_failure(task)
+            self._pool.changed.notify()
+
+        task.add_done_callback(ended)
+
+    async def _restart(self, number: int) -> None:
+        engine = self._pool.engine(number)
+        logger.info("starting inference engine %d again", number)
+        try:
+            await engine.teardown()  # what is left of its last life
+            await engine.start()
+        except SkyRLError as error:
+            self._pool.died(number, f"it could not be started again: {error}")
+            return
+        if self._pool.fleet.state(number) is EngineState.RETIRED:
+            await engine.teardown()
+            return
+        self._pool.fleet.started(number)
+        await self._update(number)
+
+    async def _update(self, number: int) -> None:
+        try:
+            await self._catch_up(number)
+        except EngineError as error:
+            self._pool.failed_to_catch_up(number, error)
+        else:
+            logger.info("inference engine %d serves again", number)
+
+    async def _probe(self, number: int) -> None:
+        try:
+            async with asyncio.timeout(self._interval_s):
+                health = await self._pool.engine(number).health()
+        except TimeoutError:
+            self._pool.suspect(number, f"it did not answer a health probe within {self._interval_s:g} s")
+            return
+        except EngineError as error:
+            self._pool.suspect(number, str(error))
+            return
+        if health.alive:
+            self._pool.answered(number)
+        else:
+            self._pool.died(number, "its process ended")
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the fleet's supervisor failed", exc_info=task.exception())
