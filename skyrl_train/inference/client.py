@@ -220,8 +220,9 @@ class InferenceEngineClient:
                 await progress.wait()
                 progress.clear()
                 if not running.done() and not response.may_restart and len(response.token_ids) > sent:
-                    yield self._chunk(response, sent, None)
-                    sent = len(response.token_ids)
+                    chunk = self._chunk(response, sent, None)
+                    sent += len(chunk.token_ids)  # before the reader's turn, during which more may arrive
+                    yield chunk
             running.result()  # raises what it raised
             yield self._chunk(response, sent, self._generation(response))
         finally:

@@ -22,6 +22,7 @@ from skyrl_train.inference.interface import (
     SamplingParams,
     StopReason,
     TokenChunk,
+    TopLogprobs,
 )
 from skyrl_train.inference.randomness import mix
 from skyrl_train.inference.weight_update import WeightUpdate
@@ -45,13 +46,23 @@ class _Running:
     progress: asyncio.Event = field(default_factory=asyncio.Event)
 
     def output(self) -> InferenceEngineOutput:
-        return InferenceEngineOutput(
+        output = InferenceEngineOutput(
             responses=[""],
             response_ids=[self.sampled],
             stop_reasons=[str(self.stop_reason)],
             response_logprobs=[self.logprobs],
             response_versions=[self.versions],
         )
+        if self.params.top_logprobs:
+            output["response_top_logprobs"] = [self.top_logprobs(slice(None))]
+        return output
+
+    def top_logprobs(self, tokens: slice) -> TopLogprobs:
+        """The sampled token, and neighbours that are less likely."""
+        return [
+            [(token + i, logprob - i) for i in range(self.params.top_logprobs)]
+            for token, logprob in zip(self.sampled[tokens], self.logprobs[tokens], strict=True)
+        ]
 
 
 class ScriptedEngine(InferenceEngineInterface):
@@ -61,11 +72,13 @@ class ScriptedEngine(InferenceEngineInterface):
         *,
         max_model_len: int = 4096,
         free_running: bool = False,
+        structured_output: bool = False,
     ) -> None:
         self._next_token = next_token
         self._version = -1
         self._max_model_len = max_model_len
         self._free_running = free_running
+        self._structured_output = structured_output
         self.running: list[_Running] = []
         self.paused: PauseMode | None = None
         self.alive = True
@@ -80,7 +93,13 @@ class ScriptedEngine(InferenceEngineInterface):
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            frozenset(PauseMode), frozenset({"scripted"}), self._max_model_len, batch_invariant=True
+            frozenset(PauseMode),
+            frozenset({"scripted"}),
+            self._max_model_len,
+            batch_invariant=True,
+            max_top_logprobs=20,
+            structured_output=self._structured_output,
+            priorities=True,
         )
 
     @property
@@ -88,6 +107,14 @@ class ScriptedEngine(InferenceEngineInterface):
         return self._version
 
     async def start(self) -> None:
+        """A dead engine starts again, as a fresh process does: without weights."""
+        if not self.alive:
+            self.calls.append("start")
+            if "start" in self.fail:
+                raise self.fail["start"]
+            self.alive, self.paused, self._version, self.received = True, None, -1, None
+            self.running.clear()
+            return
         await self._phase("start")
 
     def _submit(self, engine_input: InferenceEngineInput) -> _Running:
@@ -127,7 +154,13 @@ class ScriptedEngine(InferenceEngineInterface):
                 done = request.stop_reason
                 if new.start < new.stop or done is not None:
                     sent = new.stop
-                    yield TokenChunk(request.sampled[new], request.logprobs[new], request.versions[new], done)
+                    yield TokenChunk(
+                        request.sampled[new],
+                        request.logprobs[new],
+                        request.versions[new],
+                        done,
+                        request.top_logprobs(new) if request.params.top_logprobs else None,
+                    )
                 if done is not None:
                     return
                 await self._progress(request)
@@ -216,6 +249,8 @@ class ScriptedEngine(InferenceEngineInterface):
         self._version = update.version
 
     async def health(self) -> EngineHealth:
+        if "health" in self.fail:
+            raise self.fail["health"]
         return EngineHealth(self.alive, self._version, running=len(self.running), paused=self.paused is not None)
 
     async def teardown(self) -> None:

@@ -15,8 +15,15 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, PublicationError, RequestError
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, PauseMode
+from skyrl_train.inference.interface import (
+    InferenceEngineInput,
+    InferenceEngineOutput,
+    PauseMode,
+    SamplingParams,
+    StructuredOutput,
+)
 from skyrl_train.inference.randomness import mix
+from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 from skyrl_train.models.tiny import character_tokenizer
 
 TOKENIZER: PreTrainedTokenizerFast = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK")
@@ -335,6 +342,141 @@ async def test_the_gate_closes_before_the_engines_pause_and_opens_after_they_res
     client = client_of(engine)
     await publish(client, 0)
     assert engine.calls == ["receive", "pause", "load", "resume"]
+
+
+# Responses in pieces -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=12),
+    stop=st.lists(st.text("0123abcd", min_size=1, max_size=3), max_size=2),
+    seed=st.integers(0, 2**62),
+)
+async def test_the_pieces_of_a_stream_joined_are_the_whole_response(
+    schedule: list[tuple[int, bool, bool]], stop: list[str], seed: int
+) -> None:
+    params = SamplingParams(max_tokens=20, stop=tuple(stop), seed=seed, ignore_eos=True)
+    reference = client_of(ScriptedEngine(free_running=True))
+    await publish(reference, 0)
+    expected = await reference.complete(GenerationRequest([5, 6], params))
+    engine = ScriptedEngine()
+    client = client_of(engine)
+    await publish(client, 0)
+    chunks: list[GenerationChunk] = []
+    reading = asyncio.Event()
+
+    async def read() -> None:
+        async for chunk in client.stream(GenerationRequest([5, 6], params)):
+            assert chunk.generation is not None or chunk.token_ids
+            chunks.append(chunk)
+            await reading.wait()
+
+    reader = asyncio.ensure_future(read())
+    for version, (ticks, reads, updates) in enumerate(schedule, start=1):
+        reading.set() if reads else reading.clear()
+        await settle()
+        if engine.running:
+            engine.tick(ticks)
+        if updates:
+            await publish(client, version, PauseMode.ABORT)
+    reading.set()
+    while not reader.done():
+        await settle(5)
+        engine.tick()
+    await reader
+    generation = chunks[-1].generation
+    assert generation is not None
+    assert "".join(chunk.text for chunk in chunks) == generation.text == expected.text
+    assert [t for chunk in chunks for t in chunk.token_ids] == generation.token_ids == expected.token_ids
+    assert [p for chunk in chunks for p in chunk.logprobs] == expected.logprobs
+    assert [v for chunk in chunks for v in chunk.versions] == generation.versions
+    assert generation.stop_string == expected.stop_string
+    assert all(chunk.generation is None for chunk in chunks[:-1])
+
+
+async def test_a_slow_reader_gets_larger_pieces_and_holds_nothing_up() -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9)
+    client = client_of(engine)
+    await publish(client, 0)
+    stream = client.stream(GenerationRequest([5], SamplingParams(max_tokens=10)))
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    engine.tick()
+    assert len((await first).token_ids) == 1
+    for _ in range(8):
+        engine.tick()
+        await settle()
+    assert len((await anext(stream)).token_ids) == 8
+    await stream.aclose()
+    assert engine.running == []
+
+
+async def test_closing_a_stream_that_nobody_read_yet_leaves_no_request() -> None:
+    engine = ScriptedEngine()
+    client = client_of(engine)
+    await publish(client, 0)
+    stream = client.stream(GenerationRequest([5], SamplingParams()))
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    assert len(engine.running) == 1
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert engine.running == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_follows_a_grammar_starts_over_after_an_abort_and_says_so(streams: bool) -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9, structured_output=True)
+    client = client_of(engine)
+    await publish(client, 0)
+    asked = GenerationRequest([5], SamplingParams(max_tokens=4, seed=1, structured=StructuredOutput("json_object")))
+
+    async def read() -> Generation:
+        pieces = [chunk async for chunk in client.stream(asked)]
+        assert len(pieces) == 1, "a piece shown could not be taken back"
+        assert pieces[0].generation is not None
+        return pieces[0].generation
+
+    task = asyncio.ensure_future(read() if streams else client.complete(asked))
+    await settle()
+    engine.tick(3)
+    await publish(client, 1, PauseMode.ABORT)
+    await settle()
+    assert engine.requests[0] == engine.requests[1] | {"priority": 0}
+    engine.tick(4)
+    generation = await task
+    assert (generation.restarts, generation.segments, generation.versions) == (1, 2, [1, 1, 1, 1])
+
+
+async def test_top_logprobs_come_with_every_token_across_segments() -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9)
+    client = client_of(engine)
+    await publish(client, 0)
+    task = asyncio.ensure_future(client.generate(request(max_tokens=4, top_logprobs=2)))
+    await settle()
+    engine.tick(2)
+    await publish(client, 1, PauseMode.ABORT)
+    await settle()
+    engine.tick(2)
+    (top,) = (await task)["response_top_logprobs"]
+    assert [len(alternatives) for alternatives in top] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"top_logprobs": 99}, "at most 20 top_logprobs"),
+        ({"structured": StructuredOutput("json_object")}, "cannot follow a grammar"),
+    ],
+)
+async def test_what_the_engines_cannot_do_is_refused_before_anything_is_sent(
+    params: dict[str, Any], message: str
+) -> None:
+    engine = ScriptedEngine()
+    with pytest.raises(ConfigError, match=message):
+        await client_of(engine).generate(request(**params))
+    assert engine.requests == []
 
 
 # Bad input ---------------------------------------------------------------------------------------------------------
