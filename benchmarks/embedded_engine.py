@@ -60,7 +60,7 @@ def embedded(dtype: str, device: str, requests: int, tokens: int) -> Callable[[]
 
     def run() -> int:
         for request_id in range(requests):
-            core.add(Add(request_id, PROMPT, params, stream=False))
+            core.add(Add(request_id, PROMPT, params, stream_every=0))
         while core.runnable:
             core.step()
         return requests * tokens

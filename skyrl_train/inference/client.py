@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Of a response that nobody reads in pieces, so many tokens at most are lost with an engine that dies.
+KEPT_TOKENS = 64
+
+
 class InferenceEngineClient:
     """Talks to a fleet of engines that serve the same policy.
 
@@ -461,8 +465,10 @@ async def _run_segment(
     on_progress: Callable[[], None] | None,
 ) -> None:
     if on_progress is None and not response.needs_stream:
-        response.add(_whole(await engine.generate(engine_input)))
-        return
+        if not engine.capabilities.chunked_streaming:
+            response.add(_whole(await engine.generate(engine_input)))
+            return
+        engine_input["chunk_tokens"] = KEPT_TOKENS
     stream = engine.stream(engine_input)
     try:
         async for chunk in stream:

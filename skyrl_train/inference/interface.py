@@ -117,7 +117,8 @@ class InferenceEngineInput(TypedDict, total=False):
     """A batch of requests. Exactly one of ``prompts`` (conversations) and ``prompt_token_ids`` is given.
 
     ``priority``: a lower one is scheduled first by engines with ``capabilities.priorities``; others ignore it.
-    ``adapter``: the name of a LoRA adapter that the engines have loaded (``load_adapter``).
+    ``adapter``: the name of a LoRA adapter that the engines have loaded (``load_adapter``). ``chunk_tokens``: how many
+    tokens a streamed chunk should have (1), where ``capabilities.chunked_streaming``.
     """
 
     prompts: Sequence[Sequence[Mapping[str, Any]]] | None
@@ -126,6 +127,7 @@ class InferenceEngineInput(TypedDict, total=False):
     session_ids: Sequence[str] | None
     priority: int
     adapter: str | None
+    chunk_tokens: int
 
 
 # Per sampled token the most likely alternatives, (token id, log-prob), most likely first.
@@ -163,7 +165,11 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """What an engine can do; the client and the trainers ask here instead of probing."""
+    """What an engine can do; the client and the trainers ask here instead of probing.
+
+    ``chunked_streaming``: a stream of larger chunks costs less, so that the client can keep what a long response has so
+    far without paying for each token.
+    """
 
     pause_modes: frozenset[PauseMode]
     transports: frozenset[str]
@@ -175,6 +181,7 @@ class EngineCapabilities:
     structured_output: bool = False
     priorities: bool = False
     adapters: bool = False
+    chunked_streaming: bool = False
 
 
 @dataclass(frozen=True, slots=True)

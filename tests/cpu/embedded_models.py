@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
 from skyrl_train.inference.engines.embedded.messages import Add, Event, Refused, Tokens
-from skyrl_train.inference.interface import PauseMode, SamplingParams, TokenChunk
+from skyrl_train.inference.interface import PauseMode, SamplingParams, TokenChunk, TopLogprobs
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 
@@ -63,6 +63,7 @@ class Response:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: TopLogprobs = field(default_factory=list)
     stop_reason: str | None = None
     error: str | None = None
     chunks: int = 0
@@ -72,6 +73,7 @@ class Response:
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.versions += chunk.versions
+        self.top_logprobs += chunk.top_logprobs or []
         self.stop_reason = chunk.stop_reason
         self.chunks += 1
 
@@ -100,10 +102,10 @@ class Driver:
         self.core.load(update)
         return update
 
-    def add(self, prompt: list[int], stream: bool = False, **params: object) -> int:
+    def add(self, prompt: list[int], stream_every: int = 0, **params: object) -> int:
         request_id = next(self._ids)
         self.responses[request_id] = Response()
-        self.core.add(Add(request_id, prompt, SamplingParams(**{"ignore_eos": True, **params}), stream))
+        self.core.add(Add(request_id, prompt, SamplingParams(**{"ignore_eos": True, **params}), stream_every))
         return request_id
 
     def step(self, times: int = 1) -> None:

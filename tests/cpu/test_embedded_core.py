@@ -175,13 +175,17 @@ def test_before_the_first_publication_requests_are_refused() -> None:
         driver.add([3])
 
 
-def test_a_stream_has_one_chunk_per_token_and_the_same_tokens() -> None:
+@pytest.mark.parametrize(("stream_every", "chunks"), [(0, 1), (1, 8), (3, 3), (8, 1)])
+def test_a_stream_has_chunks_of_the_size_asked_for_and_the_same_tokens(stream_every: int, chunks: int) -> None:
     driver = Driver(tiny_model())
-    stream, whole = (driver.add([3, 5], stream=s, max_tokens=8, seed=2) for s in (True, False))
+    stream = driver.add([3, 5], stream_every=stream_every, max_tokens=8, seed=2, top_logprobs=2)
+    whole = driver.add([3, 5], max_tokens=8, seed=2, top_logprobs=2)
     driver.run()
     got, expected = driver.responses[stream], driver.responses[whole]
     assert (got.tokens, got.stop_reason) == (expected.tokens, "length")
-    assert (got.chunks, expected.chunks) == (8, 1)
+    assert [len(top) for top in got.top_logprobs] == [2] * 8
+    np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, atol=1e-5)
+    assert (got.chunks, expected.chunks) == (chunks, 1)
 
 
 def test_an_abort_returns_what_there_is_and_frees_the_slot() -> None:

@@ -225,7 +225,9 @@ async def test_ctrl_c_is_not_the_childs_business(engine: EmbeddedEngine) -> None
     assert len((await engine.generate(request(max_tokens=3)))["response_ids"][0]) == 3
 
 
-async def test_when_the_worker_ends_all_calls_fail_at_once(shared: EmbeddedEngine) -> None:
+async def test_when_the_worker_ends_all_calls_fail_at_once_and_it_can_be_started_again(
+    shared: EmbeddedEngine, folder: str, transport: SharedMemoryTransport
+) -> None:
     """The last test with the shared engine: a process is killed, a thread (which nobody can kill) is torn down."""
     await shared.pause(PauseMode.KEEP)
     calls = [asyncio.create_task(shared.generate(request())) for _ in range(3)]
@@ -244,6 +246,12 @@ async def test_when_the_worker_ends_all_calls_fail_at_once(shared: EmbeddedEngin
         with pytest.raises(EngineDeadError):
             await later
     assert not (await shared.health()).alive
+    await shared.start()
+    assert shared.policy_version == -1
+    with pytest.raises(RequestError, match="no weights yet"):
+        await shared.generate(request())
+    await publish(shared, folder, transport, 1)
+    assert len((await shared.generate(request(max_tokens=3)))["response_ids"][0]) == 3
 
 
 async def test_a_worker_that_fails_says_why(

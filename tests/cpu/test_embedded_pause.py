@@ -131,7 +131,11 @@ def test_whatever_arrives_while_paused_waits(mode: PauseMode) -> None:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_pause_without_new_weights_changes_no_token(mode: PauseMode, batch_invariant: bool) -> None:
     plain, paused = (Driver(tiny_model(), batch_invariant=batch_invariant, max_num_seqs=2) for _ in range(2))
-    ids = [d.add([3 + i] * (i + 1), max_tokens=12, seed=i, stream=i == 1) for d in (plain, paused) for i in range(3)]
+    ids = [
+        d.add([3 + i] * (i + 1), max_tokens=12, seed=i, stream_every=int(i == 1))
+        for d in (plain, paused)
+        for i in range(3)
+    ]
     plain.run()
     for _ in range(4):
         paused.step(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_the_draw_is_the_inverse_cdf_and_its_logprob_is_the_distributions(
 ) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(params), 7)).astype(np.float32) * 2)
     batch = rows(*params, draws=[draw] * len(params))
-    tokens, logprobs = sample(logits, batch)
+    tokens, logprobs, _ = sample(logits, batch)
     for index, row in enumerate(params):
         probs = brute_force(logits[index].tolist(), row)
         token = int(tokens[index])
@@ -92,13 +93,24 @@ def test_the_draw_is_the_inverse_cdf_and_its_logprob_is_the_distributions(
 
 def test_the_extremes_of_the_uniform_draw_tokens_that_have_mass() -> None:
     logits = torch.tensor([[-torch.inf, 0.3, 0.1, -torch.inf]] * 2)
-    tokens, _ = sample(logits, rows({}, {}, draws=[0.0, 1 - 2.0**-53]))
+    tokens, _, _ = sample(logits, rows({}, {}, draws=[0.0, 1 - 2.0**-53]))
     assert tokens.tolist() == [1, 2]
 
 
 def test_a_tiny_temperature_is_the_argmax_and_not_nan() -> None:
-    tokens, logprobs = sample(torch.tensor([[1.0, 3.0, 2.0]]), rows({"temperature": 1e-30}))
+    tokens, logprobs, _ = sample(torch.tensor([[1.0, 3.0, 2.0]]), rows({"temperature": 1e-30}))
     assert (tokens.tolist(), logprobs.tolist()) == ([1], [0.0])
+
+
+def test_top_logprobs_are_the_most_likely_tokens_that_could_be_drawn() -> None:
+    batch = rows({}, {"top_k": 2}, {})
+    batch = dataclasses.replace(batch, top_logprobs=np.array([3, 3, 0]))
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 3)
+    _, _, top = sample(logits, batch)
+    assert {row: [token for token, _ in alternatives] for row, alternatives in top.items()} == {0: [1, 3, 2], 1: [1, 3]}
+    expected = process(logits, batch)
+    for row, alternatives in top.items():
+        assert [p for _, p in alternatives] == [float(expected[row, token]) for token, _ in alternatives]
 
 
 def test_logits_are_left_alone() -> None:
@@ -112,7 +124,7 @@ def test_frequencies_are_those_of_the_distribution() -> None:
     params = {"temperature": 0.8, "top_p": 0.9}
     logits = [0.5, -1.0, 2.0, 1.1, 0.0, -3.0]
     draws = uniforms(np.full(40_000, 7, np.uint64), np.arange(40_000))
-    tokens, _ = sample(torch.tensor([logits] * 40_000), rows(*[params] * 40_000, draws=draws.tolist()))
+    tokens, _, _ = sample(torch.tensor([logits] * 40_000), rows(*[params] * 40_000, draws=draws.tolist()))
     expected = np.array(brute_force(logits, params))
     frequencies = np.bincount(tokens, minlength=6) / 40_000
     assert np.abs(frequencies - expected).max() < 4 * math.sqrt(0.25 / 40_000)

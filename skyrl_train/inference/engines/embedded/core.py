@@ -128,7 +128,7 @@ class EmbeddedEngineCore:
                 seed=next(self._seeds) if params.seed is None else params.seed,
                 # An id that the model does not have cannot be sampled, nor banned.
                 stop_ids=tuple(dict.fromkeys(i for i in stop_ids if 0 <= i < self._vocab_size)),
-                stream=request.stream,
+                stream_every=request.stream_every,
             )
         )
 
@@ -249,13 +249,15 @@ class EmbeddedEngineCore:
     def _append(self, rows: slice, logits: torch.Tensor, events: list[Event]) -> None:
         """Samples a token for each of ``rows``, ends those that are done, and hands streams their tokens."""
         slots = self._slots
-        tokens, logprobs = sample(logits, slots.sampling_rows(rows))
+        tokens, logprobs, top = sample(logits, slots.sampling_rows(rows))
+        for row, alternatives in top.items():
+            slots.sequences[rows.start + row].top_logprobs.append(alternatives)
         slots.append(rows, tokens, logprobs, self.policy_version)
         self.generated_tokens += len(tokens)
         stopped = (slots.stop_ids[rows] == tokens[:, None]).any(-1)
         broken = np.isnan(logprobs)
         ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
-        streaming = slots.streams[rows] & ~ended
+        streaming = slots.chunk_is_full(rows) & ~ended
         for row in np.flatnonzero(streaming):
             slot = rows.start + int(row)
             events.append(Tokens(slots.sequences[slot].request_id, slots.unsent(slot)))

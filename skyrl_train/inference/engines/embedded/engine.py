@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from skyrl_train.inference.engines.embedded.messages import (
     Abort,
     Add,
     Call,
+    Command,
     Died,
     EngineSettings,
     Event,
@@ -38,6 +40,8 @@ from skyrl_train.inference.interface import (
     TokenChunk,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
+
+MAX_TOP_LOGPROBS = 20  # what OpenAI's API allows
 
 
 class EmbeddedEngine(InferenceEngineInterface):
@@ -82,14 +86,18 @@ class EmbeddedEngine(InferenceEngineInterface):
         )
         if placement not in ("process", "thread"):
             raise ConfigError(f"generator.inference_engine.placement must be process or thread, got {placement!r}")
-        self._host: Host = (
-            ProcessHost(settings, num_threads, worker) if placement == "process" else ThreadHost(settings)
-        )
+        self._settings = settings
+        self._placement = placement
+        self._num_threads = num_threads
+        self._worker = worker
+        self._host: Host | None = None
         self._capabilities = EngineCapabilities(
             pause_modes=frozenset(PauseMode),
             transports=frozenset({"shared_memory"}),
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            chunked_streaming=True,
         )
         self._version = -1
         self._gone: str | None = "it was not started; call start() first"
@@ -110,16 +118,28 @@ class EmbeddedEngine(InferenceEngineInterface):
         """The worker's process id under placement "process", else None."""
         return self._host.pid if isinstance(self._host, ProcessHost) else None
 
+    def _new_host(self) -> Host:
+        if self._placement == "thread":
+            return ThreadHost(self._settings)
+        worker, self._worker = self._worker, None  # a further start gets a process of its own
+        return ProcessHost(self._settings, self._num_threads, worker)
+
     async def start(self) -> None:
-        """Starts the worker and waits for its model. The worker's imports run beside this process's own.
+        """Starts the worker and waits for its model; again after its death or ``teardown``, and then without weights.
+
+        The worker's imports run beside this process's own.
 
         Raises:
             EngineDeadError: the model or the settings cannot be used; the message says why.
         """
+        if self._host is not None:
+            await self.teardown()
+        self._requests, self._calls = {}, {}
         ready = self._calls[READY_CALL] = asyncio.get_running_loop().create_future()
-        self._gone = None
+        self._gone, self._version = None, -1
+        host = self._host = self._new_host()
         try:
-            await self._host.start(self._on_events, self._on_gone)
+            await host.start(self._on_events, functools.partial(self._on_gone, host))
             await ready
         except BaseException:
             await self.teardown()
@@ -128,24 +148,27 @@ class EmbeddedEngine(InferenceEngineInterface):
     async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
         """See the interface. All prompts share the sampling parameters, a given seed included."""
         prompts, params = _requests(engine_input)
-        ids = [self._submit(prompt, params, stream=False) for prompt in prompts]
+        ids = [self._submit(prompt, params, stream_every=0) for prompt in prompts]
         try:
             chunks = [await self._next_chunk(request_id) for request_id in ids]
         finally:
             self._forget(ids)
-        return InferenceEngineOutput(
+        output = InferenceEngineOutput(
             responses=[""] * len(chunks),
             response_ids=[chunk.token_ids for chunk in chunks],
             stop_reasons=[str(chunk.stop_reason) for chunk in chunks],
             response_logprobs=[chunk.logprobs for chunk in chunks],
             response_versions=[chunk.versions for chunk in chunks],
         )
+        if params.top_logprobs:
+            output["response_top_logprobs"] = [chunk.top_logprobs or [] for chunk in chunks]
+        return output
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
         prompts, params = _requests(engine_input)
         if len(prompts) != 1:
             raise EngineError(f"stream() takes exactly one prompt, got {len(prompts)}.")
-        request_id = self._submit(prompts[0], params, stream=True)
+        request_id = self._submit(prompts[0], params, stream_every=engine_input.get("chunk_tokens", 1))
         try:
             while True:
                 chunk = await self._next_chunk(request_id)
@@ -193,13 +216,16 @@ class EmbeddedEngine(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         self._die("it was torn down")
-        await self._host.stop()
+        if self._host is not None:
+            await self._host.stop()
+        elif self._worker is not None:
+            await asyncio.to_thread(self._worker.stop)
 
-    def _submit(self, prompt: list[int], params: SamplingParams, stream: bool) -> int:
+    def _submit(self, prompt: list[int], params: SamplingParams, stream_every: int) -> int:
         self._raise_if_dead()
         request_id = next(self._ids)
         self._requests[request_id] = asyncio.Queue()
-        self._host.send(Add(request_id, prompt, params, stream))
+        self._send(Add(request_id, prompt, params, stream_every))
         return request_id
 
     async def _next_chunk(self, request_id: int) -> TokenChunk:
@@ -215,13 +241,13 @@ class EmbeddedEngine(InferenceEngineInterface):
         """Aborts in the engine what is still unanswered here: its caller has gone."""
         abandoned = tuple(i for i in request_ids if self._requests.pop(i, None) is not None)
         if abandoned and self._gone is None:
-            self._host.send(Abort(abandoned))
+            self._send(Abort(abandoned))
 
     async def _call(self, method: Method, argument: Any = None) -> Any:
         self._raise_if_dead()
         call_id = next(self._ids)
         reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._host.send(Call(call_id, method, argument))
+        self._send(Call(call_id, method, argument))
         try:
             return await reply
         finally:
@@ -250,8 +276,13 @@ class EmbeddedEngine(InferenceEngineInterface):
         if queue is not None:
             queue.put_nowait(item)
 
-    def _on_gone(self) -> None:
-        self._die("its worker ended; look above for its last words")
+    def _send(self, command: Command) -> None:
+        assert self._host is not None, "only an engine that was started is not gone"
+        self._host.send(command)
+
+    def _on_gone(self, host: Host) -> None:
+        if host is self._host:  # a last word of an earlier life comes late
+            self._die("its worker ended; look above for its last words")
 
     def _die(self, reason: str) -> None:
         """Everything pending fails, now and from now on."""

@@ -39,12 +39,12 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A request; answered by one last :class:`Tokens` or by :class:`Refused`, and with ``stream`` by chunks before."""
+    """A request; answered by one last :class:`Tokens` or by :class:`Refused`, before it by chunks of ``stream_every``."""
 
     request_id: int
     prompt: list[int]
     params: SamplingParams
-    stream: bool
+    stream_every: int  # 0: no chunks
 
 
 @dataclass(frozen=True, slots=True)

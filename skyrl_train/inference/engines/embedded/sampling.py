@@ -23,6 +23,7 @@ class SamplingRows:
     """What the sampler needs to know about each of the ``n`` rows of a batch; every array has shape ``[n]``.
 
     ``banned`` are (row, token) index arrays of tokens that must not be drawn: stop tokens before ``min_tokens``.
+    ``top_logprobs`` counts the alternatives to return; None: nobody asks for any.
     """
 
     temperature: npt.NDArray[np.float32]  # 0: greedy, without filters
@@ -31,6 +32,7 @@ class SamplingRows:
     min_p: npt.NDArray[np.float32]
     uniforms: npt.NDArray[np.float64]  # in [0, 1)
     banned: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+    top_logprobs: npt.NDArray[np.int64] | None = None
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -73,11 +75,14 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return torch.log_softmax(logits, dim=-1)
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def sample(
+    logits: torch.Tensor, rows: SamplingRows
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, list[tuple[int, float]]]]:
     """Draws one token per row of ``logits`` ``[n, V]``.
 
     Returns:
-        Token ids ``[n]`` and their behaviour log-probs ``[n]`` (natural log); NaN for a row with a NaN logit.
+        Token ids ``[n]`` and their behaviour log-probs ``[n]`` (natural log); NaN for a row with a NaN logit. For each
+        row that asks for ``top_logprobs`` at most that many of its most likely tokens: those that could be drawn.
     """
     logprobs = process(logits, rows)
     greedy = rows.temperature == 0
@@ -88,7 +93,17 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(tokens.device), logprobs.argmax(-1), tokens)
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
-    return tokens.cpu().numpy(), chosen.cpu().numpy()
+    top = {} if rows.top_logprobs is None else _most_likely(logprobs, rows.top_logprobs)
+    return tokens.cpu().numpy(), chosen.cpu().numpy(), top
+
+
+def _most_likely(logprobs: torch.Tensor, counts: npt.NDArray[np.int64]) -> dict[int, list[tuple[int, float]]]:
+    values, ids = logprobs.topk(min(int(counts.max()), logprobs.shape[-1]), dim=-1)
+    top_values, top_ids = values.tolist(), ids.tolist()
+    return {
+        int(row): [(i, p) for i, p in zip(top_ids[row], top_values[row], strict=True) if p > -np.inf][: counts[row]]
+        for row in np.flatnonzero(counts)
+    }
 
 
 def _inverse_cdf(logprobs: torch.Tensor, draws: npt.NDArray[np.float64]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skyrl_train.inference.engines.embedded.sampling import SamplingRows, seed_bits, uniforms
-from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk
+from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk, TopLogprobs
 
 NO_TOKEN = -1
 
@@ -24,10 +24,11 @@ class Sequence:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
-    stream: bool = False
+    stream_every: int = 0  # tokens of a stream's chunk; 0: everything at the end
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: TopLogprobs = field(default_factory=list)  # aligned with the tokens where they are asked for
     sent: int = 0  # tokens that a stream has handed out
     begun: bool = False
 
@@ -37,7 +38,11 @@ class Sequence:
     def rest(self, reason: StopReason) -> TokenChunk:
         """The last chunk: everything not handed out yet."""
         at = slice(self.sent, None)
-        return TokenChunk(self.tokens[at], self.logprobs[at], self.versions[at], reason)
+        return TokenChunk(self.tokens[at], self.logprobs[at], self.versions[at], reason, self.top_of(at))
+
+    def top_of(self, tokens: slice) -> TopLogprobs | None:
+        """The alternatives of some of its tokens; None where they are not asked for."""
+        return self.top_logprobs[tokens] if self.params.top_logprobs else None
 
 
 class SlotTable:
@@ -55,7 +60,8 @@ class SlotTable:
         self.limits = np.zeros(num_slots, np.int64)  # length at which the request has spent its budget
         self.unstoppable = np.zeros(num_slots, np.int64)  # length below which stop tokens are not sampled
         self.sent = np.zeros(num_slots, np.int64)  # length that a stream has handed out
-        self.streams = np.zeros(num_slots, bool)
+        self.stream_every = np.zeros(num_slots, np.int64)
+        self.top_logprobs = np.zeros(num_slots, np.int64)
         self.seeds = np.zeros(num_slots, np.uint64)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int64)
@@ -73,7 +79,8 @@ class SlotTable:
         self.lengths[slot], self.prompt_lengths[slot] = length, prompt
         self.limits[slot] = min(prompt + params.max_tokens, self.capacity)
         self.unstoppable[slot] = prompt + params.min_tokens
-        self.sent[slot], self.streams[slot] = prompt + sequence.sent, sequence.stream
+        self.sent[slot], self.stream_every[slot] = prompt + sequence.sent, sequence.stream_every
+        self.top_logprobs[slot] = params.top_logprobs
         self.seeds[slot] = seed_bits(sequence.seed)
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
@@ -123,6 +130,7 @@ class SlotTable:
             min_p=self.min_p[rows],
             uniforms=uniforms(self.seeds[rows], lengths - self.prompt_lengths[rows]),
             banned=banned,
+            top_logprobs=self.top_logprobs[rows] if self.top_logprobs[rows].any() else None,
         )
 
     def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
@@ -137,9 +145,18 @@ class SlotTable:
         """What a stream has not handed out yet; from now on it counts as handed out."""
         at = slice(int(self.sent[slot]), int(self.lengths[slot]))
         self.sent[slot] = self.lengths[slot]
+        prompt = int(self.prompt_lengths[slot])
         return TokenChunk(
-            self.tokens[slot, at].tolist(), self.logprobs[slot, at].tolist(), self.versions[slot, at].tolist()
+            self.tokens[slot, at].tolist(),
+            self.logprobs[slot, at].tolist(),
+            self.versions[slot, at].tolist(),
+            top_logprobs=self.sequences[slot].top_of(slice(at.start - prompt, at.stop - prompt)),
         )
+
+    def chunk_is_full(self, rows: slice) -> np.ndarray:
+        """Bool per row: whether a stream's next chunk can go out."""
+        every = self.stream_every[rows]
+        return (every > 0) & (self.lengths[rows] - self.sent[rows] >= every)
 
     def _sampled(self, slot: int, start: int, stop: int) -> list[tuple[np.ndarray, str]]:
         at = (slot, slice(start, stop))
@@ -152,7 +169,8 @@ class SlotTable:
             self.limits,
             self.unstoppable,
             self.sent,
-            self.streams,
+            self.stream_every,
+            self.top_logprobs,
             self.seeds,
             self.temperature,
             self.top_k,
