@@ -90,8 +90,10 @@ class ScriptedEngine(InferenceEngineInterface):
             del self.requests[request_id]
 
     async def abort_generation(self) -> None:
-        for queue in self.requests.values():
+        for count, queue in enumerate(list(self.requests.values())):
             queue.put_nowait(TokenChunk([], [], [], StopReason.ABORT))
+            if count % 128 == 127:  # as they come from another process: not all in one turn of the loop
+                await asyncio.sleep(0)
         while self.requests:  # noqa: ASYNC110 (each turn of the loop ends some)
             await asyncio.sleep(0)
 

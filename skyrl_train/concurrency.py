@@ -1,8 +1,9 @@
-"""Two things that asyncio leaves open: waiting for a condition, and many calls of which one may fail."""
+"""What asyncio leaves open: waiting for a condition, a gate that thousands wait at, many calls of which one may fail."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -36,6 +37,50 @@ class Signal:
                 await waiter
             finally:
                 self._waiters.discard(waiter)
+
+
+class Gate:
+    """Holds callers up while it is closed. Opening it lets them through in the order in which they came, a few per turn
+    of the event loop: ten thousand at once would hold up everything else for as long as all of them take.
+    """
+
+    PER_TURN = 128
+
+    def __init__(self) -> None:
+        self._open = True
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers go through."""
+        return self._open
+
+    def close(self) -> None:
+        """Callers wait from now on, those included that an earlier opening has not let through yet."""
+        self._open = False
+
+    def open(self) -> None:
+        """Lets callers through. Idempotent."""
+        if not self._open:
+            self._open = True
+            self._let_through()
+
+    async def passed(self) -> None:
+        """Returns when the gate is open; at once if it is."""
+        while not self._open:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _let_through(self) -> None:
+        if not self._open:
+            return
+        for _ in range(min(self.PER_TURN, len(self._waiters))):
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._waiters:
+            asyncio.get_running_loop().call_soon(self._let_through)
 
 
 async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.concurrency import Gate, gather_or_cancel
 from skyrl_train.errors import ConfigError, EngineError, PublicationError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.continuation import Continuation, Segment
@@ -89,8 +89,7 @@ class InferenceEngineClient:
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer(tokenizer, model_path)
         self._clock = clock
-        self._gate = asyncio.Event()
-        self._gate.set()
+        self._gate = Gate()
         self._paused_mode: PauseMode | None = None
         self._update_lock = asyncio.Lock()
         self._received: dict[int, WeightUpdate] = {}
@@ -297,11 +296,10 @@ class InferenceEngineClient:
     ) -> None:
         """Runs segments until the response has ended."""
         while (segment := response.next_segment()) is not None:
-            while not self._gate.is_set():  # it may have closed again between opening and this task's turn
-                await self._gate.wait()
+            await self._gate.passed()
             lease = await self._pool.acquire(request.session_id)
             try:
-                if not self._gate.is_set():  # it closed while this task waited for an engine
+                if not self._gate.is_open:  # it closed while this task waited for an engine
                     response.segments -= 1
                     continue
                 engine_input = self._engine_input(segment, response, request)
@@ -333,7 +331,7 @@ class InferenceEngineClient:
             raise PublicationError(
                 f"an engine cannot pause with {mode.value!r}; set generator.pause_mode to one of: {known}"
             )
-        self._gate.clear()
+        self._gate.close()
         self._paused_mode = mode
         try:
             await self._pool.on_each("pause", lambda engine: engine.pause(mode))
@@ -349,7 +347,7 @@ class InferenceEngineClient:
             await self._pool.on_each("resume", lambda engine: engine.resume())
         finally:
             self._paused_mode = None
-            self._gate.set()
+            self._gate.open()
 
     async def receive_weights(self, update: WeightUpdate) -> None:
         """*Transfer*: engines take the bytes and go on serving."""
