@@ -8,18 +8,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# A character has at most four bytes: when this many tokens in a row make no text, hardly any of them ever will.
+_MAX_UNDECODED_TOKENS = 16
+
+
 class ResponseText:
     """Decodes incrementally, reports the token that completes a stop string, and hands out text that is certain.
 
     Decoding one token at a time is wrong for byte-level vocabularies; the tokenizers library's ``DecodeStream`` holds
-    text back until it is a valid prefix of the whole decoding.
+    text back until it is a valid prefix of the whole decoding. Tokens that make no text for too long are decoded as they
+    are, because holding them back costs the square of their number: a diverged policy samples stray bytes for ever.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._begin_stream()
         self._stop = stop
         self._longest = max(map(len, stop), default=0)
         self._tail = ""
@@ -36,7 +39,7 @@ class ResponseText:
 
     def feed(self, token_id: int, *, may_stop: bool) -> bool:
         """Takes the next token; True when it completes a stop string (and ``may_stop``, that is, past ``min_tokens``)."""
-        text = self._stream.step(self._backend, token_id) or ""
+        text = self._decode(token_id)
         if not text:
             return False
         self._length += len(text)
@@ -56,6 +59,23 @@ class ResponseText:
         start, self.stop_string = min(found, key=lambda match: match[0])
         self.text_end = self._length - len(window) + start
         return True
+
+    def _begin_stream(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._undecoded: list[int] = []
+
+    def _decode(self, token_id: int) -> str:
+        text = self._stream.step(self._backend, token_id) or ""
+        if text:
+            self._undecoded.clear()
+        else:
+            self._undecoded.append(token_id)
+            if len(self._undecoded) == _MAX_UNDECODED_TOKENS:
+                text = str(self._backend.decode(self._undecoded, skip_special_tokens=True))
+                self._begin_stream()
+        return text
 
     def take(self) -> str:
         """The text since the last call, up to where a stop string may have begun."""

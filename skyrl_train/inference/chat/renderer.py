@@ -5,96 +5,178 @@ extend(prompt tokens, sampled tokens, new messages)
     = prompt tokens + sampled tokens            verbatim
     + what closes the assistant's turn          where the sampled tokens lack it
     + new messages + generation prompt
+parse(sampled tokens) ────────────────────────> reasoning, content, tool calls
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
+from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference.chat.conversation import normalize_messages
+from skyrl_train.inference.chat.families import Family, find_family
+from skyrl_train.inference.chat.formats import (
+    FAMILY_TOOL_FORMATS,
+    ResponseFormat,
+    guess_reasoning,
+    guess_tool_format,
+    response_format,
+)
+from skyrl_train.inference.chat.messages import AssistantMessage
+from skyrl_train.inference.chat.parsing import CallNames, MessageBuilder, ResponseParser, StreamParser, WholeParser
+from skyrl_train.inference.chat.pieces import PieceReader, Vocabulary
 
 if TYPE_CHECKING:
-    from renderers import Renderer
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # Stands for the assistant's answer when a template is rendered to see what follows it. Plain letters and digits survive
 # every template's trimming; no template and no system prompt contains them.
 _ANSWER = "q7Zk3vX9"
+# Tokens at the end of a prompt that may spell the mark with which it opens reasoning, white space included.
+_REASONING_MARK_TOKENS = 24
+_CACHED_CONVERSATIONS = 64
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+_KNOW_DEVELOPER = frozenset({"deepseek-v4", "gemma4", "gpt-oss"})
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatRenderer:
-    """Renders conversations with the model's own chat template.
+    """Renders conversations with the model's own chat format, and reads its responses.
 
-    Model families that the ``renderers`` library knows by hub name are rendered by it; any other template is asked what
-    it puts between an answer and the next generation prompt. Without a template, a conversation is its contents in a
-    row.
+    Model families that the ``renderers`` library knows (by hub name, or recognised in a folder) are rendered by it; any
+    other template is asked what it puts between an answer and the next generation prompt. Without a template, a
+    conversation is its contents in a row.
 
     Earlier turns stay exactly as sampled, reasoning included, also where the template would drop it from history: the
     tokens trained on are the tokens seen.
+
+    Args:
+        tool_parser: the format of tool calls by name (``formats.TOOL_FORMATS``, ``"none"``); None: the family's, else
+            what template and vocabulary speak of, else JSON in ``<tool_call>``.
+        reasoning_parser: ``"think"`` or ``"none"``; None: the family's, else by template and vocabulary.
+
+    Raises:
+        ConfigError: a parser's name is unknown.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name_or_path: str) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model_name_or_path: str,
+        *,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._name = model_name_or_path
-        self._renderer = _known_renderer(tokenizer, model_name_or_path)
-        self._has_template = bool(tokenizer.chat_template)
-        self._render = lru_cache(maxsize=256)(self._render_json)
-        self._closing: list[int] | None = None
+        self._family = find_family(tokenizer, model_name_or_path)
+        self._template = _template_text(tokenizer)
+        self._parsers = (tool_parser, reasoning_parser)
+        response_format(tool_parser or "none", reasoning_parser or "none")  # names are checked before anything runs
+        self._render = lru_cache(maxsize=_CACHED_CONVERSATIONS)(self._render_json)
+        self._closing = lru_cache(maxsize=_CACHED_CONVERSATIONS)(self._closing_json)
+        self._warned_of_tools = False
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    # Messages to tokens -------------------------------------------------------------------------------------------
+
+    def render(
+        self, messages: Messages, tools: Messages = (), template_kwargs: Mapping[str, Any] = _NO_KWARGS
+    ) -> list[int]:
         """Returns the tokens of ``messages`` and the generation prompt.
 
-        Raises:
-            ConfigError: the template refuses the messages, or nothing is left to encode.
-        """
-        return list(self._render(json.dumps(_plain(messages))))  # the samples of a group share their prompt
+        Args:
+            messages: in OpenAI's chat shape.
+            tools: OpenAI tool specifications, shown to the model.
+            template_kwargs: further arguments of the chat template.
 
-    def _render_json(self, conversation: str) -> list[int]:
-        messages = json.loads(conversation)
-        if self._renderer is not None:
-            ids = list(self._renderer.render_ids(messages, add_generation_prompt=True))
-        elif self._has_template:
-            ids = self._encode(self._apply(messages, add_generation_prompt=True))
+        Raises:
+            ConfigError: a message is malformed, the template refuses the messages, or nothing is left to encode.
+        """
+        if not messages:
+            raise ConfigError("messages is empty; a conversation needs at least one message.")
+        key = _json([self.normalize(messages), list(tools), self._checked(template_kwargs)])
+        return list(self._render(key))  # the samples of a group share their prompt
+
+    def _render_json(self, key: str) -> array[int]:
+        messages, tools, template_kwargs = json.loads(key)
+        if self._family is not None:
+            ids = self._render_as_family(self._family, messages, tools, template_kwargs)
+        elif self._template:
+            ids = self._encode(self._apply(messages, tools, template_kwargs, add_generation_prompt=True))
         else:
             ids = list(self._tokenizer(_contents(messages), add_special_tokens=True)["input_ids"])
             if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id:
                 ids.pop()  # a tokenizer that ends every text by itself would end the prompt before the answer
         if not ids:
-            raise ConfigError(f"The conversation {list(messages)!r:.200} has no tokens; a prompt must not be empty.")
-        return ids
+            raise ConfigError(f"The conversation {messages!r:.200} has no tokens; a prompt must not be empty.")
+        return array("i", ids)
+
+    def _render_as_family(
+        self, family: Family, messages: list[Any], tools: list[Any], template_kwargs: dict[str, Any]
+    ) -> list[int]:
+        renderer = family.renderer(template_kwargs)
+        try:
+            return list(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
+            raise ConfigError(
+                f"The chat format {family.name!r} of {self._name!r} refuses a conversation of {_roles(messages)}: {error}"
+            ) from error
 
     def extend(
         self,
         prompt_token_ids: Sequence[int],
         response_ids: Sequence[int],
-        new_messages: Sequence[Mapping[str, Any]],
+        new_messages: Messages,
+        tools: Messages = (),
+        template_kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> list[int]:
         """Returns the next turn's input; it begins with ``prompt_token_ids + response_ids``.
 
         Raises:
-            ConfigError: the template refuses the messages, or rewrites answers so that it cannot be extended.
+            ConfigError: a message is malformed, or the template refuses the messages or rewrites answers so that it
+                cannot be extended.
         """
         previous = [*prompt_token_ids, *response_ids]
-        if self._renderer is not None:
-            bridged = self._renderer.bridge_to_next_turn(
-                list(prompt_token_ids), list(response_ids), _plain(new_messages)
+        new = self.normalize(new_messages)
+        arguments = self._checked(template_kwargs)
+        if self._family is not None:
+            bridged = self._family.renderer(arguments).bridge_to_next_turn(
+                list(prompt_token_ids),
+                list(response_ids),
+                new,
+                tools=[dict(tool) for tool in tools] or None,
             )
             if bridged is not None and bridged.token_ids[: len(previous)] == previous:
                 return list(bridged.token_ids)
-        if not self._has_template:
-            return previous + self._encode_after_answer(_contents(new_messages))
-        following = self._encode_after_answer(self._after_answer(new_messages, add_generation_prompt=True))
-        if self._closing is None:
-            self._closing = self._encode_after_answer(self._after_answer((), add_generation_prompt=False))
-        return previous + following[_overlap(response_ids, self._closing) :]
+        if not self._template:
+            if self._family is not None:
+                raise ConfigError(
+                    f"The chat format {self._family.name!r} cannot continue this conversation token by token."
+                )
+            return previous + self._encode_after_answer(_contents(new))
+        following = self._encode_after_answer(self._after_answer(new, tools, arguments, add_generation_prompt=True))
+        closing = self._closing(_json([list(tools), arguments]))
+        return previous + following[_overlap(response_ids, closing) :]
 
-    def _after_answer(self, new_messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _closing_json(self, key: str) -> list[int]:
+        tools, arguments = json.loads(key)
+        return self._encode_after_answer(self._after_answer((), tools, arguments, add_generation_prompt=False))
+
+    def _after_answer(
+        self, new: Messages, tools: Messages, template_kwargs: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> str:
         dummy = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        text = self._apply([*dummy, *new_messages], add_generation_prompt)
+        text = self._apply([*dummy, *new], tools, template_kwargs, add_generation_prompt=add_generation_prompt)
         _, found, rest = text.partition(_ANSWER)
         if not found:
             raise ConfigError(
@@ -103,19 +185,56 @@ class ChatRenderer:
             )
         return rest
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _apply(
+        self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> str:
         from jinja2 import TemplateError
 
+        self._warn_of_tools(tools)
         try:
             text = self._tokenizer.apply_chat_template(
-                _plain(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **template_kwargs,
             )
-        except TemplateError as error:
-            roles = [message.get("role") for message in messages]
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ConfigError(
-                f"The chat template of {self._name!r} refuses a conversation of {roles}: {error}"
+                f"The chat template of {self._name!r} refuses a conversation of {_roles(messages)}: {error}"
             ) from error
         return str(text)
+
+    def _warn_of_tools(self, tools: Messages) -> None:
+        if tools and "tools" not in self._template and not self._warned_of_tools:
+            self._warned_of_tools = True
+            logger.warning("The chat template of %r does not show tools to the model.", self._name)
+
+    def normalize(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages as they are rendered: contents as text, tool-call arguments as objects, roles that are known.
+
+        Raises:
+            ConfigError: a message is malformed; the error names its index and the field.
+        """
+        if self._family is not None:  # the library's renderers leave out a role that they do not know
+            knows_developer = self._family.name in _KNOW_DEVELOPER
+            return normalize_messages(messages, knows_developer=knows_developer, strict_roles=True)
+        knows_developer = not self._template or "developer" in self._template
+        return normalize_messages(messages, knows_developer=knows_developer)
+
+    def _checked(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if not template_kwargs:
+            return {}
+        reserved = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"} - {"kwargs"}
+        for key in template_kwargs:
+            if key in reserved:
+                raise ConfigError(f"chat template argument {key!r} is set by the renderer; leave it out.")
+        return dict(template_kwargs)
+
+    def retokenise(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens that rendering the text of ``token_ids`` would give: others, where the model cut it differently."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._encode(str(text))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -127,20 +246,85 @@ class ChatRenderer:
         answer, both = self._encode(_ANSWER), self._encode(_ANSWER + text)
         return both[len(answer) :] if both[: len(answer)] == answer else self._encode(text)
 
+    # Tokens to messages -------------------------------------------------------------------------------------------
 
-def _known_renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Renderer | None:
-    """The hand-written renderer of this hub name. A folder has no family name, so nothing is imported for it."""
-    if Path(name).is_dir():
-        return None
-    from renderers import config_from_name, create_renderer
-    from renderers.base import MODEL_RENDERER_MAP
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens with which the model ends its turn."""
+        if self._family is not None:
+            return tuple(self._family.renderer({}).get_stop_token_ids())
+        end = self._tokenizer.eos_token_id
+        return () if end is None else (int(end),)
 
-    family = MODEL_RENDERER_MAP.get(name)
-    config = config_from_name(family) if family is not None else None
-    if config is None:
-        return None
-    # "all": a new message never makes the bridge drop the reasoning of earlier turns.
-    return create_renderer(tokenizer, type(config)(thinking_retention="all"))
+    def parser(self, prompt_token_ids: Sequence[int], tools: Messages = ()) -> ResponseParser:
+        """A parser for one response to ``prompt_token_ids``; without ``tools``, tool calls are content."""
+        name_call = CallNames(prompt_token_ids)
+        if self._format is None and self._family is not None:
+            return WholeParser(self._family.renderer({}), prompt_token_ids, tools, name_call, self._decode)
+        form = self._format or ResponseFormat()
+        reader = PieceReader(self._vocabulary, form.marks(with_tools=bool(tools)), frozenset(self.stop_token_ids))
+        opened = self._opens_reasoning(form, prompt_token_ids)
+        return StreamParser(reader, MessageBuilder(form, tools, name_call, reasoning_open=opened))
+
+    def parse(
+        self,
+        response_ids: Sequence[int],
+        *,
+        prompt_token_ids: Sequence[int],
+        tools: Messages = (),
+        visible: int | None = None,
+    ) -> AssistantMessage:
+        """The message that a whole response is.
+
+        Args:
+            visible: characters of the decoded response before its stop string; None: there is none.
+        """
+        parser = self.parser(prompt_token_ids, tools)
+        parser.feed(response_ids, visible)
+        return parser.finish(visible)[1]
+
+    def load_parsers(self) -> None:
+        """Imports what parsing needs (seconds), so that no request waits for it."""
+        import renderers.parsing  # noqa: F401
+
+        self.parser(())
+
+    @cached_property
+    def _format(self) -> ResponseFormat | None:
+        """None: the library reads whole responses of this family."""
+        tool_parser, reasoning_parser = self._parsers
+        if self._family is not None:
+            name = FAMILY_TOOL_FORMATS.get(self._family.name)
+            if name is None and tool_parser is None and reasoning_parser is None:
+                return None
+            return response_format(tool_parser or name or "none", reasoning_parser or "think")
+        hints = "\n".join([self._template, *self._vocabulary.added.values()])
+        return response_format(tool_parser or guess_tool_format(hints), reasoning_parser or guess_reasoning(hints))
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self._tokenizer)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _opens_reasoning(self, form: ResponseFormat, prompt_token_ids: Sequence[int]) -> bool:
+        if form.reasoning is None:
+            return False
+        tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
+        return str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"A conversation must consist of JSON values: {error}") from error
 
 
 def _overlap(response_ids: Sequence[int], closing: Sequence[int]) -> int:
@@ -151,9 +335,9 @@ def _overlap(response_ids: Sequence[int], closing: Sequence[int]) -> int:
     return 0
 
 
-def _contents(messages: Sequence[Mapping[str, Any]]) -> str:
+def _contents(messages: Messages) -> str:
     return "".join(str(message["content"]) for message in messages)
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [dict(message) for message in messages]
+def _roles(messages: Messages) -> list[Any]:
+    return [message.get("role") for message in messages]

@@ -1,0 +1,131 @@
+"""Which hand-written renderer of the ``renderers`` library fits a model, if any.
+
+A hub name that the library lists is taken at its word. A folder has no family name: what its ``config.json`` says is
+tried, and kept only if the family's renderer writes, token by token, what the folder's own chat template writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+# Architectures with one chat format of their own. A token of the format keeps small models with another vocabulary
+# from importing the library for nothing.
+_BY_MODEL_TYPE = {
+    "qwen3": (("qwen3",), "<|im_start|>"),
+    "qwen3_moe": (("qwen3",), "<|im_start|>"),
+    "glm4_moe": (("glm-4.5",), "<|assistant|>"),
+    "deepseek_v3": (("deepseek-v3", "deepseek-r1"), "<｜Assistant｜>"),
+    "minimax_m2": (("minimax-m2",), "]~b]"),
+}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    },
+}
+_ASK = {"role": "user", "content": "How many?"}
+_CALL = {"id": "c", "type": "function", "function": {"name": "probe", "arguments": {"x": 1}}}
+_PROBES: tuple[tuple[list[Any], list[Any] | None], ...] = (
+    ([_ASK], None),
+    ([{"role": "system", "content": "Be brief."}, _ASK, {"role": "assistant", "content": "Two."}, _ASK], None),
+    (
+        [
+            _ASK,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "3", "tool_call_id": "c", "name": "probe"},
+        ],
+        [_PROBE_TOOL],
+    ),
+)
+
+
+class Family:
+    """A family of the library by its name there; renderers are made per set of template arguments."""
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name = name
+        self._tokenizer = tokenizer
+        self._made = lru_cache(maxsize=16)(self._make)
+
+    def renderer(self, template_kwargs: Mapping[str, Any]) -> Renderer:
+        """The renderer with these arguments of the chat template.
+
+        Raises:
+            ConfigError: the family's template has no such argument, or the value is impossible.
+        """
+        return self._made(json.dumps(dict(template_kwargs), sort_keys=True))
+
+    def _make(self, template_kwargs: str) -> Renderer:
+        from renderers import config_from_name, create_renderer
+        from renderers.base import merge_chat_template_kwargs
+
+        config = config_from_name(self.name)
+        if config is None:
+            raise ConfigError(f"The renderers library has no family {self.name!r}.")
+        # "all": a new message never makes the bridge drop the reasoning of earlier turns.
+        config = type(config)(thinking_retention="all")
+        try:
+            return create_renderer(self._tokenizer, merge_chat_template_kwargs(config, json.loads(template_kwargs)))
+        except ValueError as error:
+            raise ConfigError(f"chat template arguments of {self.name!r}: {error}") from error
+
+
+def find_family(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> Family | None:
+    """The family of a hub name or a model folder; None: the chat template is all that is known."""
+    if not name_or_path:
+        return None
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return _family_of_folder(tokenizer, folder)
+    name = _listed(name_or_path)
+    return None if name is None else Family(name, tokenizer)
+
+
+def _listed(hub_name: str) -> str | None:
+    from renderers.base import MODEL_RENDERER_MAP
+
+    name: str | None = MODEL_RENDERER_MAP.get(hub_name)
+    return name
+
+
+def _family_of_folder(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Family | None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    candidates, mark = _BY_MODEL_TYPE.get(model_type if isinstance(model_type, str) else "", ((), ""))
+    if not candidates or not tokenizer.chat_template or tokenizer.backend_tokenizer.token_to_id(mark) is None:
+        return None
+    families = (Family(name, tokenizer) for name in candidates)
+    family = next((family for family in families if _writes_like_the_template(family, tokenizer)), None)
+    logger.info("chat format of %s: %s", folder, family.name if family else "its own template")
+    return family
+
+
+def _writes_like_the_template(family: Family, tokenizer: PreTrainedTokenizerBase) -> bool:
+    try:
+        renderer = family.renderer({})
+        return all(
+            list(renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
+            == list(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
+            for messages, tools in _PROBES
+        )
+    except Exception:  # a stranger's template and a renderer made for another one: whatever fails, they do not match
+        logger.debug("%s does not fit", family.name, exc_info=True)
+        return False

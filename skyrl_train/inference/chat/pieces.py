@@ -1,0 +1,165 @@
+"""Sampled tokens as text and marks, one token at a time.
+
+    token ──> text as far as it is certain ──> split at marks ──> Piece ...
+
+A mark is what a chat format puts around reasoning and tool calls (``<think>``, ``<tool_call>``). Where the vocabulary
+has a token for it, only that token counts and the same letters spelled out are text; where it has none, the letters
+count. A character or a mark that may still be incomplete is held back.
+
+Each token is decoded on its own turn, so that pieces depend on the tokens alone, never on how they were handed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A character has at most four bytes: when this many tokens in a row make no text, none of them ever will. Without the
+# limit, a model that samples stray bytes for ever would cost the square of their number.
+_MAX_UNDECODED_TOKENS = 16
+
+
+class Mark(Enum):
+    """What a mark does in a response."""
+
+    THINK = "opens reasoning"
+    THINK_END = "closes reasoning"
+    TOOL = "opens tool calls"
+    TOOL_END = "closes tool calls"
+    INNER = "separates parts of a tool call"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text; with ``mark``, that of one mark; with ``special``, that of another special token, which is not shown.
+
+    ``shown`` counts the characters that the decoded response, special tokens left out, has for it.
+    """
+
+    text: str
+    shown: int
+    mark: Mark | None = None
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the tokenizer tells apart: ``added`` tokens (id to text) and which of them are ``special``."""
+
+    tokenizer: PreTrainedTokenizerBase
+    added: Mapping[int, str]
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+        """Reads it from a tokenizer."""
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return cls(
+            tokenizer,
+            {index: token.content for index, token in added.items()},
+            frozenset(index for index, token in added.items() if token.special),
+        )
+
+
+class PieceReader:
+    """Turns the tokens of one response into pieces.
+
+    Args:
+        marks: text to meaning.
+        silent: tokens that end a response; they are no part of its text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, marks: Mapping[str, Mark], silent: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._backend = vocabulary.tokenizer.backend_tokenizer
+        self._atomic = {index: marks[text] for index, text in vocabulary.added.items() if text in marks}
+        atomic_texts = {vocabulary.added[index] for index in self._atomic}
+        self._finder = _MarkFinder({text: mark for text, mark in marks.items() if text not in atomic_texts})
+        self._silent = silent
+        self._undecoded: list[int] = []
+        self._new_segment()
+
+    def _new_segment(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def feed(self, token_id: int) -> list[Piece]:
+        """The pieces that ``token_id`` completes."""
+        special = token_id in self._vocabulary.special
+        if token_id in self._silent or token_id in self._atomic or special:
+            pieces = self.flush()
+            if token_id not in self._silent:
+                text = self._vocabulary.added[token_id]
+                mark = self._atomic.get(token_id)
+                pieces.append(Piece(text, 0 if special else len(text), mark, special=mark is None))
+            return pieces
+        text = self._stream.step(self._backend, token_id) or ""
+        if text:
+            self._undecoded.clear()
+            return self._finder.feed(text)
+        self._undecoded.append(token_id)
+        if len(self._undecoded) < _MAX_UNDECODED_TOKENS:
+            return []
+        return self._finder.feed(self._take_undecoded())
+
+    def flush(self) -> list[Piece]:
+        """What was held back, as plain text; nothing can complete it any more."""
+        pieces = self._finder.feed(self._take_undecoded()) if self._undecoded else []
+        self._new_segment()
+        return [*pieces, *self._finder.flush()]
+
+    def _take_undecoded(self) -> str:
+        text = str(self._backend.decode(self._undecoded, skip_special_tokens=True))
+        self._undecoded.clear()
+        self._new_segment()
+        return text
+
+
+class _MarkFinder:
+    """Splits text at marks that have no token of their own."""
+
+    def __init__(self, marks: Mapping[str, Mark]) -> None:
+        self._marks = marks
+        longest_first = sorted(marks, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._first = {mark[0] for mark in marks}
+        self._longest = max(map(len, marks), default=0)
+        self._held = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        if not self._marks:
+            return [Piece(text, len(text))]
+        return list(self._split(self._held + text))
+
+    def _split(self, text: str) -> Iterator[Piece]:
+        start = 0
+        for match in self._pattern.finditer(text):
+            yield from _plain(text[start : match.start()])
+            yield Piece(match.group(), len(match.group()), self._marks[match.group()])
+            start = match.end()
+        end = len(text) - self._partial(text[start:])
+        yield from _plain(text[start:end])
+        self._held = text[end:]
+
+    def _partial(self, text: str) -> int:
+        """The length of the longest end of ``text`` that begins a mark."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            if text[-size] in self._first and any(mark.startswith(text[-size:]) for mark in self._marks):
+                return size
+        return 0
+
+    def flush(self) -> list[Piece]:
+        held, self._held = self._held, ""
+        return list(_plain(held))
+
+
+def _plain(text: str) -> Iterator[Piece]:
+    if text:
+        yield Piece(text, len(text))
