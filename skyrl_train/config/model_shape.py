@@ -62,7 +62,7 @@ def _of_build(build: BuildModelConfig) -> ModelShape:
         num_kv_heads=build.num_heads,
         head_dim=build.hidden_size // build.num_heads,
         intermediate_size=build.intermediate_size,
-        vocab_size=len(set(build.alphabet)) + NUM_SPECIAL_TOKENS,
+        vocab_size=len(set(build.alphabet)) + len(set(build.words)) + NUM_SPECIAL_TOKENS,
         max_position_embeddings=build.max_position_embeddings,
         tied_embeddings=False,
     )

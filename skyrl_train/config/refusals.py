@@ -17,7 +17,7 @@ from skyrl_train.errors import ConfigError
 # Settings with a closed list of values. What users may register (losses, estimators, schedules, trackers) is passed in.
 CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "generator.pause_mode": ("keep", "recompute", "abort", "wait"),
-    "generator.inference_engine.placement": ("process", "thread"),
+    "generator.inference_engine.placement": ("process", "thread", "ray"),
     "generator.inference_engine.dtype": tuple(BYTES_PER_ELEMENT),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }
@@ -92,14 +92,25 @@ def _counts(config: RunConfig) -> Problems:
         "generator.sampling_params.max_tokens",
         "generator.inference_engine.num_engines",
         "generator.inference_engine.max_num_seqs",
+        "generator.inference_engine.tensor_parallel_size",
+        "generator.inference_engine.pipeline_parallel_size",
+        "generator.inference_engine.data_parallel_size",
+        "generator.inference_engine.fleet.max_failed_probes",
     )
     yield from _at_least(
-        config, 0, "trainer.ckpt_interval", "trainer.samples_per_step", "trainer.failures.max_rollout_retries"
+        config,
+        0,
+        "trainer.ckpt_interval",
+        "trainer.samples_per_step",
+        "trainer.failures.max_rollout_retries",
+        "generator.inference_engine.fleet.max_restarts",
+        "generator.inference_engine.fleet.wait_timeout_s",
     )
     yield from _more_than_zero(
         config,
         "trainer.failures.rollout_timeout_s",
         "generator.pause_timeout_s",
+        "generator.inference_engine.fleet.probe_interval_s",
     )
     if not config.data.train_data:
         yield from _at_least(config, 1, "data.generate")
@@ -261,6 +272,26 @@ def _names(config: RunConfig, known_names: Mapping[str, Collection[str]]) -> Pro
                 yield f"{key}={name} is unknown.{did_you_mean(name, names)}"
 
 
+def _engines(config: RunConfig) -> Problems:
+    key, engine = "generator.inference_engine", config.generator.inference_engine
+    if engine.backend == "vllm_remote" and len(engine.remote_urls) != engine.num_engines:
+        yield (
+            f"{key}.remote_urls names {len(engine.remote_urls)} servers for {key}.num_engines={engine.num_engines}: "
+            "give one URL per engine."
+        )
+    if engine.backend != "vllm_remote" and engine.remote_urls:
+        yield f"{key}.remote_urls belongs to {key}.backend=vllm_remote, not to {engine.backend!r}."
+    if engine.backend == "vllm_remote" and engine.placement == "ray":
+        yield f"{key}.placement=ray: a remote server runs where it was started; leave the placement out."
+    if engine.backend == "vllm" and engine.placement == "thread":
+        yield f"{key}.placement=thread is for the embedded engine; vLLM has processes of its own: use process or ray."
+    parallel = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    if engine.backend == "embedded" and parallel != 1:
+        yield f"{key}: the embedded engine is not parallel; set its *_parallel_size to 1, or use backend=vllm."
+    if engine.backend != "vllm" and engine.engine_args:
+        yield f"{key}.engine_args belongs to {key}.backend=vllm, not to {engine.backend!r}."
+
+
 _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _counts,
     _batches,
@@ -271,4 +302,5 @@ _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _optimizer,
     _losses,
     _lengths,
+    _engines,
 )

@@ -50,6 +50,7 @@ class BuildModelConfig:
     """A small model with random weights and a character tokenizer, made on the spot."""
 
     alphabet: str = "0123456789"  # the characters of the tokenizer's vocabulary, beside its special tokens
+    words: list[str] = field(default_factory=list)  # longer texts of one token each: the fixed parts of a tool call
     model_type: str = "qwen3"  # any causal LM type that transformers can build from a config
     hidden_size: int = 128
     num_layers: int = 2
@@ -152,26 +153,56 @@ class SamplingConfig:
 
 
 @dataclass
+class FleetConfig:
+    """What happens to engines that fall silent or die."""
+
+    max_restarts: int = 3  # of each engine; it has them again after five healthy minutes
+    probe_interval_s: float = 10.0  # between two health probes, and the limit of one
+    max_failed_probes: int = 3  # in a row; then the engine counts as dead
+    wait_timeout_s: float = 60.0  # requests wait so long while no engine serves; then the run stops
+
+
+@dataclass
 class InferenceEngineConfig:
-    backend: str = "embedded"  # embedded | path.to.Factory
-    placement: str = "process"  # of an embedded engine: process (its own core) | thread (of the trainer's process)
+    backend: str = "embedded"  # embedded | vllm | vllm_remote | path.to.Factory
+    placement: str = "process"  # process (its own) | thread (of the trainer's process; embedded only) | ray (an actor)
     num_engines: int = 1
     device: str = "cpu"
     dtype: str = "float32"  # of the served weights: float32 | bfloat16
     max_num_seqs: int = 128  # requests decoded at once, per engine
     max_model_len: int | None = None  # tokens per request; None: prompt and response limits, within the model's
-    batch_invariant: bool = False  # a request's tokens do not depend on what else is in the batch (slower)
+    batch_invariant: bool = False  # embedded: a request's tokens do not depend on what else is in the batch (slower)
+    tensor_parallel_size: int = 1  # vllm, per engine
+    pipeline_parallel_size: int = 1  # vllm, per engine
+    data_parallel_size: int = 1  # vllm, per engine
+    engine_args: dict[str, Any] = field(default_factory=dict)  # any further argument of vLLM's AsyncEngineArgs
+    environment: dict[str, str] = field(default_factory=dict)  # variables of the engine's processes: vllm, or in Ray
+    remote_urls: list[str] = field(default_factory=list)  # vllm_remote: one server per engine
+    remote_api_key_variable: str = "VLLM_API_KEY"  # the environment variable that holds the servers' key
+    remote_staging_folder: str | None = None  # a folder that trainer and servers share; None: they share a machine
+    ray_num_cpus: float = 1.0  # reserved for each engine in a Ray actor
+    ray_num_gpus: float = 0.0
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+
+
+@dataclass
+class ChatConfig:
+    """How responses are read. None: by the model's family, else by its template and vocabulary."""
+
+    tool_parser: str | None = None  # format of tool calls: qwen3, llama-3, deepseek-v3, ... | none
+    reasoning_parser: str | None = None  # think | none
 
 
 @dataclass
 class GeneratorConfig:
-    name: str = "gym"  # gym | path.to.GeneratorClass
+    name: str = "gym"  # gym | harness | path.to.GeneratorClass
     kwargs: dict[str, Any] = field(default_factory=dict)  # for the generator's constructor
     n_samples_per_prompt: int = 8
     max_turns: int = 1
     max_input_length: int = 256  # tokens of a turn's input, the conversation so far included
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     pause_mode: str = "keep"  # keep | recompute | abort | wait: in-flight requests during a weight update
     pause_timeout_s: float = 60.0  # of each phase of a publication
     verify_weights: bool = False  # checksum each publication

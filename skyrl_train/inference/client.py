@@ -62,6 +62,7 @@ class InferenceEngineClient:
         engine_wait_timeout_s: how long requests wait for an engine while none serves.
         limits: how often a dead engine is started again, and how long a silent one is waited for.
         probe_interval_s: seconds between two health probes of an engine.
+        tool_parser, reasoning_parser: see :class:`ChatRenderer`.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class InferenceEngineClient:
         engine_wait_timeout_s: float = 60.0,
         limits: FleetLimits | None = None,
         probe_interval_s: float = 10.0,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not engines:
@@ -87,7 +90,7 @@ class InferenceEngineClient:
         )
         self.supervisor = FleetSupervisor(self._pool, self._catch_up, probe_interval_s=probe_interval_s, clock=clock)
         self._tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer, model_path)
+        self._renderer = ChatRenderer(tokenizer, model_path, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
         self._clock = clock
         self._gate = Gate()
         self._paused_mode: PauseMode | None = None

@@ -70,7 +70,7 @@ class EnginePool:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What every routed engine can do (of all engines while none is routed)."""
+        """What every routed engine can do; while none is routed, what the last ones could."""
         if self._capabilities is None:
             self._capabilities = _common([self._engines[n].capabilities for n in self.routed or self._engines])
         return self._capabilities
@@ -158,7 +158,8 @@ class EnginePool:
             segment.cancel()
 
     def _changed(self) -> None:
-        self._capabilities = None
+        if self.routed:
+            self._capabilities = None
         self.changed.notify()
 
     # Requests -----------------------------------------------------------------------------------------------------

@@ -144,6 +144,28 @@ def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: st
         (["generator.inference_engine.max_model_len=64"], "leaves no room for a prompt"),
         (["generator.pause_mode=kep"], "Did you mean keep?"),
         (["generator.inference_engine.placement=thred"], "Did you mean thread?"),
+        (["generator.inference_engine.backend=vllm_remote"], "names 0 servers"),
+        (
+            ["generator.inference_engine.remote_urls=[http://a:1]"],
+            "belongs to generator.inference_engine.backend=vllm_remote",
+        ),
+        (
+            [
+                "generator.inference_engine.backend=vllm_remote",
+                "generator.inference_engine.remote_urls=[http://a:1]",
+                "generator.inference_engine.placement=ray",
+            ],
+            "runs where it was started",
+        ),
+        (
+            ["generator.inference_engine.backend=vllm", "generator.inference_engine.placement=thread"],
+            "use process or ray",
+        ),
+        (["generator.inference_engine.tensor_parallel_size=2"], "the embedded engine is not parallel"),
+        (
+            ["generator.inference_engine.engine_args={block_size: 16}"],
+            "belongs to generator.inference_engine.backend=vllm",
+        ),
         (["generator.inference_engine.dtype=fp32"], "Known: float32, bfloat16"),
         (["data.generate=0"], "data.generate=0"),
     ],

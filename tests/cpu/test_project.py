@@ -23,6 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LEVELS = (
     {"entrypoints"},
     {"assembly"},
+    {"engine_factory"},
     {"trainer", "fully_async_trainer"},
     {"rollout", "publication", "training", "generators", "environments", "observability"},
     {"inference", "algorithms"},
