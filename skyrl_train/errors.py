@@ -9,6 +9,8 @@ SkyRLError
   RolloutError           a rollout failed (raised, timed out) more often than the run allows
   StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
   RequestError           a request that no engine can serve; other requests are not concerned
+  SessionError           a session is unknown, has ended, or cannot do what is asked of it
+  QuotaError             no further session can be opened for now; it says when to come back
   EngineError            an inference engine failed
     EngineDeadError      the engine is gone; its requests can continue elsewhere
     NoEngineError        no engine is left
@@ -50,6 +52,18 @@ class StalenessError(SkyRLError):
 
 class RequestError(SkyRLError):
     """A request that no engine can serve (an empty prompt, one that does not fit); other requests are not concerned."""
+
+
+class SessionError(SkyRLError):
+    """A session is unknown, has ended, or cannot do what is asked of it. Asking again does not help."""
+
+
+class QuotaError(SkyRLError):
+    """No further session can be opened for now. ``retry_after_s``: seconds after which asking again makes sense."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineError(SkyRLError):

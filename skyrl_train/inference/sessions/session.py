@@ -1,0 +1,365 @@
+"""One session: what a program's requests and the responses to them were, token for token (SEMANTICS 3).
+
+    plan(messages) ──> prompt tokens ──sampled by the engines──> record(plan, choice)      any number at once
+    set_reward ──> finish ──> sequences()
+
+A plan changes nothing: a request that fails or is cancelled leaves no trace.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from skyrl_train.concurrency import Signal
+from skyrl_train.errors import ConfigError, SessionError
+from skyrl_train.inference.chat.renderer import ChatRenderer
+from skyrl_train.inference.chat.requests import ChatChoice
+from skyrl_train.inference.requests import Generation
+from skyrl_train.inference.sessions.canonical import CanonicalMessage, canonical_messages, setting_digest
+from skyrl_train.inference.sessions.export import SessionSequence, to_sequences
+from skyrl_train.inference.sessions.limits import SessionLimits
+from skyrl_train.inference.sessions.single_flight import KeptFlights, SingleFlight
+from skyrl_train.inference.sessions.tree import MessageTree
+from skyrl_train.inference.sessions.turns import TurnTree, token_list
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in the message tree an answer belongs: after ``messages``, which follow ``after``."""
+
+    setting: bytes
+    after: int | None
+    messages: list[CanonicalMessage]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """The prompt of a request. Its first ``reused_tokens`` are those of earlier turns, as sampled."""
+
+    prompt_token_ids: list[int]
+    reused_tokens: int = 0
+    parent: int | None = field(default=None, repr=False)  # the turn that is extended
+    place: _Place | None = field(default=None, repr=False)  # None: tokens came in, not messages
+    drifted: bool = field(default=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatistics:
+    """A session so far.
+
+    ``branches`` is the number of sequences it makes. ``drifted_turns`` came with answers of this session whose tokens
+    could not be used again: changed, moved, under other tools, or with a template that cannot be extended. Of answers
+    whose tokens were used again, ``drifted_tokens`` are those that a fresh rendering would have cut differently.
+    ``restarts`` counts requests that began again from nothing.
+    """
+
+    turns: int
+    branches: int
+    drifted_turns: int
+    drifted_tokens: int
+    sampled_tokens: int
+    oldest_version: int | None
+    newest_version: int | None
+    restarts: int
+    finished: bool
+
+
+@dataclass(slots=True)
+class SessionTotals:
+    """What all sessions of a store did since it began, those that are gone included."""
+
+    opened: int = 0
+    finished: int = 0
+    expired: int = 0
+    refused: int = 0
+    turns: int = 0
+    branches: int = 0
+    drifted_turns: int = 0
+    sampled_tokens: int = 0
+
+
+class _State(Enum):
+    OPEN = "open"
+    FINISHED = "finished"
+    GONE = "gone"
+
+
+class Session:
+    """One sample. All calls come from one event loop; none of them waits, except ``wait_finished``.
+
+    Args:
+        session_id: names the sample.
+        renderer: turns messages into tokens.
+        clock: seconds; tells when the session was used last.
+        kept: finished responses for late retries, shared by the sessions of a store.
+        totals: of a store; counted along.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        renderer: ChatRenderer,
+        limits: SessionLimits | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        kept: KeptFlights | None = None,
+        totals: SessionTotals | None = None,
+    ) -> None:
+        limits = limits or SessionLimits()
+        self.id = session_id
+        self.single_flight = SingleFlight(kept or KeptFlights(limits.max_kept_responses, limits.retry_window_s, clock))
+        self.last_used = clock()
+        self._renderer = renderer
+        self._limits = limits
+        self._clock = clock
+        self._totals = totals or SessionTotals()
+        self._state = _State.OPEN
+        self._why = ""  # it is gone
+        self._changed = Signal()
+        self._turns = TurnTree()
+        self._messages = MessageTree(self._turns)
+        self._reward = 0.0
+        self._rewarded = False
+        self._turn_rewards: dict[int, float] = {}
+        self._versions: tuple[int, int] | None = None  # oldest, newest
+        self._sampled_tokens = self._drifted_turns = self._drifted_tokens = self._restarts = 0
+        self._extended: list[int] = []  # turns with drifted tokens not counted yet
+
+    def __repr__(self) -> str:
+        return f"Session({self.id!r}, {self._state.value}, {len(self._turns.turns)} turns)"
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the tokens sampled so far: what the session's next request is as old as."""
+        return None if self._versions is None else self._versions[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the session has ended well: nothing is recorded any more, and it can be trained on."""
+        return self._state is _State.FINISHED
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether a reward was set, of the session or of a turn; a session without any is worth 0."""
+        return self._rewarded
+
+    # Turns ---------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TurnPlan:
+        """Returns the prompt for a conversation in OpenAI's chat shape.
+
+        The longest recorded conversation that it begins with is extended token by token; without one, or where the
+        template cannot be extended, everything is rendered, and the turn begins a new branch.
+
+        Raises:
+            SessionError: the session has ended, or has used its turns or tokens.
+            ConfigError: the template refuses the messages.
+        """
+        self._take_request()
+        kwargs = dict(template_kwargs or {})
+        setting, canonical = setting_digest(tools, kwargs), canonical_messages(messages)
+        match = self._messages.match(setting, canonical)
+        if match.turn is not None:
+            prompt = self._extend(match.turn, messages[match.length :], tools, kwargs)
+            if prompt is not None:
+                place = _Place(setting, match.node, canonical[match.length :])
+                reused = self._turns.turns[match.turn].end
+                return TurnPlan(prompt, reused, match.turn, place, match.rewritten > 0)
+        prompt = self._renderer.render(messages, tools=tools, template_kwargs=kwargs)
+        # Tokens decide what is extended: a rendering may well begin with exactly what was sampled.
+        parent = self._turns.longest_prefix(prompt)
+        lost = self._messages.count_answers(canonical[: match.length]) + match.rewritten
+        place = _Place(setting, None, canonical)
+        if parent is None:
+            return TurnPlan(prompt, 0, None, place, lost > 0)
+        return TurnPlan(prompt, parent.end, parent.index, place, lost > len(self._turns.path(parent.index)))
+
+    def plan_completion(self, prompt_token_ids: Sequence[int]) -> TurnPlan:
+        """Returns the plan of a prompt that came as tokens; it extends a turn whose tokens it begins with.
+
+        Raises:
+            SessionError: as for :meth:`plan`.
+        """
+        self._take_request()
+        prompt = list(prompt_token_ids)
+        parent = self._turns.longest_prefix(prompt)
+        return TurnPlan(prompt) if parent is None else TurnPlan(prompt, parent.end, parent.index)
+
+    def record(self, plan: TurnPlan, choice: ChatChoice) -> int:
+        """Keeps an answer to a planned prompt, and returns the index of the turn. A plan may have many answers.
+
+        Raises:
+            SessionError: the session has ended, or the answer is to another prompt.
+            EngineError: the answer has no tokens, or some of them no log-prob or version.
+        """
+        turn = self.record_completion(plan, choice.generation)
+        if plan.place is not None:
+            [answer] = canonical_messages([choice.message.to_openai()])
+            place = plan.place
+            self._messages.add(place.setting, place.after, place.messages, answer, turn)
+        return turn
+
+    def record_completion(self, plan: TurnPlan, generation: Generation) -> int:
+        """Like :meth:`record` for a response that is no message: no conversation continues it, only tokens do."""
+        self._check_open()
+        if generation.prompt_token_ids != plan.prompt_token_ids:
+            raise SessionError(f"Session {self.id!r} was given a response to another prompt than the one it planned.")
+        branches = self._turns.branches
+        turn = self._turns.add(plan.parent, generation)
+        if turn.parent is not None and self._turns.turns[turn.parent].children == (turn.index,):
+            self._extended.append(turn.parent)
+        oldest, newest = self._versions or (generation.versions[0], generation.versions[0])
+        self._versions = (min(oldest, *generation.versions), max(newest, *generation.versions))
+        self._sampled_tokens += turn.sampled_tokens
+        self._drifted_turns += plan.drifted
+        self._restarts += generation.restarts
+        self._totals.turns += 1
+        self._totals.branches += self._turns.branches - branches
+        self._totals.drifted_turns += plan.drifted
+        self._totals.sampled_tokens += turn.sampled_tokens
+        self.last_used = self._clock()
+        return turn.index
+
+    def _extend(
+        self,
+        turn: int,
+        new_messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+    ) -> list[int] | None:
+        """The prompt that goes on after a turn; None where the template cannot be extended."""
+        before, response = self._turns.prompt(turn), token_list(self._turns.turns[turn].response)
+        try:
+            prompt = self._renderer.extend(before, response, new_messages, tools=tools, template_kwargs=template_kwargs)
+        except ConfigError:
+            return None
+        known = [*before, *response]
+        return prompt if prompt[: len(known)] == known else None
+
+    def _take_request(self) -> None:
+        self._check_open()
+        self.last_used = self._clock()
+        limits = self._limits
+        if len(self._turns.turns) >= limits.max_turns:
+            raise SessionError(f"Session {self.id!r} has used its {limits.max_turns} turns (max_turns). Finish it.")
+        if self._turns.held_tokens >= limits.max_tokens:
+            raise SessionError(f"Session {self.id!r} has used its {limits.max_tokens} tokens (max_tokens). Finish it.")
+
+    def _check_open(self) -> None:
+        if self._state is not _State.OPEN:
+            raise SessionError(f"Session {self.id!r} {self._why}. Open a new session for a new sample.")
+
+    # Reward and end ------------------------------------------------------------------------------------------------
+
+    def set_reward(self, reward: float, turn: int | None = None) -> None:
+        """Sets the reward of the session, or of one turn by its index; a later call replaces an earlier one.
+
+        The session's return is the sum of its own reward and its turns'.
+
+        Raises:
+            SessionError: the session has ended, the turn does not exist, or the reward is not finite.
+        """
+        self._check_open()
+        if not math.isfinite(reward):
+            raise SessionError(f"The reward of session {self.id!r} is {reward}; it must be a finite number.")
+        self.last_used = self._clock()
+        if turn is None:
+            self._reward = float(reward)
+        elif 0 <= turn < len(self._turns.turns):
+            self._turn_rewards[turn] = float(reward)
+        else:
+            raise SessionError(f"Session {self.id!r} has no turn {turn}; it has {len(self._turns.turns)} turns.")
+        self._rewarded = True
+
+    def finish(self, reward: float | None = None) -> None:
+        """Ends the session. Requests that still run are cancelled. Finishing again changes nothing.
+
+        Raises:
+            SessionError: the session is gone, or has finished with another reward.
+        """
+        if self._state is _State.FINISHED and reward in (None, self._reward):
+            return
+        self._check_open()
+        if reward is not None:
+            self.set_reward(reward)
+        self._end(_State.FINISHED, "has finished")
+        self._totals.finished += 1
+
+    def close(self, why: str = "was closed") -> None:
+        """Drops everything. Idempotent."""
+        if self._state is _State.GONE:
+            return
+        self._end(_State.GONE, why)
+        self._turns, self._extended = TurnTree(), []
+        self._messages = MessageTree(self._turns)
+
+    async def wait_finished(self) -> None:
+        """Returns when the session has finished.
+
+        Raises:
+            SessionError: it was closed or expired instead.
+        """
+        await self._changed.wait_until(lambda: self._state is not _State.OPEN)
+        if self._state is _State.GONE:
+            self._check_open()
+
+    def _end(self, state: _State, why: str) -> None:
+        self._state, self._why = state, why
+        self.single_flight.end(SessionError(f"Session {self.id!r} {why} while the request was running."))
+        self._changed.notify()
+
+    # What it became ------------------------------------------------------------------------------------------------
+
+    def sequences(self) -> list[SessionSequence]:
+        """The finished session as training data: see :mod:`~skyrl_train.inference.sessions.export`.
+
+        Raises:
+            SessionError: the session has not finished, is gone, or nothing was sampled in it.
+        """
+        if self._state is not _State.FINISHED:
+            what = "has not finished; finish it first" if self._state is _State.OPEN else f"{self._why}; it is gone"
+            raise SessionError(f"Session {self.id!r} {what}.")
+        if not self._turns.turns:
+            raise SessionError(
+                f"Session {self.id!r} sampled nothing, so there is nothing to train on. Does the program send its "
+                "requests to this endpoint, and did one of them succeed?"
+            )
+        return to_sequences(self._turns, self._reward, self._turn_rewards)
+
+    def statistics(self) -> SessionStatistics:
+        """Counts what happened so far. Encodes the answers that were extended since the last call, to find drift."""
+        for turn in self._extended:
+            sampled = token_list(self._turns.turns[turn].response)
+            self._drifted_tokens += _differing(sampled, self._renderer.retokenise(sampled))
+        self._extended.clear()
+        oldest, newest = self._versions or (None, None)
+        return SessionStatistics(
+            turns=len(self._turns.turns),
+            branches=self._turns.branches,
+            drifted_turns=self._drifted_turns,
+            drifted_tokens=self._drifted_tokens,
+            sampled_tokens=self._sampled_tokens,
+            oldest_version=oldest,
+            newest_version=newest,
+            restarts=self._restarts,
+            finished=self.finished,
+        )
+
+
+def _differing(tokens: list[int], others: list[int]) -> int:
+    """How many of ``tokens`` lie between the first and the last that ``others`` does not have in the same place."""
+    shorter = min(len(tokens), len(others))
+    begin = next((place for place in range(shorter) if tokens[place] != others[place]), shorter)
+    most = shorter - begin
+    end = next((place for place in range(most) if tokens[-1 - place] != others[-1 - place]), most)
+    return len(tokens) - begin - end

@@ -1,0 +1,304 @@
+"""Who may open a session, whose key is whose, when a session is forgotten, and what ten thousand of them cost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+import time
+import tracemalloc
+import weakref
+
+import pytest
+from session_worlds import ReadableRenderer, ask, assistant, choice, user
+
+from skyrl_train.errors import ConfigError, QuotaError, SessionError
+from skyrl_train.inference.sessions import OpenedSession, SessionLimits, SessionStore
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_store(**limits: float) -> tuple[SessionStore, Clock]:
+    clock = Clock()
+    return SessionStore(ReadableRenderer(), SessionLimits(**limits), clock=clock), clock
+
+
+def test_a_key_names_its_session_and_no_other() -> None:
+    store, _ = new_store()
+    opened = [store.open() for _ in range(3)]
+    assert len({each.api_key for each in opened}) == len({each.session.id for each in opened}) == 3
+    for each in opened:
+        assert re.fullmatch(r"sk-[\w-]{43}", each.api_key)
+        assert store.by_key(each.api_key) is store.get(each.session.id) is each.session
+
+
+@pytest.mark.parametrize("wrong", ["", "sk-", "sk-" + "a" * 43, "a" * 1_000_000, "\ud800", "ü", "\0"])
+def test_a_wrong_key_names_nothing(wrong: str) -> None:
+    store, _ = new_store()
+    store.open()
+    assert store.by_key(wrong) is None
+
+
+def test_a_key_of_another_store_names_nothing() -> None:
+    first, second = new_store()[0], new_store()[0]
+    second.open()
+    assert second.by_key(first.open().api_key) is None
+
+
+def reachable(root: object) -> set[int]:
+    """Every object that can be reached from ``root``, code and types aside."""
+    found: dict[int, object] = {}
+    waiting = [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found or isinstance(one, type) or callable(one):
+            continue
+        found[id(one)] = one
+        waiting += gc.get_referents(one)
+    return {id(one) for one in found.values()} | {hash(one) for one in found.values() if isinstance(one, str)}
+
+
+def test_a_key_is_kept_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    store, _ = new_store()
+    opened = store.open()
+    key = opened.api_key
+    session = opened.session
+    ask(session, [user("hi")], "yo")
+    assert hash(session.id) in reachable(store)
+    assert hash(key) not in reachable(store)
+    assert key not in repr(opened) + repr(session) + repr(store) + repr(store.totals) + caplog.text
+    with pytest.raises(SessionError) as refused:
+        store.open(session.id)
+    assert key not in str(refused.value)
+
+
+def test_a_session_can_be_given_a_name_once() -> None:
+    store, _ = new_store()
+    assert store.open("mine").session.id == "mine"
+    with pytest.raises(SessionError, match="exists already"):
+        store.open("mine")
+    store.close("mine")
+    store.open("mine")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "ü", "a" * 201])
+def test_a_name_is_short_and_printable(name: str) -> None:
+    with pytest.raises(SessionError, match="cannot name a session"):
+        new_store()[0].open(name)
+
+
+def test_a_full_store_says_when_to_come_back() -> None:
+    store, _ = new_store(max_sessions=2, retry_after_s=7.0)
+    first = store.open().session
+    store.open()
+    with pytest.raises(QuotaError, match="max_sessions") as refused:
+        store.open()
+    assert refused.value.retry_after_s == 7.0
+    assert (len(store), store.totals.refused, store.totals.opened) == (2, 1, 2)
+    store.close(first.id)
+    store.open()
+
+
+def test_admission_pushes_back_before_a_session_begins_and_not_within_one() -> None:
+    waits: list[float | None] = [None, 12.5, None]
+    store = SessionStore(ReadableRenderer(), admission=lambda: waits.pop(0))
+    session = store.open().session
+    with pytest.raises(QuotaError) as refused:
+        store.open()
+    assert refused.value.retry_after_s == 12.5
+    assert store.totals.refused == 1
+    ask(session, [user("hi")], "yo")
+    store.open()
+
+
+def test_idle_sessions_expire_and_used_ones_do_not() -> None:
+    store, clock = new_store(idle_expiry_s=10.0)
+    idle, planned, rewarded, finished = [store.open(name).session for name in ("i", "p", "r", "f")]
+    ask(finished, [user("hi")], "yo")
+    store.finish("f")
+    clock.now = 5.0
+    planned.plan([user("hi")])
+    rewarded.set_reward(1.0)
+    clock.now = 9.9
+    assert store.expire() == []
+    clock.now = 10.0
+    assert sorted(store.expire()) == ["f", "i"]
+    assert store.get("i") is None
+    assert store.totals.expired == 2
+    with pytest.raises(SessionError, match="expired after 10 s"):
+        idle.plan([user("hi")])
+
+
+async def test_a_session_with_a_request_in_flight_is_not_idle() -> None:
+    store, clock = new_store(idle_expiry_s=10.0)
+    session = store.open().session
+    done = asyncio.Event()
+    request = asyncio.create_task(session.single_flight.run(b"k", done.wait, is_retry=False))
+    await asyncio.sleep(0)
+    clock.now = 100.0
+    assert store.expire() == []
+    done.set()
+    await request
+    assert store.expire() == [session.id]
+
+
+def test_a_full_store_makes_room_by_itself() -> None:
+    store, clock = new_store(max_sessions=1, idle_expiry_s=10.0)
+    old = store.open()
+    clock.now = 11.0
+    store.open()
+    assert store.by_key(old.api_key) is None
+
+
+async def test_finishing_wakes_whoever_waits() -> None:
+    store, _ = new_store()
+    session = store.open().session
+    waiting = [asyncio.create_task(session.wait_finished()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    ask(session, [user("hi")], "yo")
+    assert store.finish(session.id, 0.5) is session
+    await asyncio.gather(*waiting)
+    await session.wait_finished()
+    assert session.sequences()[0].rewards == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("how", ["close", "expire"])
+async def test_a_session_that_is_lost_does_not_leave_its_waiters_behind(how: str) -> None:
+    store, clock = new_store()
+    session = store.open().session
+    waiting = asyncio.create_task(session.wait_finished())
+    await asyncio.sleep(0)
+    if how == "close":
+        store.close(session.id)
+    else:
+        clock.now = 1e9
+        store.expire()
+    with pytest.raises(SessionError, match=r"was closed|expired"):
+        await waiting
+
+
+def test_a_finished_session_takes_nothing_more() -> None:
+    store, _ = new_store()
+    session = store.open().session
+    late = session.plan([user("hi")])
+    ask(session, [user("hi")], "yo")
+    store.finish(session.id, 1.0)
+    for refused in (
+        lambda: session.record(late, choice(late, "late")),
+        lambda: session.plan([user("hi")]),
+        lambda: session.plan_completion([1]),
+        lambda: session.set_reward(2.0),
+        lambda: store.finish(session.id, 2.0),
+    ):
+        with pytest.raises(SessionError, match="has finished"):
+            refused()
+    assert store.finish(session.id).finished
+    assert store.finish(session.id, 1.0).finished  # a retry of the same call
+    assert session.sequences()[0].rewards[-1] == 1.0
+    assert store.totals.finished == 1
+
+
+def test_what_is_not_there_cannot_be_finished() -> None:
+    store, _ = new_store()
+    with pytest.raises(SessionError, match="There is no session 'x'"):
+        store.finish("x")
+    store.close("x")
+
+
+def test_closing_frees_the_session_without_waiting_for_the_garbage_collector() -> None:
+    store, _ = new_store()
+    opened = store.open()
+    history = [user("hi")]
+    for answer in ("a", "b"):
+        ask(opened.session, history, answer)
+        history = [*history, assistant(answer), user("more")]
+    turn = weakref.ref(opened.session._turns)
+    session = weakref.ref(opened.session)
+    gc.disable()
+    try:
+        store.close(opened.session.id)
+        assert turn() is None
+        key = opened.api_key
+        del opened
+        assert session() is None
+    finally:
+        gc.enable()
+    assert store.by_key(key) is None
+    assert len(store) == 0
+
+
+def test_totals_count_sessions_that_are_gone_as_well() -> None:
+    store, _ = new_store()
+    for _ in range(2):
+        opened = store.open()
+        ask(opened.session, [user("hi")], "yo")
+        ask(opened.session, [user("hi"), assistant("YO"), user("more")], "ok")
+        store.finish(opened.session.id)
+        store.close(opened.session.id)
+    totals = store.totals
+    assert (totals.opened, totals.finished, totals.turns, totals.branches) == (2, 2, 4, 4)
+    assert (totals.drifted_turns, totals.sampled_tokens) == (2, 8)
+
+
+@pytest.mark.parametrize("limits", [{"max_sessions": 0}, {"idle_expiry_s": -1}, {"retry_window_s": float("nan")}])
+def test_limits_must_be_positive(limits: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        SessionLimits(**limits)
+
+
+TURNS, TOKENS = 10, 20
+
+
+def play(opened: OpenedSession, turns: int = TURNS) -> None:
+    history = [{"role": "system", "content": "be brief"}, user("start")]
+    for turn in range(turns):
+        answer = f"{turn:0{TOKENS}d}"
+        ask(opened.session, history, answer)
+        history = [*history, assistant(answer), user("go on")]
+
+
+def test_a_session_of_ten_turns_takes_a_few_kilobytes() -> None:
+    """So that 10,000 of them fit anywhere: measured on 200 of them."""
+    store, _ = new_store()
+    keep = []
+    tracemalloc.start()
+    try:
+        play(store.open())  # what is made once
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(200):
+            opened = store.open()
+            play(opened)
+            keep.append(opened)
+        gc.collect()
+        per_session = (tracemalloc.get_traced_memory()[0] - before) / 200
+    finally:
+        tracemalloc.stop()
+    assert per_session < 40_000, f"{per_session:.0f} bytes"
+
+
+def test_planning_is_as_quick_in_a_full_store_and_does_not_grow_faster_than_the_conversation() -> None:
+    def seconds_per_turn(store: SessionStore, turns: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            opened = store.open()
+            begin = time.perf_counter()
+            play(opened, turns)
+            best = min(best, (time.perf_counter() - begin) / turns)
+        return best
+
+    store, _ = new_store(max_sessions=20_000)
+    alone = seconds_per_turn(store, TURNS)
+    for _ in range(10_000):
+        store.open()
+    assert seconds_per_turn(store, TURNS) < 5 * alone + 1e-3
+    # Ten times the turns: a request is ten times as long, and so may be its planning; twice that is noise.
+    assert seconds_per_turn(store, 10 * TURNS) < 20 * alone + 1e-3

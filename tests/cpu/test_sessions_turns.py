@@ -1,0 +1,383 @@
+"""Where a request continues a session, with which tokens, and what of it is counted as drift."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from session_worlds import (
+    END,
+    SAMPLED,
+    ReadableRenderer,
+    ask,
+    assistant,
+    choice,
+    generation,
+    new_session,
+    sampled_tokens,
+    text_tokens,
+    user,
+)
+
+from skyrl_train.errors import EngineError, SessionError
+from skyrl_train.inference.chat.messages import ToolCall
+from skyrl_train.inference.sessions import Session, SessionLimits
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def test_the_first_request_is_rendered() -> None:
+    plan = new_session().plan([user("hi")])
+    assert plan.prompt_token_ids == ReadableRenderer().render([user("hi")])
+    assert plan.reused_tokens == 0
+
+
+def test_the_next_turn_begins_with_exactly_the_tokens_of_the_last() -> None:
+    session = new_session()
+    first = ask(session, [user("hi")], "yo")
+    second = session.plan([user("hi"), assistant("yo"), user("more")])
+    before = first.prompt_token_ids + sampled_tokens("yo")
+    assert second.prompt_token_ids == [*before, END, *ReadableRenderer().render([user("more")])]
+    assert second.reused_tokens == len(before)
+
+
+def test_a_plan_alone_leaves_no_trace() -> None:
+    session = new_session()
+    session.plan([user("hi")])
+    assert session.plan([user("hi"), assistant("yo"), user("more")]).reused_tokens == 0
+    assert session.statistics().turns == 0
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [
+        assistant("yo"),
+        assistant("  yo\n"),
+        assistant([{"type": "text", "text": "y"}, {"type": "text", "text": "o"}]),
+        assistant("yo", reasoning_content="hm"),
+        assistant("yo", reasoning_content=None, refusal=None, annotations=[]),
+    ],
+)
+def test_an_answer_is_known_however_an_sdk_sends_it_back(sent_back: dict[str, Any]) -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo", reasoning="hm")
+    plan = session.plan([user("hi"), sent_back, user("more")])
+    assert plan.reused_tokens > 0
+    assert not plan.drifted
+
+
+def test_reasoning_that_came_back_changed_is_a_rewritten_history() -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo", reasoning="hm")
+    plan = session.plan([user("hi"), assistant("yo", reasoning_content="no"), user("more")])
+    assert plan.reused_tokens == 0
+    assert plan.drifted
+
+
+def test_reasoning_tells_equal_answers_apart() -> None:
+    session = new_session()
+    plan = session.plan([user("hi")])
+    for reasoning in ("first", "second", "third"):
+        session.record(plan, choice(plan, "yo", reasoning=reasoning, token_ids=sampled_tokens(reasoning)))
+    again = session.plan([user("hi"), assistant("yo", reasoning_content="second"), user("more")])
+    reused = again.prompt_token_ids[: again.reused_tokens]
+    assert reused[len(plan.prompt_token_ids) :] == sampled_tokens("second")
+
+
+def test_tool_calls_are_known_with_other_ids_and_reordered_arguments() -> None:
+    session = new_session()
+    calls = [ToolCall("a", "add", '{"x": 1, "y": 2}'), ToolCall("b", "add", "{}")]
+    ask(session, [user("hi")], "", calls=calls, token_ids=sampled_tokens("call"))
+    sent_back = [
+        {"id": "p", "type": "function", "function": {"name": "add", "arguments": '{"y":2,"x":1}'}},
+        {"id": "q", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+    ]
+    results = [{"role": "tool", "content": "3", "tool_call_id": call_id} for call_id in ("p", "q")]
+    history = [user("hi"), assistant(None, tool_calls=sent_back), *results]
+    assert ask(session, history, "three").reused_tokens > 0
+    assert session.plan([*history, assistant("three"), user("more")]).parent == 1
+
+
+def test_the_longest_known_path_is_extended_also_before_messages_that_were_edited() -> None:
+    session = new_session()
+    history = [user("1")]
+    for answer in ("a", "b", "c"):
+        ask(session, history, answer)
+        history = [*history, assistant(answer), user(answer)]
+    edited = [*history[:3], assistant("B"), *history[4:]]
+    assert session.plan(history).parent == 2
+    plan = session.plan(edited)
+    assert plan.parent == 0
+    assert plan.drifted
+
+
+def test_several_choices_of_one_request_are_continued_each_on_its_own() -> None:
+    session = new_session()
+    plan = session.plan([user("hi")])
+    indices = [session.record(plan, choice(plan, answer)) for answer in ("a", "b", "c")]
+    for index, answer in zip(indices, ("a", "b", "c"), strict=True):
+        assert session.plan([user("hi"), assistant(answer), user("more")]).parent == index
+    assert session.statistics().branches == 3
+
+
+def test_one_answer_can_be_continued_twice() -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo")
+    plans = [session.plan([user("hi"), assistant("yo"), user(more)]) for more in ("x", "y")]
+    for plan in plans:
+        session.record(plan, choice(plan, "ok"))
+    assert [plan.parent for plan in plans] == [0, 0]
+    assert session.statistics().branches == 2
+    assert session.statistics().drifted_turns == 0
+    assert session.plan([user("hi"), assistant("yo"), user("y"), assistant("ok"), user("z")]).parent == 2
+
+
+def test_parallel_agents_with_equal_answers_keep_a_branch_each() -> None:
+    session = new_session()
+    first, second = session.plan([user("hi")]), session.plan([user("hi")])
+    session.record(first, choice(first, "yo"))
+    session.record(second, choice(second, "yo"))
+    for more in ("x", "y"):
+        ask(session, [user("hi"), assistant("yo"), user(more)], "ok")
+    assert session.statistics().branches == 2
+
+
+@pytest.mark.parametrize("change", ["system", "tools", "template", "window", "edit", "reorder"])
+def test_a_rewritten_history_is_rendered_anew_and_counted(change: str) -> None:
+    session = new_session()
+    history = [{"role": "system", "content": "s"}, user("1")]
+    for answer in ("a", "b"):
+        plan = session.plan(history, [TOOL])
+        session.record(plan, choice(plan, answer))
+        history = [*history, assistant(answer), user(answer)]
+    tools, kwargs = [TOOL], {}
+    match change:
+        case "system":
+            history = [{"role": "system", "content": "S"}, *history[1:]]
+        case "tools":
+            tools = []
+        case "template":
+            kwargs = {"enable_thinking": False}
+        case "window":
+            history = [history[0], *history[3:]]
+        case "edit":
+            history = [*history[:2], assistant("A"), *history[3:]]
+        case "reorder":
+            history = [history[0], *history[3:], *history[1:3]]
+    plan = session.plan(history, tools, kwargs)
+    assert plan.reused_tokens == 0
+    assert plan.prompt_token_ids == ReadableRenderer().render(history, tools)
+    session.record(plan, choice(plan, "c"))
+    statistics = session.statistics()
+    assert (statistics.drifted_turns, statistics.branches, statistics.turns) == (1, 2, 3)
+    # From there it goes on token by token, and that is no drift.
+    plan = session.plan([*history, assistant("c"), user("c")], tools, kwargs)
+    assert (plan.parent, plan.drifted) == (2, False)
+
+
+def test_another_conversation_is_a_branch_but_no_drift() -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo")
+    ask(session, [user("example"), assistant("like this"), user("hi")], "ok")
+    ask(session, [user("summary of what was said: yo")], "go on")
+    statistics = session.statistics()
+    assert (statistics.branches, statistics.drifted_turns) == (3, 0)
+
+
+def test_a_template_that_cannot_be_extended_is_rendered_and_counted_as_drift() -> None:
+    session = Session("s", ReadableRenderer(extends=False))
+    ask(session, [user("hi")], "yo")
+    history = [user("hi"), assistant("yo"), user("more")]
+    plan = session.plan(history)
+    assert plan.prompt_token_ids == ReadableRenderer().render(history)
+    assert (plan.reused_tokens, plan.drifted) == (0, True)
+
+
+def test_a_rendering_that_begins_with_what_was_sampled_extends_it_all_the_same() -> None:
+    session = Session("s", ReadableRenderer(extends=False))
+    ask(session, [user("hi")], "yo", token_ids=[*text_tokens("yo"), END])
+    plan = session.plan([user("hi"), assistant("yo"), user("more")])
+    assert (plan.parent, plan.drifted) == (0, False)
+
+
+def test_a_renderer_that_changes_tokens_while_it_extends_is_not_believed() -> None:
+    class Sloppy(ReadableRenderer):
+        def extend(self, prompt_token_ids: Any, response_ids: Any, *args: Any, **kwargs: Any) -> list[int]:
+            return [*prompt_token_ids, *self.retokenise(response_ids), END, 9]
+
+    session = Session("s", Sloppy())
+    ask(session, [user("hi")], "yo")
+    history = [user("hi"), assistant("yo"), user("more")]
+    assert session.plan(history).prompt_token_ids == Sloppy().render(history)
+
+
+def test_reused_tokens_that_would_be_cut_differently_are_counted_once() -> None:
+    session = new_session()
+    same, other = text_tokens("same"), sampled_tokens("x")
+    ask(session, [user("hi")], "samexsame", token_ids=[*same, *other, *same])
+    assert session.statistics().drifted_tokens == 0  # nothing is reused yet
+    history = [user("hi"), assistant("samexsame"), user("more")]
+    for answer in ("plain", "twice"):
+        ask(session, history, answer, token_ids=text_tokens(answer))
+        assert session.statistics().drifted_tokens == 1
+    ask(session, [*history, assistant("plain"), user("go on")], "never reused")
+    assert session.statistics().drifted_tokens == 1
+
+
+@pytest.mark.parametrize("cut", ["", "same", "x"])
+def test_a_span_of_differing_tokens_ends_where_the_tokens_agree_again(cut: str) -> None:
+    class Cutting(ReadableRenderer):
+        def retokenise(self, token_ids: Any) -> list[int]:
+            begin, end = list(token_ids[:2]), list(token_ids[4:])
+            return begin + text_tokens(cut) + end
+
+    session = Session("s", Cutting())
+    ask(session, [user("hi")], "ab12cd")
+    ask(session, [user("hi"), assistant("ab12cd"), user("more")], "z")
+    assert session.statistics().drifted_tokens == 2
+
+
+def test_prompts_that_come_as_tokens_extend_what_they_begin_with() -> None:
+    session = new_session()
+    plan = session.plan_completion([9, 8])
+    assert plan.reused_tokens == 0
+    session.record_completion(plan, generation([9, 8], [7, 6]))
+    session.record_completion(plan, generation([9, 8], [7]))
+    for prompt, parent, reused in [
+        ([9, 8, 7], 1, 3),
+        ([9, 8, 7, 5], 1, 3),
+        ([9, 8, 7, 6, 5], 0, 4),
+        ([9, 8, 6], None, 0),
+        ([9, 8], None, 0),
+        ([1, 8, 7], None, 0),
+    ]:
+        plan = session.plan_completion(prompt)
+        assert (plan.parent, plan.reused_tokens) == (parent, reused)
+
+
+def test_of_equal_responses_to_equal_tokens_the_one_extended_least_is_extended() -> None:
+    session = new_session()
+    plan = session.plan_completion([9])
+    for _ in range(2):
+        session.record_completion(plan, generation([9], [8]))
+    parents = []
+    for token in (1, 2, 3):
+        plan = session.plan_completion([9, 8, token])
+        parents.append(plan.parent)
+        session.record_completion(plan, generation(plan.prompt_token_ids, [7]))
+    assert parents == [1, 0, 1]
+    assert session.statistics().branches == 3
+
+
+def test_chat_and_completions_continue_each_other_where_the_tokens_agree() -> None:
+    session = new_session()
+    chat = ask(session, [user("hi")], "yo")
+    so_far = chat.prompt_token_ids + sampled_tokens("yo")
+    completion = session.plan_completion([*so_far, 77])
+    assert (completion.parent, completion.reused_tokens) == (0, len(so_far))
+    assert session.record_completion(completion, generation(completion.prompt_token_ids, [SAMPLED])) == 1
+    assert session.plan([user("hi"), assistant("yo"), user("more")]).parent == 0
+
+
+def test_the_oldest_version_is_the_oldest_of_all_turns() -> None:
+    session = new_session()
+    assert session.oldest_version is None
+    ask(session, [user("1")], "a", version=4)
+    ask(session, [user("2")], "b", version=3)
+    ask(session, [user("3")], "c", version=6)
+    assert session.oldest_version == 3
+    statistics = session.statistics()
+    assert (statistics.oldest_version, statistics.newest_version) == (3, 6)
+    assert (statistics.turns, statistics.sampled_tokens) == (3, 3)
+
+
+def test_restarts_are_counted() -> None:
+    session = new_session()
+    plan = session.plan([user("hi")])
+    session.record_completion(plan, generation(plan.prompt_token_ids, [5], restarts=2))
+    assert session.statistics().restarts == 2
+
+
+def test_an_answer_to_another_prompt_is_refused() -> None:
+    session = new_session()
+    plan, other = session.plan([user("hi")]), session.plan([user("ho")])
+    with pytest.raises(SessionError, match="another prompt"):
+        session.record(plan, choice(other, "yo"))
+
+
+@pytest.mark.parametrize("lost", ["token_ids", "logprobs", "versions"])
+def test_a_response_without_tokens_logprobs_or_versions_is_refused(lost: str) -> None:
+    session = new_session()
+    plan = session.plan([user("hi")])
+    whole = generation(plan.prompt_token_ids, [5, 6])
+    fields = {name: getattr(whole, name) for name in ("token_ids", "logprobs", "versions")}
+    fields[lost] = []
+    with pytest.raises(EngineError, match="cannot be trained on"):
+        session.record_completion(plan, type(whole)(whole.prompt_token_ids, **fields, stop_reason="stop", text=""))
+    assert session.statistics().turns == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"), [(SessionLimits(max_turns=2), "max_turns"), (SessionLimits(max_tokens=10), "max_tokens")]
+)
+def test_a_session_that_has_used_its_turns_or_tokens_takes_no_request(limits: SessionLimits, name: str) -> None:
+    session = new_session(limits=limits)
+    late = session.plan([user("late")])
+    ask(session, [user("1")], "a")
+    ask(session, [user("2")], "bcd")
+    session.record(late, choice(late, "what runs is still kept"))
+    for refused in (lambda: session.plan([user("3")]), lambda: session.plan_completion([1])):
+        with pytest.raises(SessionError, match=name):
+            refused()
+    assert session.statistics().turns == 3
+
+
+def test_a_long_conversation_is_rendered_and_looked_up_once_per_message() -> None:
+    renderer = ReadableRenderer()
+    session = Session("s", renderer)
+    history = [user("0")]
+    for turn in range(50):
+        ask(session, history, f"answer {turn}")
+        history = [*history, assistant(f"answer {turn}"), user(str(turn))]
+    assert renderer.rendered_messages == 50
+    session.finish()
+    [sequence] = session.sequences()
+    assert session.statistics().branches == 1
+    assert len(sequence.prompt_token_ids) + len(sequence.response_ids) == session._turns.held_tokens
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_must_be_finite(reward: float) -> None:
+    session = new_session()
+    with pytest.raises(SessionError, match="finite"):
+        session.set_reward(reward)
+    with pytest.raises(SessionError, match="finite"):
+        session.finish(reward)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_a_session_knows_whether_a_reward_was_given_at_all(reward: float) -> None:
+    silent, told, told_of_a_turn, told_at_the_end = sessions = [new_session() for _ in range(4)]
+    for session in sessions:
+        ask(session, [user("hi")], "yo")
+    told.set_reward(reward)
+    told_of_a_turn.set_reward(reward, turn=0)
+    told_at_the_end.finish(reward)
+    silent.finish()
+    assert [session.rewarded for session in sessions] == [False, True, True, True]
+
+
+def test_an_empty_answer_is_nobodys_in_particular() -> None:
+    session = new_session()
+    ask(session, [user("hi")], "")
+    assert not session.plan([user("other"), assistant(""), user("more")]).drifted
+    assert session.plan([user("hi"), assistant(None), user("more")]).reused_tokens > 0
+
+
+def test_a_reward_needs_its_turn() -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo")
+    for turn in (1, -1):
+        with pytest.raises(SessionError, match=f"no turn {turn}"):
+            session.set_reward(1.0, turn=turn)
