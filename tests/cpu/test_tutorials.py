@@ -30,6 +30,32 @@ def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypa
     assert (tmp_path / "runs" / "sums-1" / "policy" / "model.safetensors").is_file()
 
 
+def test_the_page_about_updates_in_flight_shows_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (script,) = blocks("in_flight_updates.md", "python")
+    exec(compile(script, "in_flight.py", "exec"), {"__name__": "__main__"})
+    seen = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    versions = {
+        mode: json.loads(re.sub(r"(\d+):", r'"\1":', re.search(r"\{.*\}", text)[0])) for mode, text in seen.items()
+    }
+    assert set(versions) == {"keep", "recompute", "abort", "wait"}
+    assert all(sum(counts.values()) == 200 for counts in versions.values())
+    assert {mode: len(counts) for mode, counts in versions.items()} == {
+        "keep": 2,
+        "recompute": 2,
+        "abort": 2,
+        "wait": 1,
+    }
+    assert {mode: int(re.search(r"(\d+) engine", text)[1]) for mode, text in seen.items()} == {
+        "keep": 1,
+        "recompute": 1,
+        "abort": 2,
+        "wait": 1,
+    }
+
+
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
 def test_every_command_of_a_page_names_a_recipe_and_settings_that_exist(page: str) -> None:
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
