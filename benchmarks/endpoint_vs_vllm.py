@@ -1,0 +1,229 @@
+"""Our endpoint in front of a vLLM engine against vLLM's own OpenAI server, with the same engine arguments and the same load.
+
+    python benchmarks/endpoint_vs_vllm.py [--requests 64] [--tokens 64] [--rounds 5] [--width 128] [--logprobs]
+
+Both servers run on the CPU and stay up; rounds alternate between them, whole answers and streams. A round keeps
+``--requests`` chat completions in flight until four times as many have ended. Printed: tokens per second and the p99 of the
+latency of a request, per server (medians over the rounds), and the ratios ours / theirs. Our engine computes a log-prob
+for every token whether or not the answer shows it; vLLM's server only with ``--logprobs``, which asks both to show them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.models.tiny import build_model_folder
+
+CONTEXT = 256
+START_S = 600.0
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server: the process, where it listens, and what it calls the model."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    model: str
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one server did with one load."""
+
+    tokens_per_s: float
+    p99_s: float
+
+
+def start(command: list[str], port: int, model: str, log: Path) -> Served:
+    """Starts a server in a session of its own, so that its engine process ends with it."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    return Served(process, port, model)
+
+
+def start_ours(folder: str, requests: int, log: Path) -> Served:
+    """The endpoint over ``VLLMEngine``."""
+    command = ["skyrl_train.entrypoints.serve", "--model", folder, "--backend", "vllm", "--open"]
+    sizes = ["--max-num-seqs", str(requests), "--max-model-len", str(CONTEXT)]
+    return start([*command, *sizes], free_port(), "policy", log)
+
+
+def start_theirs(folder: str, requests: int, log: Path) -> Served:
+    """vLLM's own server, with what ``VLLMEngine`` sets."""
+    sizes = ["--max-num-seqs", str(requests), "--max-model-len", str(CONTEXT)]
+    engine = ["--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
+    quiet = ["--disable-log-stats", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
+    cache = ["--scheduling-policy", "priority", "--kv-cache-memory-bytes", str(1 << 28)]
+    command = ["vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "policy"]
+    return start([*command, *sizes, *engine, *quiet, *cache], free_port(), "policy", log)
+
+
+async def wait_until_up(server: Served, log: Path) -> None:
+    """Returns when the server answers."""
+    async with asyncio.timeout(START_S):
+        while True:
+            if server.process.poll() is not None:
+                raise SystemExit(f"a server ended while it started; its output:\n{await asyncio.to_thread(tail, log)}")
+            try:
+                if (
+                    await exchange(server.port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                ).ok:
+                    return
+            except OSError:
+                pass
+            await asyncio.sleep(0.5)
+
+
+def tail(log: Path) -> str:
+    """The end of a server's output."""
+    return log.read_text()[-3000:]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status and size of a response: the load must cost little beside the servers."""
+
+    ok: bool
+    events: int
+    beginning: bytes
+
+
+async def exchange(port: int, request: bytes) -> Answer:
+    """Sends one request on a connection of its own and reads to the end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        events, beginning = 0, b""
+        while part := await reader.read(1 << 16):
+            beginning = beginning or part[:300]
+            events += part.count(b"data: ")
+        return Answer(b" 200 " in head.split(b"\r\n", 1)[0], events, beginning)
+    finally:
+        writer.close()
+
+
+def chat_request(server: Served, tokens: int, stream: bool, logprobs: bool) -> bytes:
+    """A chat completion of exactly ``tokens`` tokens."""
+    body = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": "07c="}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": stream,
+        "logprobs": logprobs,
+    }
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
+    return head.encode() + b"Content-Type: application/json\r\n\r\n" + content
+
+
+async def measure(server: Served, requests: int, tokens: int, request: bytes, stream: bool) -> Round:
+    """Keeps ``requests`` in flight until four times as many have ended."""
+    total = left = 4 * requests
+    latencies: list[float] = []
+
+    async def worker() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            began = time.perf_counter()
+            answer = await exchange(server.port, request)
+            if not answer.ok or (stream and answer.events < 2):
+                raise RuntimeError(f"port {server.port} refused a request: {answer.beginning!r}")
+            latencies.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(requests)))
+    return Round(total * tokens / (time.perf_counter() - began), statistics.quantiles(latencies, n=100)[98])
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def compare(ours: Served, theirs: Served, options: argparse.Namespace) -> None:
+    """Alternates between the servers and prints a row per kind of answer."""
+    print(f"{options.requests} in flight, {options.tokens} tokens each, width {options.width}, {options.rounds} rounds")
+    print("answers   tok/s ours  theirs  ratio   p99 ours  theirs  ratio")
+    for stream in (False, True):
+        rounds: dict[str, list[Round]] = {"ours": [], "theirs": []}
+        for number in range(options.rounds + 1):
+            for name, server in (("ours", ours), ("theirs", theirs)):
+                request = chat_request(server, options.tokens, stream, options.logprobs)
+                measured = await measure(server, options.requests, options.tokens, request, stream)
+                if number:  # the first round warms up
+                    rounds[name].append(measured)
+        speed = {name: statistics.median(one.tokens_per_s for one in measured) for name, measured in rounds.items()}
+        late = {name: statistics.median(one.p99_s for one in measured) for name, measured in rounds.items()}
+        print(
+            f"{'stream' if stream else 'whole':8}  {speed['ours']:10.0f}  {speed['theirs']:6.0f}  "
+            f"{speed['ours'] / speed['theirs']:5.2f}  {late['ours']:8.2f} s  {late['theirs']:4.2f} s  "
+            f"{late['ours'] / late['theirs']:5.2f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Parses the command line, starts both servers, compares them, and ends them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64, help="in flight; also max_num_seqs of both engines")
+    parser.add_argument("--tokens", type=int, default=64, help="per answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=128, help="of the model's two layers")
+    parser.add_argument("--logprobs", action="store_true", help="answers show the log-prob of each token")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model, logs = Path(folder) / "model", (Path(folder) / "ours.log", Path(folder) / "theirs.log")
+        build = BuildModelConfig(hidden_size=options.width, intermediate_size=2 * options.width)
+        build_model_folder(build, model, seed=0)
+        servers = [start_ours(str(model), options.requests, logs[0])]
+        try:
+            servers.append(start_theirs(str(model), options.requests, logs[1]))
+            asyncio.run(run(servers, logs, options))
+        finally:
+            for server in servers:
+                os.killpg(server.process.pid, signal.SIGKILL)
+                server.process.wait()
+
+
+async def run(servers: list[Served], logs: tuple[Path, Path], options: argparse.Namespace) -> None:
+    """Waits for both servers, then compares them."""
+    for server, log in zip(servers, logs, strict=True):
+        await wait_until_up(server, log)
+    await compare(servers[0], servers[1], options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Serves /v1/completions: prompts without messages, straight to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.dialects.errors import DialectError
+from skyrl_train.inference.dialects.openai_completions import CompletionCall, Prompt
+from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.requests import (
+    Generation,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationService,
+)
+from skyrl_train.inference.server.merging import merged
+from skyrl_train.inference.sessions.session import Session, TurnPlan
+
+LONG_TEXT = 20_000  # characters; encoding them takes some milliseconds
+
+
+class CompletionRun:
+    """The responses to one call, ``n`` per prompt; each is recorded in the session when it has ended.
+
+    Args:
+        generation: samples; what ``client`` is to the chat service.
+    """
+
+    def __init__(
+        self,
+        client: InferenceEngineClient,
+        generation: GenerationService,
+        call: CompletionCall,
+        adapter: str | None,
+        session: Session | None,
+    ) -> None:
+        self._client = client
+        self._generation = generation
+        self._call = call
+        self._adapter = adapter
+        self._session = session
+        self._plans: list[TurnPlan] = []
+
+    async def _begin(self) -> list[GenerationRequest]:
+        """The request of every response.
+
+        Raises:
+            DialectError: a prompt and ``max_tokens`` do not fit the context.
+            SessionError: the session has ended.
+        """
+        session = self._session
+        requests = []
+        for prompt in self._call.prompts:
+            token_ids = await encode_prompt(self._client, prompt)
+            params = self._params(self._call, len(token_ids))
+            plan = TurnPlan(token_ids) if session is None else session.plan_completion(token_ids)
+            for choice in range(self._call.params.n):
+                self._plans.append(plan)
+                request = GenerationRequest(plan.prompt_token_ids, params, choice=choice, adapter=self._adapter)
+                if session is not None:
+                    request = dataclasses.replace(request, session_id=session.id, oldest_version=session.oldest_version)
+                requests.append(request)
+        return requests
+
+    def _params(self, call: CompletionCall, prompt_tokens: int) -> SamplingParams:
+        context = self._client.capabilities.max_model_len
+        if prompt_tokens + call.params.max_tokens > context:
+            raise DialectError(
+                f"The prompt has {prompt_tokens} tokens; with max_tokens={call.params.max_tokens} that is beyond the "
+                f"context of {context}.",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return dataclasses.replace(call.params, n=1)
+
+    async def complete(self) -> list[Generation]:
+        """All responses, in order."""
+        done = await gather_or_cancel([self._generation.complete(request) for request in await self._begin()])
+        for index, generation in enumerate(done):
+            self._record(index, generation)
+        return done
+
+    async def stream(self) -> AsyncIterator[tuple[int, GenerationChunk]]:
+        """The pieces of all responses as they come, with the number of the response. Closing it cancels them."""
+        pieces = merged([self._generation.stream(request) for request in await self._begin()])
+        try:
+            async for index, chunk in pieces:
+                if chunk.generation is not None:
+                    self._record(index, chunk.generation)
+                yield index, chunk
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    def _record(self, index: int, generation: Generation) -> None:
+        if self._session is not None:
+            self._session.record_completion(self._plans[index], generation)
+
+
+async def encode_prompt(client: InferenceEngineClient, prompt: Prompt) -> list[int]:
+    """The tokens of a prompt.
+
+    Raises:
+        DialectError: a text without tokens, or a token that is not in the vocabulary.
+    """
+    if isinstance(prompt, str):
+        token_ids = await encode_text(client, prompt)
+        if len(token_ids) > 1 and token_ids[-1] == client.tokenizer.eos_token_id:
+            token_ids.pop()  # a tokenizer that ends every text by itself would end the prompt before the response
+        if not token_ids:
+            raise DialectError("The prompt has no tokens.", "prompt", "invalid_value")
+        return token_ids
+    check_vocabulary(client, prompt, "prompt")
+    return prompt
+
+
+async def encode_text(client: InferenceEngineClient, text: str, add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a text; a long one does not hold the event loop up."""
+
+    def encode() -> list[int]:
+        return list(client.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    return await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
+
+
+def check_vocabulary(client: InferenceEngineClient, token_ids: list[int], param: str) -> None:
+    """Raises DialectError for tokens that the model does not have."""
+    size = len(client.tokenizer)
+    unknown = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
+    if unknown is not None:
+        raise DialectError(f"{unknown} is no token of the model, which has {size}.", param, "invalid_value")

@@ -1,0 +1,122 @@
+"""The page about the endpoint: its tables are the code's, and its commands run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from endpoint_worlds import ADMIN_KEY
+
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.entrypoints import serve
+from skyrl_train.inference.dialects import anthropic_messages, openai_chat, openai_completions, openai_responses
+from skyrl_train.inference.dialects.fields import Field
+from skyrl_train.models.tiny import build_model_folder
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "http_endpoint.md").read_text()
+TABLES = {
+    "/v1/chat/completions": openai_chat.FIELDS,
+    "/v1/completions": openai_completions.FIELDS,
+    "/v1/responses": openai_responses.FIELDS,
+    "/v1/messages": anthropic_messages.FIELDS,
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("route", TABLES)
+def test_the_table_of_request_fields_is_the_codes(route: str) -> None:
+    fields: Sequence[Field] = TABLES[route]
+    rows = ["| field | | |", "|---|---|---|", *(f"| `{f.name}` | {f.support} | {f.note} |" for f in fields)]
+    section = PAGE.split(f"### `{route}`\n\n")[1].split("\n\n")[0]
+    assert section.splitlines() == rows
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The command of the page, with a model made on the spot and a free port; ends as Ctrl-C ends it."""
+    model = tmp_path_factory.mktemp("served") / "policy"
+    build_model_folder(BuildModelConfig(alphabet="0123456789+=", hidden_size=32), model, seed=0)
+    [command] = re.findall(r"-m skyrl_train\.entrypoints\.serve (.*)", blocks("bash")[0])
+    words = command.replace("runs/quickstart-1/policy", str(model)).replace("--port 8000", "--port 0").split()
+    server = subprocess.Popen(
+        [sys.executable, "-m", serve.MODULE, *words],
+        env={**os.environ, serve.KEY_VARIABLE: ADMIN_KEY},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline()
+        assert line.startswith(f"serving {model} at http://127.0.0.1:"), line
+        yield line.split()[-1].removesuffix("/v1")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+        assert ADMIN_KEY not in server.stdout.read()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_the_program_of_the_page_runs(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.setenv(serve.KEY_VARIABLE, ADMIN_KEY)
+    [program] = [block for block in blocks("python") if "OpenAI(" in block]
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(compile(program.replace("http://127.0.0.1:8000", base), "http_endpoint.md", "exec"), {})
+    assert re.search(r"\[\d+, ", shown.getvalue()), "the token ids"
+
+
+def test_the_commands_of_the_page_run(base: str, tmp_path: Path) -> None:
+    curl = shutil.which("curl")
+    if curl is None or "--json" not in subprocess.run([curl, "--help", "all"], capture_output=True, text=True).stdout:
+        pytest.skip("no curl that knows --json")
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("curl ")]
+    assert len(lines) >= 8
+    environment = {**os.environ, "BASE": base, serve.KEY_VARIABLE: ADMIN_KEY, "ADMIN_KEY": ADMIN_KEY}
+    opened = subprocess.run(
+        [curl, "-s", f"{base}/v1/sessions", "-H", f"Authorization: Bearer {ADMIN_KEY}", "--json", "{}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found = re.search(r'"id":"([^"]+)".*"api_key":"([^"]+)"', opened)
+    assert found is not None
+    environment.update(ID=found[1], KEY=found[2])
+    ask = '{"model": "policy", "prompt": "1+2=", "max_tokens": 2}'
+    said = f"curl -s {base}/v1/completions -H \"Authorization: Bearer {found[2]}\" --json '{ask}'"
+    for line in [said, *lines]:
+        command = line.split("  #")[0].replace("curl -s", "curl -s -w '\\n%{http_code}'")
+        done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] in ("200", "201"), f"{line}\n{done.stdout}"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "told"),
+    [
+        (["--model", "nowhere"], None, "SKYRL_ADMIN_KEY"),
+        (["--model", "nowhere", "--host", "0.0.0.0", "--open"], None, "without keys"),
+        (["--model", "./nowhere", "--open"], None, "nowhere"),
+        (["--model", "x"], "short", "16 characters"),
+    ],
+)
+def test_a_wrong_command_is_told_and_ends_with_2(
+    words: list[str], key: str | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    if key is not None:
+        monkeypatch.setenv(serve.KEY_VARIABLE, key)
+    assert serve.main(words) == 2
+    assert told in capsys.readouterr().err

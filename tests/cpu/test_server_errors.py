@@ -1,0 +1,252 @@
+"""Bad input: an OpenAI-shaped error with the right status, no request left in an engine, no crash."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+import openai
+import pytest
+from endpoint_worlds import ADMIN_KEY, ASK, WatchedEngine, World, endpoint
+
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference.server.settings import ServerSettings
+
+CHAT = "/v1/chat/completions"
+
+
+def told(answer: Any, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert answer.headers["x-request-id"] and answer.headers["content-type"] == "application/json"
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"a": NaN}',
+        b"\xff\xfe",
+        b'{"model": "\xc3\x28"}',
+        b'"\\ud800"',
+        b"[]",
+        b"1",
+        b"[" * 5000,
+    ],
+    ids=repr,
+)
+async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    async with endpoint() as world:
+        answer = await world.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+        told(answer, 400, "invalid_json")
+
+
+async def test_a_deep_body_is_refused() -> None:
+    async with endpoint() as world:
+        body = json.dumps({**ASK, "metadata": None})[:-5] + '{"a":' * 500 + "1" + "}" * 501
+        answer = await world.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+        told(answer, 400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "param"),
+    [
+        ({"model": "gpt-5"}, 404, "model_not_found", "model"),
+        ({"model": None}, 400, "missing_required_parameter", "model"),
+        ({"messages": "hi"}, 400, "invalid_type", "messages"),
+        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        ({"max_tokens": -3}, 400, "invalid_value", "max_tokens"),
+        ({"max_tokens": 100_000}, 400, "context_length_exceeded", None),
+        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "array_above_max_length", "stop"),
+        ({"frequency_penalty": 1}, 400, "unsupported_parameter", "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+        ({"surprise": 1}, 400, "unknown_parameter", "surprise"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_wrong_field_is_named(
+    fields: dict[str, Any], status: int, code: str, param: str | None, streamed: bool
+) -> None:
+    async with endpoint() as world:
+        told(await world.http.post(CHAT, json={**ASK, **fields, "stream": streamed}), status, code, param)
+        assert world.engine.requests == []
+
+
+async def test_more_alternatives_than_the_engines_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = dataclasses.replace(WatchedEngine().capabilities, max_top_logprobs=2)
+    monkeypatch.setattr(WatchedEngine, "capabilities", few)
+    async with endpoint() as world:
+        asked = {**ASK, "logprobs": True, "top_logprobs": 3}
+        told(await world.http.post(CHAT, json=asked), 400, "unsupported_parameter", "top_logprobs")
+        asked = {"model": "policy", "prompt": "0", "logprobs": 3}
+        told(await world.http.post("/v1/completions", json=asked), 400, "unsupported_parameter", "logprobs")
+
+
+async def test_a_prompt_beyond_the_context_is_refused() -> None:
+    async with endpoint(WatchedEngine(max_model_len=16, free_running=True)) as world:
+        long = {"model": "policy", "messages": [{"role": "user", "content": "0" * 16}]}
+        told(await world.http.post(CHAT, json=long), 400, "context_length_exceeded")
+        prompt = {"model": "policy", "prompt": "0" * 10, "max_tokens": 7}
+        told(await world.http.post("/v1/completions", json=prompt), 400, "context_length_exceeded", "max_tokens")
+        unknown = {"model": "policy", "prompt": [10**6]}
+        told(await world.http.post("/v1/completions", json=unknown), 400, "invalid_value", "prompt")
+
+
+async def test_the_sdk_raises_its_own_errors() -> None:
+    async with endpoint() as world:
+        with pytest.raises(openai.NotFoundError):
+            await world.openai.chat.completions.create(**{**ASK, "model": "other"})
+        with pytest.raises(openai.BadRequestError) as caught:
+            await world.openai.chat.completions.create(**ASK, max_tokens=0)
+        assert caught.value.param == "max_tokens"
+        with pytest.raises(openai.AuthenticationError):
+            await world.sdk("sk-wrong").chat.completions.create(**ASK)
+
+
+async def test_unknown_routes_and_wrong_methods_have_the_same_shape() -> None:
+    async with endpoint() as world:
+        told(await world.http.get("/v1/images"), 404, "not_found")
+        answer = await world.http.delete(CHAT)
+        told(answer, 405, "method_not_allowed")
+        assert answer.headers["allow"] == "POST"
+        told(
+            await world.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}),
+            415,
+            "unsupported_media_type",
+        )
+
+
+async def test_a_large_body_is_refused_by_its_announced_and_by_its_real_size() -> None:
+    async with endpoint(max_body_bytes=10_000) as world:
+        body = json.dumps({**ASK, "metadata": "x" * 20_000}).encode()
+
+        async def in_pieces() -> Any:
+            for start in range(0, len(body), 1000):
+                yield body[start : start + 1000]
+
+        headers = {"content-type": "application/json"}
+        told(await world.http.post(CHAT, content=body, headers=headers), 413, "request_too_large")
+        told(await world.http.post(CHAT, content=in_pieces(), headers=headers), 413, "request_too_large")
+        assert (await world.http.post(CHAT, json={**ASK, "max_tokens": 2})).status_code == 200
+
+
+@pytest.mark.parametrize("sizes", [(70_000,), (40_000, 40_000)], ids=["one header", "many"])
+@pytest.mark.parametrize("ended", [True, False])
+async def test_large_headers_are_refused(sizes: tuple[int, ...], ended: bool) -> None:
+    async with endpoint() as world:
+        reader, writer = await connect(world)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
+        for number, size in enumerate(sizes):
+            writer.write(b"x-%d: %b" % (number, b"a" * size) + (b"\r\n" if ended else b""))
+        if ended:
+            writer.write(b"\r\n")
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 431 ") and b'"code":"headers_too_large"' in answer
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_ends_with_408() -> None:
+    async with endpoint(body_timeout_s=0.05) as world:
+        reader, writer = await connect(world)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ADMIN_KEY}\r\n"
+        writer.write((head + "content-type: application/json\r\ncontent-length: 100\r\n\r\n{").encode())
+        line = await asyncio.wait_for(reader.readline(), 10)
+        assert line.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_no_http_at_all_is_answered_and_forgotten() -> None:
+    async with endpoint() as world:
+        reader, writer = await connect(world)
+        writer.write(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        assert (await world.http.get("/health")).status_code == 200
+
+
+async def test_more_requests_than_places_are_told_to_come_back() -> None:
+    async with endpoint(WatchedEngine(), max_in_flight=1) as world:
+        first = asyncio.create_task(world.http.post(CHAT, json={**ASK, "max_tokens": 1}))
+        await world.engine.holds(1)
+        answer = await world.http.post(CHAT, json=ASK)
+        told(answer, 429, "rate_limit_exceeded")
+        assert int(answer.headers["retry-after"]) >= 1
+        world.engine.tick()
+        assert (await first).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_unforeseen_failure_tells_nothing_of_the_inside(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with endpoint() as world:
+
+        def broken(*_: Any) -> Any:
+            raise ZeroDivisionError("a secret of the inside")
+
+        monkeypatch.setattr(world.client.renderer, "render", broken)
+        answer = await world.http.post(CHAT, json={**ASK, "stream": streamed})
+        error = told(answer, 500, "internal_error")
+        assert error["type"] == "server_error" and "secret" not in answer.text
+        assert "a secret of the inside" in caplog.text, "the log has the reason"
+        answer = await world.http.post("/tokenize", json={"messages": ASK["messages"]})
+        told(answer, 500, "internal_error")
+
+
+async def test_a_failure_inside_a_stream_is_an_error_event_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = WatchedEngine()
+    async with endpoint(engine) as world:
+        stream = await begun_stream(world)
+        failing = EngineError("a secret of the inside")
+        monkeypatch.setattr(type(engine), "_progress", _raising(failing))
+        engine.tick()
+        with pytest.raises(openai.APIError) as caught:
+            [chunk async for chunk in stream]
+        assert caught.value.code == "internal_error" and "secret" not in str(caught.value)
+
+
+def _raising(error: Exception) -> Any:
+    async def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+async def begun_stream(world: World) -> Any:
+    asked = asyncio.create_task(world.openai.chat.completions.create(**ASK, stream=True))
+    await world.engine.holds(1)
+    await world.tick(1)
+    return await asked
+
+
+async def connect(world: World) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    url = world.http.base_url
+    return await asyncio.open_connection(url.host, url.port)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "0.0.0.0"}, "admin key"),
+        ({"host": "0.0.0.0", "admin_key": ADMIN_KEY, "open": True}, "without keys"),
+        ({"host": "example.org"}, "admin key"),
+        ({"admin_key": "short"}, "16"),
+        ({"model_names": ()}, "model name"),
+    ],
+)
+def test_an_endpoint_that_anybody_could_use_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServerSettings(**settings)
+
+
+async def test_a_port_that_is_taken_is_a_configuration_error() -> None:
+    async with endpoint() as world:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            async with endpoint(port=world.http.base_url.port):
+                pass
