@@ -21,15 +21,13 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode
+from skyrl_train.engine_factory import build_engine, fleet_limits
 from skyrl_train.errors import ConfigError
 from skyrl_train.fully_async_trainer import FullyAsyncTrainer
 from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
-from skyrl_train.inference.interface import InferenceEngineInterface, PauseMode
-from skyrl_train.inference.randomness import mix
+from skyrl_train.inference.interface import PauseMode
 from skyrl_train.models.folder import check_place, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.reporter import Reporter
@@ -43,6 +41,12 @@ from skyrl_train.trainer import PPOTrainer, TrainerParts
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.schedule import SCHEDULES
+
+# By import path: what a generator needs is imported only where it is used.
+BUILT_IN_GENERATORS = {
+    "gym": "skyrl_train.generators.gym:GymGenerator",
+    "harness": "skyrl_train.generators.harness.generator:HarnessGenerator",
+}
 
 
 async def build_trainer(
@@ -63,14 +67,20 @@ async def build_trainer(
     """
     model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
     tokenizer = load_tokenizer(model_path)
+    engine_config = config.generator.inference_engine
     client = InferenceEngineClient(
         [
             build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
-            for index in range(config.generator.inference_engine.num_engines)
+            for index in range(engine_config.num_engines)
         ],
         tokenizer,
         model_path,
         pause_timeout_s=config.generator.pause_timeout_s,
+        engine_wait_timeout_s=engine_config.fleet.wait_timeout_s,
+        limits=fleet_limits(engine_config),
+        probe_interval_s=engine_config.fleet.probe_interval_s,
+        tool_parser=config.generator.chat.tool_parser,
+        reasoning_parser=config.generator.chat.reasoning_parser,
     )
     generator = build_generator(config, plan, client, tokenizer, model_path)
     starting = asyncio.ensure_future(client.start())  # engines import and load while the backend does
@@ -134,28 +144,6 @@ def prepare_model(config: RunConfig, folder: Path) -> str:
     return str(folder)
 
 
-def build_engine(
-    config: RunConfig, plan: Plan, model_path: str, index: int, worker: WorkerProcess | None = None
-) -> InferenceEngineInterface:
-    """One inference engine; each has its own seed, so that replicas do not answer alike."""
-    engine = config.generator.inference_engine
-    if engine.backend != "embedded":
-        factory = import_name(engine.backend, "generator.inference_engine.backend")
-        built: InferenceEngineInterface = factory(config, plan, model_path, index)
-        return built
-    return EmbeddedEngine(
-        model_path,
-        placement=engine.placement,
-        device=engine.device,
-        dtype=engine.dtype,
-        max_num_seqs=engine.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        batch_invariant=engine.batch_invariant,
-        seed=mix(config.trainer.seed, index),
-        worker=worker,
-    )
-
-
 def build_generator(
     config: RunConfig, plan: Plan, client: InferenceEngineClient, tokenizer: PreTrainedTokenizerBase, model_path: str
 ) -> GeneratorInterface:
@@ -165,7 +153,7 @@ def build_generator(
     ``environment_config`` and ``model_path`` that its constructor names, and with ``generator.kwargs``.
     """
     name = config.generator.name
-    cls = GymGenerator if name == "gym" else import_name(name, "generator.name")
+    cls = import_name(BUILT_IN_GENERATORS.get(name, name), "generator.name")
     offered: dict[str, Any] = {
         "client": client,
         "tokenizer": tokenizer,

@@ -1,10 +1,10 @@
-"""What asyncio leaves open: waiting for a condition, a gate that thousands wait at, many calls of which one may fail."""
+"""What asyncio leaves open: waiting for a condition, a gate that thousands wait at, many calls or streams at once."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -99,3 +99,35 @@ async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     return [task.result() for task in tasks]
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yields the items of all streams as they come, each with the number of its stream.
+
+    The reader pulls: of each stream at most one item is ready before the reader asks for more. The first failure is
+    raised; it closes all streams, and so does closing this iterator.
+    """
+    waiting: dict[asyncio.Future[T], int] = {}
+    try:
+        if len(streams) == 1:
+            async for item in streams[0]:
+                yield 0, item
+            return
+        for number, stream in enumerate(streams):
+            waiting[asyncio.ensure_future(anext(stream))] = number
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in [future for future in waiting if future in done]:
+                number = waiting.pop(future)
+                try:
+                    item = future.result()
+                except StopAsyncIteration:
+                    continue
+                yield number, item
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

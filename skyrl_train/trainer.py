@@ -163,6 +163,7 @@ class PPOTrainer:
         if folder is not None:
             await self.load_checkpoint(folder)
         await self.publish_weights()
+        await self.parts.generator.start()
         self.parts.reporter.begin(self.global_step)
         self._step_ended = self.parts.clock()
         self.workers.slots.take_idle_fraction()  # start-up is not idleness
@@ -314,6 +315,7 @@ class PPOTrainer:
     async def close(self) -> None:
         """Stops generation and engines; waits for a checkpoint that is being written."""
         await self.workers.close()
+        await self.parts.generator.aclose()
         if self._saving is not None:
             await asyncio.gather(self._saving, return_exceptions=True)
         await self.parts.client.teardown()

@@ -21,7 +21,8 @@ class AdvantageEstimator(Protocol):
         """
         Args:
             returns: float32 ``[n]``, the return of each sample of the group (:func:`group_returns`).
-            loss_masks: per sample bool (or 0/1) ``[T_i]``, True on trained tokens.
+            loss_masks: per sample bool (or 0/1) ``[T_i]``, True on trained tokens; a sample of several sequences has
+                those of all of them in a row.
             norm_by_std: divide by the group's standard deviation.
 
         Returns:

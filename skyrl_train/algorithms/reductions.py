@@ -42,6 +42,8 @@ def token_mean(trained_tokens: torch.Tensor) -> torch.Tensor:
 def sequence_mean(trained_tokens: torch.Tensor) -> torch.Tensor:
     """Every sequence weighs the same: mean over all sequences of the mean over their tokens (GRPO, arXiv 2402.03300).
 
-    A sequence without trained tokens adds 0 to the numerator and counts in the denominator.
+    A sequence without trained tokens adds 0 to the numerator and counts in the denominator. A sequence is what one
+    forward pass sees: a sample that branched into k sequences weighs k times as much as one that did not, which
+    ``token_mean`` does not care about.
     """
     return 1.0 / (trained_tokens.clamp(min=1).double() * max(trained_tokens.shape[0], 1))

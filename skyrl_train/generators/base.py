@@ -48,7 +48,11 @@ class GeneratorInput(TypedDict):
 
 
 class GeneratorOutput(TypedDict):
-    """One entry per trajectory (or, with ``is_last_step``, per step of one) in each list.
+    """One entry per trajectory, or with ``is_last_step`` per sequence of one, in each list.
+
+    A trajectory of several sequences (its history was rewritten, so that no single sequence holds what was sampled) is
+    several entries in a row with the same trajectory id; ``is_last_step`` is True on its last one. Its return is the sum
+    of all their rewards. Each sampled token has loss mask 1 in one of them only.
 
     The inner lists of ``response_ids``, ``loss_masks``, ``rollout_logprobs`` and ``rollout_versions`` are aligned token
     by token. ``loss_masks`` is 1 on sampled tokens and 0 on everything else in the response (tool results, templates);
@@ -76,6 +80,14 @@ class GenerationClient(Protocol):
 
 class GeneratorInterface(ABC):
     """One call generates one group; many calls run at once on the control loop, so nothing in it may block."""
+
+    async def start(self) -> None:
+        """Called once, before the first ``generate`` and when the engines serve. Opens what the generator needs."""
+        return
+
+    async def aclose(self) -> None:
+        """Called once after the last ``generate`` has ended, also where ``start`` failed. Frees what ``start`` opened."""
+        return
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.generators.base import GeneratorOutput
 from skyrl_train.inference.interface import StopReason
-from skyrl_train.rollout.group import Sample
+from skyrl_train.rollout.group import RolloutSequence, Sample
 
 # A log-prob is at most 0; engines that compute it in a low precision overshoot by rounding only.
 MAX_LOGPROB = 1e-3
@@ -32,129 +32,165 @@ def validate_generator_output(output: GeneratorOutput, expected: int) -> None:
 
     A response may be empty, and may have no token to train on (an all-zero mask); a prompt may not.
 
+    Messages speak of samples, and of rows where ``is_last_step`` says that a trajectory has several.
+
     Raises:
         GeneratorOutputError: the first violation found.
     """
     if not isinstance(output, Mapping):
         raise GeneratorOutputError(f"The generator returned a {type(output).__name__}, not a GeneratorOutput (a dict).")
     fields: dict[str, Any] = dict(output)
+    rows = _count_rows(fields, expected)
+    whose = f"{expected} trajectories" if rows == expected else f"the {rows} rows of is_last_step"
     for name in _REQUIRED:
-        _check_list(fields.get(name), name, expected)
-    _check_optional(fields, expected)
-    for sample in range(expected):
-        _check_tokens(fields, sample)
-        _check_rewards(fields, sample)
-        _check_sampled(fields, sample)
+        _check_list(fields.get(name), name, rows, whose)
+    for name in ("stop_reasons", "trajectory_ids", "is_last_step"):
+        if fields.get(name) is not None:
+            _check_list(fields[name], name, rows, whose)
+    _check_stop_reasons(fields)
+    _check_trajectories(fields, expected)
+    for row in range(rows):
+        _check_tokens(fields, row)
+        _check_rewards(fields, row)
+        _check_sampled(fields, row)
 
 
 def to_samples(output: GeneratorOutput) -> tuple[Sample, ...]:
-    """Converts a validated output.
+    """Converts a validated output: one sample per trajectory, in the order of their rows.
 
     A reward for the whole response goes to its last token (an empty response has nowhere to keep one). Where the loss
     mask is 0, log-probs become 0.0 and versions -1: a token that is not trained must not age its group.
     """
     fields: dict[str, Any] = dict(output)
-    stop_reasons = fields.get("stop_reasons") or [StopReason.STOP.value] * len(fields["response_ids"])
-    return tuple(_to_sample(fields, sample, str(reason)) for sample, reason in enumerate(stop_reasons))
+    rows = len(fields["response_ids"])
+    stop_reasons = fields.get("stop_reasons") or [StopReason.STOP.value] * rows
+    is_last = fields.get("is_last_step") or [True] * rows
+    samples: list[Sample] = []
+    sequences: list[RolloutSequence] = []
+    for row in range(rows):
+        sequences.append(_to_sequence(fields, row, str(stop_reasons[row])))
+        if is_last[row]:
+            samples.append(Sample(tuple(sequences)))
+            sequences = []
+    return tuple(samples)
 
 
-def _to_sample(fields: Mapping[str, Any], sample: int, stop_reason: str) -> Sample:
-    response_ids = [int(token) for token in fields["response_ids"][sample]]
-    mask = [int(value) for value in fields["loss_masks"][sample]]
-    rewards = fields["rewards"][sample]
+def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence:
+    response_ids = [int(token) for token in fields["response_ids"][row]]
+    mask = [int(value) for value in fields["loss_masks"][row]]
+    rewards = fields["rewards"][row]
     if isinstance(rewards, Real):
         rewards = [0.0] * (len(response_ids) - 1) + [rewards] if response_ids else []
-    return Sample(
-        prompt_token_ids=[int(token) for token in fields["prompt_token_ids"][sample]],
+    return RolloutSequence(
+        prompt_token_ids=[int(token) for token in fields["prompt_token_ids"][row]],
         response_ids=response_ids,
         loss_mask=mask,
-        logprobs=[float(v) if m else 0.0 for v, m in zip(fields["rollout_logprobs"][sample], mask, strict=True)],
-        versions=[int(v) if m else -1 for v, m in zip(fields["rollout_versions"][sample], mask, strict=True)],
+        logprobs=[float(v) if m else 0.0 for v, m in zip(fields["rollout_logprobs"][row], mask, strict=True)],
+        versions=[int(v) if m else -1 for v, m in zip(fields["rollout_versions"][row], mask, strict=True)],
         rewards=[float(reward) for reward in rewards],
         stop_reason=stop_reason,
     )
 
 
-def _check_list(value: Any, name: str, expected: int) -> None:
+def _count_rows(fields: Mapping[str, Any], expected: int) -> int:
+    """``expected``, unless a usable ``is_last_step`` says that trajectories have several rows."""
+    is_last = fields.get("is_last_step")
+    return len(is_last) if isinstance(is_last, list | tuple) and not all(is_last) else expected
+
+
+def _check_list(value: Any, name: str, rows: int, whose: str) -> None:
     if value is None:
         raise GeneratorOutputError(f"{name} is missing. {_ADVICE.get(name, 'A generator must return it.')}")
     if not isinstance(value, list | tuple):
         raise GeneratorOutputError(f"{name} is a {type(value).__name__}, not a list with one entry per trajectory.")
-    if len(value) != expected:
+    if len(value) != rows:
+        raise GeneratorOutputError(f"{name} has {len(value)} entries for {whose}; a group must stay whole.")
+
+
+def _check_stop_reasons(fields: Mapping[str, Any]) -> None:
+    for row, reason in enumerate(fields.get("stop_reasons") or ()):
+        if not isinstance(reason, str) or reason == StopReason.ABORT:
+            _fail(fields, "stop_reasons", row, f"is {reason!r}; give the reason why the response ended, never 'abort'.")
+
+
+def _check_trajectories(fields: Mapping[str, Any], expected: int) -> None:
+    """The rows of a trajectory follow each other, its last one says so, and there are as many as were asked for."""
+    ids, is_last = fields.get("trajectory_ids"), fields.get("is_last_step")
+    for row, value in enumerate(is_last or ()):
+        if not isinstance(value, bool):
+            _fail(fields, "is_last_step", row, f"is {value!r}; it must be True on a trajectory's last row, else False.")
+    if ids is None:
+        if is_last and not all(is_last):
+            row = is_last.index(False)
+            _fail(fields, "is_last_step", row, "is False, but trajectory_ids does not say whose row it is.")
+        return
+    ended: set[Any] = set()
+    for row, trajectory_id in enumerate(ids):
+        if trajectory_id in ended:
+            _fail(fields, "trajectory_ids", row, f"repeats {trajectory_id!r}; each trajectory must come back once.")
+        if is_last is None or is_last[row]:
+            ended.add(trajectory_id)
+        elif row + 1 == len(ids) or ids[row + 1] != trajectory_id:
+            _fail(fields, "is_last_step", row, "is False, but the next row is not the same trajectory's.")
+    if len(ended) != expected:
         raise GeneratorOutputError(
-            f"{name} has {len(value)} entries for {expected} trajectories; a group must stay whole."
+            f"is_last_step is True on {len(ended)} rows for {expected} trajectories; a group must stay whole."
         )
 
 
-def _check_optional(fields: Mapping[str, Any], expected: int) -> None:
-    for name in ("stop_reasons", "trajectory_ids", "is_last_step"):
-        if fields.get(name) is not None:
-            _check_list(fields[name], name, expected)
-    for sample, reason in enumerate(fields.get("stop_reasons") or ()):
-        if not isinstance(reason, str) or reason == StopReason.ABORT:
-            _fail("stop_reasons", sample, f"is {reason!r}; give the reason why the response ended, never 'abort'.")
-    seen: set[Any] = set()
-    for sample, trajectory_id in enumerate(fields.get("trajectory_ids") or ()):
-        if trajectory_id in seen:
-            _fail("trajectory_ids", sample, f"repeats {trajectory_id!r}; each trajectory must come back once.")
-        seen.add(trajectory_id)
-    for sample, is_last in enumerate(fields.get("is_last_step") or ()):
-        if is_last is not True:
-            _fail("is_last_step", sample, "is not True; return whole trajectories, not their single steps.")
-
-
-def _check_tokens(fields: Mapping[str, Any], sample: int) -> None:
-    if len(_sequence(fields, "prompt_token_ids", sample)) == 0:
-        _fail("prompt_token_ids", sample, "is empty; a response needs something to respond to.")
+def _check_tokens(fields: Mapping[str, Any], row: int) -> None:
+    if len(_sequence(fields, "prompt_token_ids", row)) == 0:
+        _fail(fields, "prompt_token_ids", row, "is empty; a response needs something to respond to.")
     for name in ("prompt_token_ids", "response_ids"):
-        for position, token in enumerate(_sequence(fields, name, sample)):
+        for position, token in enumerate(_sequence(fields, name, row)):
             if not _is_int(token) or token < 0:
-                _fail(name, sample, f"has {token!r} at position {position}; token ids are integers >= 0.")
-    length = len(fields["response_ids"][sample])
+                _fail(fields, name, row, f"has {token!r} at position {position}; token ids are integers >= 0.")
+    length = len(fields["response_ids"][row])
     for name in _ALIGNED:
-        count = len(_sequence(fields, name, sample))
+        count = len(_sequence(fields, name, row))
         if count != length:
-            _fail(name, sample, f"has {count} entries for {length} response tokens.")
+            _fail(fields, name, row, f"has {count} entries for {length} response tokens.")
 
 
-def _check_rewards(fields: Mapping[str, Any], sample: int) -> None:
-    reward = fields["rewards"][sample]
+def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
+    reward = fields["rewards"][row]
     per_token = not isinstance(reward, Real)
     if per_token != (not isinstance(fields["rewards"][0], Real)):
-        _fail("rewards", sample, "mixes rewards per response and per token; give one kind.")
+        _fail(fields, "rewards", row, "mixes rewards per response and per token; give one kind.")
     if per_token:
-        length, count = len(fields["response_ids"][sample]), len(_sequence(fields, "rewards", sample))
+        length, count = len(fields["response_ids"][row]), len(_sequence(fields, "rewards", row))
         if count != length:
-            _fail("rewards", sample, f"has {count} entries for {length} response tokens.")
+            _fail(fields, "rewards", row, f"has {count} entries for {length} response tokens.")
     for value in reward if per_token else (reward,):
         if not isinstance(value, Real) or not math.isfinite(value):
-            _fail("rewards", sample, f"contains {value!r}; rewards must be finite numbers.")
+            _fail(fields, "rewards", row, f"contains {value!r}; rewards must be finite numbers.")
 
 
-def _check_sampled(fields: Mapping[str, Any], sample: int) -> None:
-    for position, (mask, logprob, version) in enumerate(_aligned(fields, sample)):
+def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
+    for position, (mask, logprob, version) in enumerate(_aligned(fields, row)):
         if not isinstance(mask, Real) or mask not in (0, 1):
-            _fail("loss_masks", sample, f"has {mask!r} at position {position}; it must be 0 or 1.")
+            _fail(fields, "loss_masks", row, f"has {mask!r} at position {position}; it must be 0 or 1.")
         if not isinstance(logprob, Real) or not math.isfinite(logprob):
-            _fail("rollout_logprobs", sample, f"has {logprob!r} at position {position}; log-probs must be finite.")
+            _fail(fields, "rollout_logprobs", row, f"has {logprob!r} at position {position}; log-probs must be finite.")
         if not _is_int(version) or version < -1:
-            _fail("rollout_versions", sample, f"has {version!r} at position {position}; give an integer >= -1.")
+            _fail(fields, "rollout_versions", row, f"has {version!r} at position {position}; give an integer >= -1.")
         if mask and logprob > MAX_LOGPROB:
-            _fail("rollout_logprobs", sample, f"has {logprob!r} at position {position}; a log-prob is at most 0.")
+            _fail(fields, "rollout_logprobs", row, f"has {logprob!r} at position {position}; a log-prob is at most 0.")
         if mask and version < 0:
             advice = _ADVICE["rollout_versions"]
-            _fail("rollout_versions", sample, f"has {version!r} at position {position}, a token to train on. {advice}")
+            problem = f"has {version!r} at position {position}, a token to train on. {advice}"
+            _fail(fields, "rollout_versions", row, problem)
 
 
-def _aligned(fields: Mapping[str, Any], sample: int) -> Iterator[tuple[Any, Any, Any]]:
-    masks, logprobs, versions = (fields[name][sample] for name in _ALIGNED)
+def _aligned(fields: Mapping[str, Any], row: int) -> Iterator[tuple[Any, Any, Any]]:
+    masks, logprobs, versions = (fields[name][row] for name in _ALIGNED)
     return zip(masks, logprobs, versions, strict=True)
 
 
-def _sequence(fields: Mapping[str, Any], name: str, sample: int) -> Sequence[Any]:
-    value = fields[name][sample]
+def _sequence(fields: Mapping[str, Any], name: str, row: int) -> Sequence[Any]:
+    value = fields[name][row]
     if not isinstance(value, list | tuple):
-        _fail(name, sample, f"is a {type(value).__name__}, not a list.")
+        _fail(fields, name, row, f"is a {type(value).__name__}, not a list.")
     return value  # type: ignore[no-any-return]
 
 
@@ -162,5 +198,10 @@ def _is_int(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def _fail(name: str, sample: int, what: str) -> None:
-    raise GeneratorOutputError(f"{name} of sample {sample} {what}")
+def _fail(fields: Mapping[str, Any], name: str, row: int, what: str) -> None:
+    ids, is_last = fields.get("trajectory_ids"), fields.get("is_last_step")
+    if not is_last or all(is_last):
+        raise GeneratorOutputError(f"{name} of sample {row} {what}")
+    raise GeneratorOutputError(
+        f"{name} of row {row} (trajectory {ids[row]!r}) {what}" if ids else f"{name} of row {row} {what}"
+    )

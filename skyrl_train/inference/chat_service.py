@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.concurrency import gather_or_cancel, merged
 from skyrl_train.errors import RequestError
 from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta
 from skyrl_train.inference.chat.parsing import ResponseParser
@@ -181,10 +181,9 @@ class ChatService:
         return _ended(index, parser.finish(visible)[1], generation)
 
     async def _events(self, turn: _Turn) -> AsyncGenerator[ChatEvent, None]:
-        streams = [self._choice_events(turn, index) for index in range(turn.request.params.n)]
-        events = streams[0] if len(streams) == 1 else _interleaved(streams)
+        events = merged([self._choice_events(turn, index) for index in range(turn.request.params.n)])
         try:
-            async for event in events:
+            async for _, event in events:
                 if event.choice is not None:
                     turn.record(event.choice)
                 yield event
@@ -225,34 +224,6 @@ def _visible(generation: Generation) -> int | None:
 def _ended(index: int, message: AssistantMessage, generation: Generation) -> ChatChoice:
     reason: FinishReason = "length" if generation.stop_reason is StopReason.LENGTH else "stop"
     return ChatChoice(index, message, "tool_calls" if message.tool_calls else reason, generation)
-
-
-async def _interleaved(streams: Sequence[AsyncGenerator[ChatEvent, None]]) -> AsyncGenerator[ChatEvent, None]:
-    """Items of all streams as they come.
-
-    Pulled by the reader: of each stream at most one item is ready before the reader asks for more. The first failure
-    ends all of them.
-    """
-    nexts: dict[asyncio.Future[ChatEvent], AsyncGenerator[ChatEvent, None]] = {}
-    try:
-        for stream in streams:
-            nexts[asyncio.ensure_future(anext(stream))] = stream
-        while nexts:
-            done, _ = await asyncio.wait(nexts, return_when=asyncio.FIRST_COMPLETED)
-            for future in [future for future in nexts if future in done]:
-                stream = nexts.pop(future)
-                try:
-                    event = future.result()
-                except StopAsyncIteration:
-                    continue
-                yield event
-                nexts[asyncio.ensure_future(anext(stream))] = stream
-    finally:
-        for future in nexts:
-            future.cancel()
-        await asyncio.gather(*nexts, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
 
 
 async def _close(stream: AsyncIterator[Any]) -> None:

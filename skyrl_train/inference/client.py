@@ -1,505 +1,100 @@
-"""The one door to the engines: requests that outlive weight updates, and engines.
+"""The one door to the engines: tokens (``generate``, ``complete``, ``stream``) or OpenAI's bodies, in this process.
 
-    complete / stream / generate ──> one Continuation per response ──gate──> EnginePool ──> engine
-                                          ^                                                   │ "abort", engine left
-                                          └────────────────── goes on with what it has ───────┘
-
-    publisher ──> receive_weights (engines serve) ──> load_weights: close gate · pause · load · resume · open gate
-
-| step of an update | requests inside an engine | requests that arrive |
-|---|---|---|
-| receive | sampled | sampled |
-| gate closed, pause | frozen, finished or aborted, by the pause mode | wait at the gate |
-| load | as before | wait at the gate |
-| resume, gate open | go on; every further token carries the new version | enter |
+chat_completion / completion ──dialect──> ChatService ──> TokenClient ──> engines
+generate / complete / stream ──────────────────────────────^
 """
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Mapping
+from functools import cached_property
+from typing import Any
 
-from skyrl_train.concurrency import Gate, gather_or_cancel
-from skyrl_train.errors import ConfigError, EngineError, PublicationError
-from skyrl_train.inference.chat.renderer import ChatRenderer
-from skyrl_train.inference.continuation import Continuation, Segment
-from skyrl_train.inference.engine_pool import EnginePool
-from skyrl_train.inference.fleet import EngineState, FleetLimits
-from skyrl_train.inference.interface import (
-    EngineCapabilities,
-    EngineHealth,
-    InferenceEngineInput,
-    InferenceEngineInterface,
-    InferenceEngineOutput,
-    PauseMode,
-    SamplingParams,
-    StopReason,
-    TokenChunk,
-)
-from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
-from skyrl_train.inference.response_text import ResponseText
-from skyrl_train.inference.supervisor import FleetSupervisor
-from skyrl_train.inference.weight_update import WeightUpdate
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from skyrl_train.inference.chat_service import ChatService
+from skyrl_train.inference.completion_service import CompletionRun
+from skyrl_train.inference.dialects import openai_chat, openai_completions
+from skyrl_train.inference.dialects.dialect import ResponseContext
+from skyrl_train.inference.dialects.errors import DialectError
+from skyrl_train.inference.dialects.tokens import TokenTexts
+from skyrl_train.inference.interface import EngineCapabilities
+from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
+from skyrl_train.inference.token_client import TokenClient
 
 
-# Of a response that nobody reads in pieces, so many tokens at most are lost with an engine that dies.
-KEPT_TOKENS = 64
+class InferenceEngineClient(TokenClient):
+    """A client that also takes OpenAI's bodies, without HTTP between: for generators in this process.
 
-
-class InferenceEngineClient:
-    """Talks to a fleet of engines that serve the same policy.
-
-    Args:
-        engines: they are started by :meth:`start` and torn down by :meth:`teardown`.
-        tokenizer: decodes responses, renders conversations, matches stop strings.
-        model_path: tells the chat renderer which model family this is.
-        pause_timeout_s: limit of each phase of an update (receive, pause, load, resume).
-        engine_wait_timeout_s: how long requests wait for an engine while none serves.
-        limits: how often a dead engine is started again, and how long a silent one is waited for.
-        probe_interval_s: seconds between two health probes of an engine.
-        tool_parser, reasoning_parser: see :class:`ChatRenderer`.
+    The payloads are SkyRL's: ``{"json": body, "headers": headers}``. Headers are not looked at. A body's ``session_id``
+    keeps its requests on one engine. What was sampled is recorded by sessions, which belong to the endpoint; here
+    ``"return_token_ids": True`` brings the tokens, log-probs and versions with the response.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[InferenceEngineInterface],
-        tokenizer: PreTrainedTokenizerBase,
-        model_path: str = "",
-        *,
-        pause_timeout_s: float = 60.0,
-        engine_wait_timeout_s: float = 60.0,
-        limits: FleetLimits | None = None,
-        probe_interval_s: float = 10.0,
-        tool_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        if not engines:
-            raise ConfigError("an InferenceEngineClient needs at least one engine")
-        self._pool = EnginePool(
-            engines,
-            wait_timeout_s=engine_wait_timeout_s,
-            phase_timeout_s=pause_timeout_s,
-            limits=limits,
-            clock=clock,
-        )
-        self.supervisor = FleetSupervisor(self._pool, self._catch_up, probe_interval_s=probe_interval_s, clock=clock)
-        self._tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer, model_path, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-        self._clock = clock
-        self._gate = Gate()
-        self._paused_mode: PauseMode | None = None
-        self._update_lock = asyncio.Lock()
-        self._received: dict[int, WeightUpdate] = {}
-        self._current: WeightUpdate | None = None
-        self._adapters: dict[str, str] = {}
-        self._policy_version = -1
-        self.generated_tokens = 0  # of responses that have ended
+    async def chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of a chat completion's response; see ``docs/tutorials/http_endpoint.md`` for the fields.
 
-    @property
-    def policy_version(self) -> int:
-        """The version that every routed engine holds; -1 before the first publication."""
-        return self._policy_version
+        Raises:
+            DialectError: the body is wrong, or asks for what is not supported (streams included).
+            RequestError: the conversation does not fit the context.
+        """
+        body, generation = self._read(request_payload)
+        call = openai_chat.parse(body)
+        _refuse_stream(call.streamed)
+        result = await ChatService(generation, self.renderer).complete(call.request)
+        return call.response(result, self._context())
 
-    @property
-    def engines(self) -> list[InferenceEngineInterface]:
-        """The engines in the routing."""
-        return [self._pool.engine(number) for number in self._pool.routed]
+    async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of a completion's response.
 
-    @property
-    def engine_states(self) -> dict[int, EngineState]:
-        """Every engine's state, by number."""
-        return self._pool.fleet.states
+        Raises:
+            DialectError: the body is wrong, or asks for what is not supported (streams included).
+        """
+        body, generation = self._read(request_payload)
+        call = openai_completions.parse(body)
+        _refuse_stream(call.streamed)
+        run = CompletionRun(self, generation, call, adapter=None, session=None)
+        return call.response(await run.complete(), self._context())
+
+    def _read(self, request_payload: Mapping[str, Any]) -> tuple[dict[str, Any], GenerationService]:
+        """The body without its ``session_id``, and what samples for that session."""
+        body = dict(request_payload.get("json") or {})
+        session_id = body.pop("session_id", None)
+        return body, self if session_id is None else _OfSession(self, str(session_id))
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
+
+    def _context(self) -> ResponseContext:
+        return ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
+
+
+class _OfSession:
+    """The client, for the requests of one session."""
+
+    def __init__(self, client: TokenClient, session_id: str) -> None:
+        self._client = client
+        self._session_id = session_id
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What every engine in the routing can do."""
-        return self._pool.capabilities
+        return self._client.capabilities
 
     @property
-    def renderer(self) -> ChatRenderer:
-        """Renders and parses conversations for the model that the engines serve."""
-        return self._renderer
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        """The LoRA adapters that every engine has loaded, with their folders."""
-        return self._adapters
-
-    async def start(self) -> None:
-        """Starts all engines at once, and watches over them; fails when one of them cannot start."""
-        await asyncio.gather(*(engine.start() for engine in self._pool.everyone))
-        self.supervisor.start()
-
-    async def teardown(self) -> None:
-        """Stops all engines."""
-        await self.supervisor.stop()
-        await asyncio.gather(*(engine.teardown() for engine in self._pool.everyone))
-
-    async def health(self) -> list[EngineHealth]:
-        """A snapshot per engine in the routing; an engine that died meanwhile leaves the routing and the list."""
-        numbers = self._pool.routed
-        healths = await gather_or_cancel(self._pool.engine(number).health() for number in numbers)
-        for number, health in zip(numbers, healths, strict=True):
-            if not health.alive:
-                self._pool.died(number, "its process ended")
-        return [health for health in healths if health.alive]
-
-    # Requests -----------------------------------------------------------------------------------------------------
-
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Samples ``n`` responses per prompt; returns when all have ended, whatever happened to the engines meanwhile.
-
-        Prompts come as ``prompt_token_ids`` or as conversations in ``prompts``. With ``n`` > 1 the responses of one prompt
-        follow each other in every list of the output. ``priority`` is the oldest policy version that the responses will
-        be trained with.
-
-        Raises:
-            ConfigError: the input names both or neither kind of prompt, or a sampling parameter is impossible.
-            RequestError: a prompt is empty or does not fit the context.
-            NoEngineError: no engine is left.
-        """
-        prompts = self._prompt_token_ids(input_batch)
-        params = SamplingParams.parse(input_batch.get("sampling_params"))
-        session_ids: Sequence[str | None] = input_batch.get("session_ids") or [None] * len(prompts)
-        if len(session_ids) != len(prompts):
-            raise ConfigError(f"session_ids has {len(session_ids)} entries for {len(prompts)} prompts")
-        done = await gather_or_cancel(
-            self.complete(
-                GenerationRequest(
-                    prompt, params, session_id, choice, input_batch.get("adapter"), input_batch.get("priority")
-                )
-            )
-            for prompt, session_id in zip(prompts, session_ids, strict=True)
-            for choice in range(params.n)
-        )
-        output = InferenceEngineOutput(
-            responses=[g.text for g in done],
-            response_ids=[g.token_ids for g in done],
-            stop_reasons=[str(g.stop_reason) for g in done],
-            response_logprobs=[g.logprobs for g in done],
-            response_versions=[g.versions for g in done],
-        )
-        if params.top_logprobs:
-            output["response_top_logprobs"] = [g.top_logprobs or [] for g in done]
-        return output
+    def policy_version(self) -> int:
+        return self._client.policy_version
 
     async def complete(self, request: GenerationRequest) -> Generation:
-        """Samples one response to its end, whatever happens underneath. Cancelling the caller cancels it.
+        return await self._client.complete(dataclasses.replace(request, session_id=self._session_id))
 
-        Raises:
-            ConfigError: a sampling parameter is not supported by the engines.
-            RequestError: the prompt is empty or does not fit the context.
-            NoEngineError: no engine is left, and none came back in time.
-        """
-        self._check_supported(request)
-        text = self._new_text(request) if request.params.stop else None
-        response = Continuation(request.prompt_token_ids, request.params, choice=request.choice, make_text=text)
-        await self._run(response, request, None)
-        return self._generation(response)
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        return self._client.stream(dataclasses.replace(request, session_id=self._session_id))
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
-        """Like ``complete``, in pieces; a slow reader gets larger ones. Closing the iterator cancels the request.
 
-        A response with a grammar comes in one piece at its end: until then an interruption may have it begin again.
-        """
-        self._check_supported(request)
-        response = Continuation(
-            request.prompt_token_ids, request.params, choice=request.choice, make_text=self._new_text(request)
+def _refuse_stream(streamed: bool) -> None:
+    if streamed:
+        raise DialectError(
+            "Streams go over HTTP; in this process use client.stream().", "stream", "unsupported_parameter"
         )
-        progress = asyncio.Event()
-        running = asyncio.create_task(self._run(response, request, progress.set))
-        running.add_done_callback(lambda _: progress.set())
-        sent = 0
-        try:
-            while not running.done():
-                await progress.wait()
-                progress.clear()
-                if not running.done() and not response.may_restart and len(response.token_ids) > sent:
-                    chunk = self._chunk(response, sent, None)
-                    sent += len(chunk.token_ids)  # before the reader's turn, during which more may arrive
-                    yield chunk
-            running.result()  # raises what it raised
-            yield self._chunk(response, sent, self._generation(response))
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    def _check_supported(self, request: GenerationRequest) -> None:
-        can, params = self.capabilities, request.params
-        if params.structured is not None and not can.structured_output:
-            raise ConfigError("the engines cannot follow a grammar (structured output); use vLLM engines")
-        if params.top_logprobs > can.max_top_logprobs:
-            raise ConfigError(
-                f"the engines return at most {can.max_top_logprobs} top_logprobs, not {params.top_logprobs}"
-            )
-        if request.adapter is not None and request.adapter not in self._adapters:
-            known = ", ".join(sorted(self._adapters)) or "none"
-            raise ConfigError(f"the LoRA adapter {request.adapter!r} is not loaded; loaded: {known}")
-
-    def _new_text(self, request: GenerationRequest) -> Callable[[], ResponseText]:
-        return lambda: ResponseText(self._tokenizer, request.params.stop)
-
-    def _chunk(self, response: Continuation, sent: int, generation: Generation | None) -> GenerationChunk:
-        text = response.text
-        assert text is not None, "a streamed response has text"
-        return GenerationChunk(
-            token_ids=response.token_ids[sent:],
-            logprobs=response.logprobs[sent:],
-            versions=response.versions[sent:],
-            text=text.take() if generation is None else text.rest(generation.text),
-            top_logprobs=None if response.top_logprobs is None else response.top_logprobs[sent:],
-            generation=generation,
-        )
-
-    def _generation(self, response: Continuation) -> Generation:
-        assert response.stop_reason is not None, "the response has ended"
-        text = self.decode(response.token_ids)
-        if response.text is not None and response.text.text_end is not None:
-            text = text[: response.text.text_end]
-        return Generation(
-            prompt_token_ids=response.prompt_token_ids,
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
-            versions=response.versions,
-            stop_reason=response.stop_reason,
-            text=text,
-            top_logprobs=response.top_logprobs,
-            stop_string=None if response.text is None else response.text.stop_string,
-            segments=response.segments,
-            restarts=response.restarts,
-        )
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones left out."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
-
-    def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[Sequence[int]]:
-        conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
-        if (conversations is None) == (token_ids is None):
-            raise ConfigError("give exactly one of prompts and prompt_token_ids")
-        if token_ids is not None:
-            return list(token_ids)
-        return [self._renderer.render(conversation) for conversation in conversations or ()]
-
-    async def _run(
-        self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None
-    ) -> None:
-        """Runs segments until the response has ended."""
-        while (segment := response.next_segment()) is not None:
-            await self._gate.passed()
-            lease = await self._pool.acquire(request.session_id)
-            try:
-                if not self._gate.is_open:  # it closed while this task waited for an engine
-                    response.segments -= 1
-                    continue
-                engine_input = self._engine_input(segment, response, request)
-                engine = self._pool.engine(lease.engine)
-                await self._pool.run(lease, _run_segment(engine, engine_input, response, on_progress))
-            finally:
-                self._pool.release(lease)
-        self.generated_tokens += len(response.token_ids)
-
-    def _engine_input(
-        self, segment: Segment, response: Continuation, request: GenerationRequest
-    ) -> InferenceEngineInput:
-        oldest = min(
-            self._policy_version if request.oldest_version is None else request.oldest_version,
-            response.versions[0] if response.versions else self._policy_version,
-        )
-        return segment.to_engine_input(request.session_id, oldest, request.adapter)
-
-    # Updates ------------------------------------------------------------------------------------------------------
-
-    async def pause_generation(self, mode: PauseMode) -> None:
-        """Closes the gate, then pauses every engine; returns when no engine samples any more.
-
-        Raises:
-            PublicationError: an engine does not know ``mode`` or did not pause in time; all engines sample again.
-        """
-        if mode not in self.capabilities.pause_modes:
-            known = ", ".join(sorted(self.capabilities.pause_modes))
-            raise PublicationError(
-                f"an engine cannot pause with {mode.value!r}; set generator.pause_mode to one of: {known}"
-            )
-        self._gate.close()
-        self._paused_mode = mode
-        try:
-            await self._pool.on_each("pause", lambda engine: engine.pause(mode))
-            if mode is PauseMode.ABORT:
-                await self._pool.on_each("abort", _verify_aborted)
-        except BaseException:
-            await self.resume_generation()
-            raise
-
-    async def resume_generation(self) -> None:
-        """Lets every engine sample again, then opens the gate."""
-        try:
-            await self._pool.on_each("resume", lambda engine: engine.resume())
-        finally:
-            self._paused_mode = None
-            self._gate.open()
-
-    async def receive_weights(self, update: WeightUpdate) -> None:
-        """*Transfer*: engines take the bytes and go on serving."""
-        await self._receive(update, self._pool.routed)
-
-    async def _receive(self, update: WeightUpdate, numbers: Sequence[int]) -> None:
-        await self._pool.on_each("receive", lambda engine: engine.receive_weights(update), numbers)
-        for number in numbers:
-            self._received[number] = update
-
-    async def load_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """*Load*: swaps the received update into the model while the engines are paused with ``mode``.
-
-        An engine that fails to load while another succeeds leaves the routing until it has caught up: no engine ever
-        serves another version than the client reports.
-
-        Returns:
-            The seconds for which sampling was paused.
-
-        Raises:
-            PublicationError: no engine could load; all serve the weights that they had.
-        """
-        async with self._update_lock:
-            late = [number for number in self._pool.routed if self._received.get(number) != update]
-            if late:  # they joined after the transfer
-                await self._receive(update, late)
-            started = self._clock()
-            await self.pause_generation(mode)
-            try:
-                await self._pool.on_each("load", lambda engine: engine.load_weights(update))
-                self._current, self._policy_version = update, update.version
-                for number, state in self.engine_states.items():
-                    if state is EngineState.SUSPECT:
-                        self._pool.missed_update(number, "it did not answer while an update was loaded")
-            finally:
-                await self.resume_generation()
-            return self._clock() - started
-
-    # The fleet ----------------------------------------------------------------------------------------------------
-
-    async def add_engine(self, engine: InferenceEngineInterface) -> int:
-        """Starts a further engine, brings it to the current weights, and lets it serve; returns its number.
-
-        Raises:
-            EngineError: it could not start or take the weights; it is not part of the fleet then.
-        """
-        number = self._pool.add(engine)
-        try:
-            await engine.start()
-            self._pool.fleet.started(number)
-            await self._catch_up(number)
-        except BaseException:
-            await self._pool.retire(number)
-            raise
-        return number
-
-    async def remove_engine(self, number: int) -> None:
-        """Takes an engine out of the fleet: its requests go on elsewhere with the tokens they have. Idempotent."""
-        await self._pool.retire(number)
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Loads a LoRA adapter into every engine, those that join later included.
-
-        Raises:
-            ConfigError: the engines have no adapters.
-            PublicationError: no engine could load it.
-        """
-        if not self.capabilities.adapters:
-            raise ConfigError("the engines have no LoRA adapters; start vLLM engines with enable_lora")
-        await self._pool.on_each("load the adapter of", lambda engine: engine.load_adapter(name, path))
-        self._adapters[name] = path
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter. Unknown names are ignored."""
-        if self._adapters.pop(name, None) is not None:
-            await self._pool.on_each("unload the adapter of", lambda engine: engine.unload_adapter(name))
-
-    async def _catch_up(self, number: int) -> None:
-        """Brings a stale engine to the current weights and into the routing.
-
-        Raises:
-            EngineError: it could not; it stays stale.
-        """
-        async with self._update_lock:  # no newer version is loaded meanwhile
-            if self._pool.fleet.state(number) is not EngineState.STALE:
-                return  # it died, or was removed
-            self._pool.fleet.catching_up(number)
-            update, engine = self._current, self._pool.engine(number)
-            await self._pool.within_time("load adapters", number, self._load_adapters)
-            if update is not None:
-                mode = _quietest(engine.capabilities.pause_modes)
-                await self._pool.within_time("receive", number, lambda e: e.receive_weights(update))
-                await self._pool.within_time("pause", number, lambda e: e.pause(mode))
-                await self._pool.within_time("load", number, lambda e: e.load_weights(update))
-                if engine.policy_version != update.version:
-                    raise EngineError(f"engine {number} reports version {engine.policy_version}, not {update.version}")
-                await self._pool.within_time("resume", number, lambda e: e.resume())
-                self._received[number] = update
-            paused = self._paused_mode
-            if paused is not None:
-                await self._pool.within_time("pause", number, lambda e: e.pause(paused))
-            self._pool.join(number)
-
-    async def _load_adapters(self, engine: InferenceEngineInterface) -> None:
-        for name, path in self._adapters.items():
-            await engine.load_adapter(name, path)
-
-
-async def _run_segment(
-    engine: InferenceEngineInterface,
-    engine_input: InferenceEngineInput,
-    response: Continuation,
-    on_progress: Callable[[], None] | None,
-) -> None:
-    if on_progress is None and not response.needs_stream:
-        if not engine.capabilities.chunked_streaming:
-            response.add(_whole(await engine.generate(engine_input)))
-            return
-        engine_input["chunk_tokens"] = KEPT_TOKENS
-    stream = engine.stream(engine_input)
-    try:
-        async for chunk in stream:
-            response.add(chunk)
-            if on_progress is not None:
-                on_progress()
-            if response.stop_reason is not None:
-                break
-    finally:
-        await stream.aclose()  # type: ignore[attr-defined]  # leaving early aborts the request in the engine
-
-
-def _whole(output: InferenceEngineOutput) -> TokenChunk:
-    top_logprobs = output.get("response_top_logprobs")
-    return TokenChunk(
-        output["response_ids"][0],
-        output["response_logprobs"][0],
-        output["response_versions"][0],
-        StopReason(output["stop_reasons"][0]),
-        None if top_logprobs is None else top_logprobs[0],
-    )
-
-
-async def _verify_aborted(engine: InferenceEngineInterface) -> None:
-    health = await engine.health()
-    left = health.running + health.waiting
-    if health.alive and left:
-        raise EngineError(f"an engine still holds {left} requests after it reported them aborted")
-
-
-def _quietest(modes: frozenset[PauseMode]) -> PauseMode:
-    """The mode for an engine whose requests have gone elsewhere."""
-    return PauseMode.ABORT if PauseMode.ABORT in modes else next(iter(sorted(modes)))

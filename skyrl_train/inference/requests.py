@@ -6,7 +6,7 @@ GenerationRequest ──client.complete──> Generation
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,5 +89,5 @@ class GenerationService(Protocol):
             NoEngineError: no engine is left, and none came back in time.
         """
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Like ``complete``, in pieces. Closing the iterator cancels the request."""

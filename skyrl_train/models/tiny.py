@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from skyrl_train.config.schema import BuildModelConfig
@@ -20,13 +21,17 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of ``alphabet``, after ``<pad>`` (0), ``<eos>`` (1) and ``<unk>`` (2)."""
+def character_tokenizer(alphabet: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per character of ``alphabet``, after ``<pad>`` (0), ``<eos>`` (1) and ``<unk>`` (2).
+
+    Each of ``words`` is one more token, wherever a text has it.
+    """
     characters = sorted(set(alphabet))
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in dict.fromkeys(words)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -48,7 +53,7 @@ def build_model_folder(build: BuildModelConfig, folder: Path, seed: int) -> None
     if folder.is_dir():
         return
     _check(build)
-    tokenizer = character_tokenizer(build.alphabet)
+    tokenizer = character_tokenizer(build.alphabet, build.words)
     try:
         config = AutoConfig.for_model(
             build.model_type,
@@ -92,6 +97,9 @@ def _check(build: BuildModelConfig) -> None:
     for name in sizes:
         if getattr(build, name) < 1:
             raise ConfigError(f"{where}.{name} must be at least 1, got {getattr(build, name)}.")
+    for word in build.words:
+        if len(word) < 2:
+            raise ConfigError(f"{where}.words has {word!r}; single characters belong to {where}.alphabet.")
     if not build.alphabet:
         raise ConfigError(f"{where}.alphabet is empty; list the characters of the task's prompts and answers.")
     if build.hidden_size % (2 * build.num_heads):

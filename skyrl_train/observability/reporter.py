@@ -47,7 +47,7 @@ class Reporter:
         failed: Sequence[int],
         checkpoint_step: int | None,
     ) -> None:
-        """Writes one step's metrics and samples, and refreshes the screen.
+        """Writes one step's metrics and samples (a line per sequence), and refreshes the screen.
 
         Args:
             failed: the ordinals of the prompts that failed for good since the previous step.
@@ -61,14 +61,16 @@ class Reporter:
                 {
                     "ordinal": group.ordinal,
                     "uid": group.uid,
-                    "prompt": decode(sample.prompt_token_ids),
-                    "response": decode(sample.response_ids),
+                    "sample": index,
+                    "prompt": decode(sequence.prompt_token_ids),
+                    "response": decode(sequence.response_ids),
                     "reward": sample.reward,
-                    "stop_reason": sample.stop_reason,
+                    "stop_reason": sequence.stop_reason,
                     "oldest_version": group.oldest_version,
                 }
                 for group in batch[: self._config.trainer.samples_per_step]
-                for sample in group.samples
+                for index, sample in enumerate(group.samples)
+                for sequence in sample.sequences
             ),
         )
         if self._tracker is not None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.rollout.group import RolloutGroup, Sample
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: a sample was its only sequence
 STATE_FILE = "rollout_state.json"
 GROUPS_FILE = "groups.jsonl"
 
@@ -48,4 +48,9 @@ def read_rollout_state(folder: Path) -> tuple[dict[str, Any], list[RolloutGroup]
 
 
 def _to_group(row: dict[str, Any]) -> RolloutGroup:
-    return RolloutGroup(**{**row, "samples": tuple(Sample(**sample) for sample in row["samples"])})
+    return RolloutGroup(**{**row, "samples": tuple(_to_sample(sample) for sample in row["samples"])})
+
+
+def _to_sample(row: dict[str, Any]) -> Sample:
+    sequences = row.get("sequences", [row])
+    return Sample(tuple(RolloutSequence(**sequence) for sequence in sequences))

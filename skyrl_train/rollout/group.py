@@ -7,8 +7,8 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One response trajectory; the response-side lists are aligned token by token.
+class RolloutSequence:
+    """One token sequence of a sample; the response-side lists are aligned token by token.
 
     ``loss_mask`` is 1 on sampled tokens; elsewhere ``logprobs`` is 0.0 and ``versions`` -1. ``rewards`` is per token
     (a reward for the whole response sits on its last token).
@@ -22,10 +22,30 @@ class Sample:
     rewards: list[float]
     stop_reason: str
 
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory. It is several sequences where its history was rewritten (a session that branched), else one.
+
+    Each sampled token is trained in one sequence only; the others repeat it, if at all, with loss mask 0.
+    """
+
+    sequences: tuple[RolloutSequence, ...]
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        """The rewards of all tokens, sequence after sequence."""
+        return [reward for sequence in self.sequences for reward in sequence.rewards]
+
     @cached_property
     def reward(self) -> float:
-        """The return of the trajectory."""
+        """The return of the trajectory: the sum over all its sequences."""
         return sum(self.rewards)
+
+    @cached_property
+    def sampled_versions(self) -> list[int]:
+        """The policy version of each trained token."""
+        return [version for sequence in self.sequences for version in sequence.versions if version >= 0]
 
 
 @dataclass(frozen=True)
@@ -42,12 +62,12 @@ class RolloutGroup:
     @cached_property
     def oldest_version(self) -> int:
         """The oldest policy version among the sampled tokens (of a group without any: the one it was admitted under)."""
-        return min((v for s in self.samples for v in s.versions if v >= 0), default=self.submitted_version)
+        return min((v for s in self.samples for v in s.sampled_versions), default=self.submitted_version)
 
     @cached_property
     def newest_version(self) -> int:
         """The newest policy version among the sampled tokens."""
-        return max((v for s in self.samples for v in s.versions if v >= 0), default=self.submitted_version)
+        return max((v for s in self.samples for v in s.sampled_versions), default=self.submitted_version)
 
     def lag(self, step: int) -> int:
         """``(t - 1) - oldest version``: how many versions behind step ``t``'s policy its oldest token is."""

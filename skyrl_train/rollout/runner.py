@@ -70,7 +70,7 @@ class GroupRunner:
         for attempt in range(attempts):
             if attempt:
                 self.retries += 1
-                logger.warning("group %d: attempt %d failed (%r), trying again", ordinal, attempt, failure)
+                logger.warning("group %d: attempt %d failed (%s), trying again", ordinal, attempt, _why(failure))
             limit = asyncio.timeout(self._failures.rollout_timeout_s)
             try:
                 async with limit:
@@ -85,15 +85,11 @@ class GroupRunner:
             except Exception as error:
                 failure = error
             timed_out = limit.expired()
-        what = (
-            f"took longer than trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
-            if timed_out
-            else f"raised {failure!r}"
-        )
+        what = _why(failure)
+        if timed_out:
+            what = f"it took longer than trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
         uid = self._dataset[self._ledger.row(ordinal)].uid
-        raise RolloutError(
-            f"the rollout of prompt {uid!r} failed {attempts} times; the last time it {what}"
-        ) from failure
+        raise RolloutError(f"the rollout of prompt {uid!r} failed {attempts} times; the last time: {what}") from failure
 
     async def _attempt(self, ordinal: int, attempt: int) -> RolloutGroup:
         row = self._ledger.row(ordinal)
@@ -123,6 +119,10 @@ class GroupRunner:
             submitted_version=version,
             metrics=metrics,
         )
+
+
+def _why(failure: BaseException | None) -> str:
+    return str(failure) if isinstance(failure, RolloutError) else f"it raised {failure!r}"
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:

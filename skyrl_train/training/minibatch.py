@@ -8,12 +8,16 @@ import torch
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, group_returns
 from skyrl_train.config.schema import AlgorithmConfig
-from skyrl_train.rollout.group import RolloutGroup, Sample
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 
 
 def build_minibatch(groups: Sequence[RolloutGroup], step: int, algorithm: AlgorithmConfig) -> Minibatch:
-    """Computes advantages within each group and lays every sample out as one sequence, in the order given."""
+    """Computes advantages within each group and lays out every sequence of every sample, in the order given.
+
+    A group's returns and its baseline are over samples, however many sequences each has; a sample's advantage goes to
+    the trained tokens of all its sequences.
+    """
     sequences = [
         sequence for index, group in enumerate(groups) for sequence in _group_sequences(group, index, algorithm)
     ]
@@ -22,24 +26,34 @@ def build_minibatch(groups: Sequence[RolloutGroup], step: int, algorithm: Algori
 
 def _group_sequences(group: RolloutGroup, index: int, algorithm: AlgorithmConfig) -> Iterator[TrainingSequence]:
     estimate = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
-    masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in group.samples]
+    masks = [_loss_mask(sample) for sample in group.samples]
     returns = group_returns([sample.rewards for sample in group.samples])
     advantages = estimate(returns, masks, norm_by_std=algorithm.grpo_norm_by_std)
     for sample, mask, advantage in zip(group.samples, masks, advantages, strict=True):
-        yield _sequence(sample, mask, advantage, index)
+        lengths = [len(sequence.response_ids) for sequence in sample.sequences]
+        of_sequences = zip(sample.sequences, mask.split(lengths), advantage.split(lengths), strict=True)
+        for sequence, sequence_mask, sequence_advantage in of_sequences:
+            yield _training_sequence(sequence, sequence_mask, sequence_advantage, index)
 
 
-def _sequence(sample: Sample, mask: torch.Tensor, advantages: torch.Tensor, index: int) -> TrainingSequence:
-    prompt_len = len(sample.prompt_token_ids)
+def _loss_mask(sample: Sample) -> torch.Tensor:
+    """Bool ``[T]`` over the response tokens of all its sequences in a row."""
+    return torch.tensor([value for sequence in sample.sequences for value in sequence.loss_mask], dtype=torch.bool)
+
+
+def _training_sequence(
+    sequence: RolloutSequence, mask: torch.Tensor, advantages: torch.Tensor, index: int
+) -> TrainingSequence:
+    prompt_len = len(sequence.prompt_token_ids)
 
     def after_prompt(response_part: torch.Tensor, fill: float) -> torch.Tensor:
         return torch.cat([response_part.new_full((prompt_len,), fill), response_part])
 
     return TrainingSequence(
-        token_ids=torch.tensor(sample.prompt_token_ids + sample.response_ids, dtype=torch.int64),
+        token_ids=torch.tensor(sequence.prompt_token_ids + sequence.response_ids, dtype=torch.int64),
         loss_mask=after_prompt(mask, False),
         advantages=after_prompt(advantages, 0.0),
-        behaviour_logprobs=after_prompt(torch.tensor(sample.logprobs, dtype=torch.float32), 0.0),
-        versions=after_prompt(torch.tensor(sample.versions, dtype=torch.int64), -1),
+        behaviour_logprobs=after_prompt(torch.tensor(sequence.logprobs, dtype=torch.float32), 0.0),
+        versions=after_prompt(torch.tensor(sequence.versions, dtype=torch.int64), -1),
         group_index=index,
     )

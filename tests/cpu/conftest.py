@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from vllm_engines import started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
 
 # Machines are shared and slow at times, so an example's wall-clock time says nothing. In CI the examples are the same each
 # time; everywhere else new ones are tried.

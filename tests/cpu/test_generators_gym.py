@@ -118,7 +118,7 @@ async def play(script: Callable[[str, int | None], str], request: GeneratorInput
 
 async def test_one_turn_is_the_prompt_what_was_sampled_and_the_reward_on_its_last_token() -> None:
     output = await play(lambda text, seed: "ccc.", batch("run_length", [{"answer": "cccc"}], prompt="04c="))
-    (sample,) = to_samples(output)
+    ((sample,),) = (sample.sequences for sample in to_samples(output))
     assert sample.prompt_token_ids == encode("04c=")
     assert sample.response_ids == [*encode("ccc"), EOS]
     assert sample.loss_mask == [1, 1, 1, 1]
@@ -149,7 +149,7 @@ async def test_several_turns_are_one_response_with_the_observations_masked_out()
     client = ScriptedClient(script)
     output = await generator(client, "guess_number", max_turns=4).generate(batch("guess_number", [{"number": 6}]))
     validate_generator_output(output, 1)
-    (sample,) = to_samples(output)
+    ((sample,),) = (sample.sequences for sample in to_samples(output))
     assert TOKENIZER.decode(sample.response_ids) == "4<eos>+7<eos>-6<eos>"
     assert sample.loss_mask == [1, 1, 0, 1, 1, 0, 1, 1]
     assert sample.logprobs == [-0.5, -0.5, 0.0, -0.5, -0.5, 0.0, -0.5, -0.5]
@@ -167,10 +167,10 @@ async def test_several_turns_are_one_response_with_the_observations_masked_out()
 async def test_each_turn_has_its_reward_on_its_own_last_token_and_max_turns_ends_it() -> None:
     extras = {"observations": [{"role": "user", "content": "!"}]}
     output = await play(lambda text, seed: "ab.", batch(QUICK, [extras]), max_turns=3)
-    (sample,) = to_samples(output)
+    ((sample,),) = (sample.sequences for sample in to_samples(output))
     assert sample.loss_mask == [1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
     assert [i for i, reward in enumerate(sample.rewards) if reward] == [2, 6, 10]
-    assert sample.reward == 1.5
+    assert sum(sample.rewards) == 1.5
 
 
 async def test_each_turn_of_each_trajectory_has_its_own_seed_and_its_session() -> None:
@@ -218,7 +218,7 @@ async def test_a_turn_samples_no_more_than_the_context_leaves() -> None:
 async def test_a_conversation_past_max_input_length_ends_with_length_on_a_sampled_token() -> None:
     extras = {"observations": [{"role": "user", "content": "!!!"}]}
     output = await play(lambda text, seed: "a.", batch(QUICK, [extras]), max_turns=9, max_input_length=8)
-    (sample,) = to_samples(output)
+    ((sample,),) = (sample.sequences for sample in to_samples(output))
     assert TOKENIZER.decode(sample.response_ids) == "a<eos>!!!a<eos>"
     assert sample.stop_reason == "length"
 

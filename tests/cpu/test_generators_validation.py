@@ -91,8 +91,9 @@ def test_a_valid_output_passes_and_is_converted_without_loss(output: dict[str, A
     count = len(output["response_ids"])
     before = copy.deepcopy(output)
     validate_generator_output(output, count)  # type: ignore[arg-type]
-    samples = to_samples(output)  # type: ignore[arg-type]
+    samples = [sequence for sample in to_samples(output) for sequence in sample.sequences]  # type: ignore[arg-type]
     assert output == before
+    assert len(samples) == count
     assert [s.prompt_token_ids for s in samples] == output["prompt_token_ids"]
     assert [s.response_ids for s in samples] == output["response_ids"]
     assert [s.loss_mask for s in samples] == output["loss_masks"]
@@ -137,7 +138,7 @@ def test_every_required_field_has_one_entry_per_trajectory(output: dict[str, Any
         ("stop_reasons", ["stop", "abort"], "stop_reasons of sample 1"),
         ("stop_reasons", [None, "stop"], "stop_reasons of sample 0"),
         ("trajectory_ids", [TrajectoryID("p", 0)] * 2, "trajectory_ids of sample 1 repeats"),
-        ("is_last_step", [True, False], "is_last_step of sample 1"),
+        ("is_last_step", [True, False], "is_last_step of row 1 is False, but trajectory_ids does not say"),
         ("rewards", [1.0, [1.0]], "rewards of sample 1 mixes"),
         ("rewards", [[1.0], [1.0, 0.0]], "rewards of sample 1 has 2 entries for 1"),
         ("rollout_logprobs", None, "rollout_logprobs is missing. Pass the client's response_logprobs"),
@@ -166,7 +167,7 @@ def test_an_empty_response_passes_and_loses_its_reward() -> None:
 def test_a_sampled_token_that_is_masked_out_neither_trains_nor_ages_its_group() -> None:
     output = {**valid(1), "loss_masks": [[0]]}
     validate_generator_output(output, 1)  # type: ignore[arg-type]
-    (sample,) = to_samples(output)  # type: ignore[arg-type]
+    ((sample,),) = (sample.sequences for sample in to_samples(output))  # type: ignore[arg-type]
     assert (sample.logprobs, sample.versions) == ([0.0], [-1])
 
 
@@ -174,7 +175,7 @@ def test_numpy_numbers_pass_and_become_plain_ones() -> None:
     output = {**valid(1), "response_ids": [[np.int64(5)]], "rewards": [np.float32(0.5)]}
     output["rollout_logprobs"] = [[np.float32(-0.25)]]
     validate_generator_output(output, 1)  # type: ignore[arg-type]
-    (sample,) = to_samples(output)  # type: ignore[arg-type]
+    ((sample,),) = (sample.sequences for sample in to_samples(output))  # type: ignore[arg-type]
     assert [type(v) for v in (*sample.response_ids, *sample.rewards, *sample.logprobs)] == [int, float, float]
 
 

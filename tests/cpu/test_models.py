@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.model_shape import model_shape
+from skyrl_train.config.schema import BuildModelConfig, ModelConfig
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.models.folder import build_empty, load_config, load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder, character_tokenizer
@@ -89,6 +90,19 @@ class TestBuilding:
         assert ids[7] == tokenizer.unk_token_id
         conversation = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
         assert tokenizer.apply_chat_template(conversation, tokenize=False) == "abc"
+
+    def test_a_word_is_one_token_wherever_it_stands(self) -> None:
+        tokenizer = character_tokenizer("abc{}", ["{call", "}}"])
+        ids = tokenizer("ab{callc}}a{c}").input_ids
+        assert [tokenizer.decode([token]) for token in ids] == ["a", "b", "{call", "c", "}}", "a", "{", "c", "}"]
+        assert tokenizer.decode(ids) == "ab{callc}}a{c}"
+        model = ModelConfig(build=dataclasses.replace(SMALL, words=["{call", "}}"]))
+        shape = model_shape(model)
+        assert shape is not None and shape.vocab_size == len(character_tokenizer(SMALL.alphabet, model.build.words))
+
+    def test_a_word_of_one_character_belongs_to_the_alphabet(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"belong to trainer\.policy\.model\.build\.alphabet"):
+            build_model_folder(dataclasses.replace(SMALL, words=["x"]), tmp_path / "model", seed=0)
 
 
 class TestOpening:

@@ -88,10 +88,12 @@ def test_imports_run_one_way() -> None:
 # Within the inference plane: from HTTP down to tokens. What is not named here is the lowest level.
 INFERENCE_LEVELS = (
     {"server"},
+    {"client"},
+    {"completion_service"},
     {"dialects"},
     {"chat_service"},
     {"sessions"},
-    {"client"},
+    {"token_client"},
     {"supervisor"},
     {"engine_pool"},
 )

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from skyrl_train.config.schema import StragglerPolicyName
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.group import RolloutGroup, Sample
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.staleness import STRAGGLER_POLICIES, RolloutCounts, StalenessManager
 
 
 def group(ordinal: int, version: int) -> RolloutGroup:
-    sample = Sample([5], [6], [1], [-0.5], [version], [1.0], "stop")
+    sample = Sample((RolloutSequence([5], [6], [1], [-0.5], [version], [1.0], "stop"),))
     return RolloutGroup(ordinal, str(ordinal), "test", (sample,), version)
 
 

@@ -8,12 +8,12 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from skyrl_train.inference.completion_service import CompletionRun
 from skyrl_train.inference.dialects import openai_completions
 from skyrl_train.inference.dialects.errors import openai_error
 from skyrl_train.inference.requests import Generation
 from skyrl_train.inference.server.answer import Answer, Job
 from skyrl_train.inference.server.auth import Caller
-from skyrl_train.inference.server.completions import CompletionRun
 from skyrl_train.inference.server.gateway import Gateway
 from skyrl_train.inference.server.openapi import generation_docs
 from skyrl_train.inference.server.sse import encode
@@ -52,7 +52,7 @@ def _prepare(gateway: Gateway, caller: Caller, body: dict[str, object]) -> Job:
                 if frames:
                     yield encode(frames)
         finally:
-            await chunks.aclose()  # type: ignore[attr-defined]
+            await chunks.aclose()
         _count(gateway, [done[index] for index in sorted(done)], call.params.n)
         yield encode(stream.closed())
 

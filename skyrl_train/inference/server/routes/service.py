@@ -8,12 +8,12 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from skyrl_train.inference.completion_service import check_vocabulary, encode_text
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.fields import Boolean, Field, Integer, ListOf, Mappings, Support, Text, read_fields
 from skyrl_train.inference.dialects.openai_fields import MODEL
 from skyrl_train.inference.dialects.openai_messages import MESSAGES, TOOLS
 from skyrl_train.inference.fleet import EngineState
-from skyrl_train.inference.server.completions import check_vocabulary, encode_text
 from skyrl_train.inference.server.connection import parse_json, read_body
 from skyrl_train.inference.server.gateway import Gateway, gateway_of
 from skyrl_train.inference.server.metrics import CONTENT_TYPE

@@ -1,13 +1,12 @@
-"""Serves /v1/completions: prompts without messages, straight to the engines."""
+"""Completions: prompts without messages, straight to the engines."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
-from skyrl_train.concurrency import gather_or_cancel
-from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.concurrency import gather_or_cancel, merged
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.openai_completions import CompletionCall, Prompt
 from skyrl_train.inference.interface import SamplingParams
@@ -17,8 +16,8 @@ from skyrl_train.inference.requests import (
     GenerationRequest,
     GenerationService,
 )
-from skyrl_train.inference.server.merging import merged
 from skyrl_train.inference.sessions.session import Session, TurnPlan
+from skyrl_train.inference.token_client import TokenClient
 
 LONG_TEXT = 20_000  # characters; encoding them takes some milliseconds
 
@@ -32,7 +31,7 @@ class CompletionRun:
 
     def __init__(
         self,
-        client: InferenceEngineClient,
+        client: TokenClient,
         generation: GenerationService,
         call: CompletionCall,
         adapter: str | None,
@@ -84,7 +83,7 @@ class CompletionRun:
             self._record(index, generation)
         return done
 
-    async def stream(self) -> AsyncIterator[tuple[int, GenerationChunk]]:
+    async def stream(self) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
         """The pieces of all responses as they come, with the number of the response. Closing it cancels them."""
         pieces = merged([self._generation.stream(request) for request in await self._begin()])
         try:
@@ -93,14 +92,14 @@ class CompletionRun:
                     self._record(index, chunk.generation)
                 yield index, chunk
         finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
+            await pieces.aclose()
 
     def _record(self, index: int, generation: Generation) -> None:
         if self._session is not None:
             self._session.record_completion(self._plans[index], generation)
 
 
-async def encode_prompt(client: InferenceEngineClient, prompt: Prompt) -> list[int]:
+async def encode_prompt(client: TokenClient, prompt: Prompt) -> list[int]:
     """The tokens of a prompt.
 
     Raises:
@@ -117,7 +116,7 @@ async def encode_prompt(client: InferenceEngineClient, prompt: Prompt) -> list[i
     return prompt
 
 
-async def encode_text(client: InferenceEngineClient, text: str, add_special_tokens: bool = True) -> list[int]:
+async def encode_text(client: TokenClient, text: str, add_special_tokens: bool = True) -> list[int]:
     """The tokens of a text; a long one does not hold the event loop up."""
 
     def encode() -> list[int]:
@@ -126,7 +125,7 @@ async def encode_text(client: InferenceEngineClient, text: str, add_special_toke
     return await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
 
 
-def check_vocabulary(client: InferenceEngineClient, token_ids: list[int], param: str) -> None:
+def check_vocabulary(client: TokenClient, token_ids: list[int], param: str) -> None:
     """Raises DialectError for tokens that the model does not have."""
     size = len(client.tokenizer)
     unknown = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)

@@ -1,0 +1,204 @@
+"""Agents as functions and as programs: what they are given, how they end, and that nothing of them is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, to_result
+from skyrl_train.generators.harness.function import FunctionAgent
+from skyrl_train.generators.harness.process import ProcessAgent
+
+KEY = "sk-very-secret"
+
+
+def task(**changes: Any) -> AgentTask:
+    values: dict[str, Any] = {
+        "prompt": [{"role": "user", "content": "go"}],
+        "extras": {"answer": "7"},
+        "base_url": "http://127.0.0.1:9/v1",
+        "api_key": KEY,
+        "session_id": "session-1",
+        "seed": 5,
+    }
+    return AgentTask(**{**values, **changes})
+
+
+def program(source: str, **options: Any) -> ProcessAgent:
+    return ProcessAgent([sys.executable, "-c", source], **options)
+
+
+class TestWhatAnAgentReturns:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (1, AgentResult(1.0)),
+            (True, AgentResult(1.0)),
+            ({"reward": 0.5}, AgentResult(0.5)),
+            ({"turn_rewards": [1, 0]}, AgentResult(None, [1.0, 0.0])),
+            ({"reward": 0, "metrics": {"solved": True}}, AgentResult(0.0, metrics={"solved": 1.0})),
+            (None, AgentResult()),
+        ],
+    )
+    def test_is_read(self, value: Any, expected: AgentResult) -> None:
+        result = to_result(value)
+        assert (result.reward, list(result.turn_rewards), dict(result.metrics)) == (
+            expected.reward,
+            list(expected.turn_rewards),
+            dict(expected.metrics),
+        )
+
+    @pytest.mark.parametrize(
+        "value",
+        ["1.0", float("nan"), [1.0], {"score": 1}, {"reward": "x"}, {"turn_rewards": 1}, {"metrics": [1]}, object()],
+    )
+    def test_is_refused_where_it_is_no_reward(self, value: Any) -> None:
+        with pytest.raises(AgentError, match=r"Return a number, or \{"):
+            to_result(value)
+
+
+class TestFunctions:
+    async def test_an_async_one_gets_what_it_names(self) -> None:
+        async def run(prompt: Any, base_url: str, api_key: str) -> float:
+            assert (prompt[0]["content"], base_url, api_key) == ("go", "http://127.0.0.1:9/v1", KEY)
+            return 0.5
+
+        assert (await FunctionAgent(run, "run").run(task())).reward == 0.5
+
+    async def test_further_arguments_are_offered_by_name(self) -> None:
+        def run(*, extras: Any, seed: int, session_id: str, retries: int = 3) -> dict[str, Any]:
+            return {"reward": float(extras["answer"]), "metrics": {"seed": seed, "retries": retries}}
+
+        result = await FunctionAgent(run, "run").run(task())
+        assert (result.reward, result.metrics) == (7.0, {"seed": 5.0, "retries": 3.0})
+
+    async def test_a_sync_one_runs_in_a_thread_and_the_loop_goes_on(self) -> None:
+        entered, leave = threading.Event(), threading.Event()
+
+        def run() -> float:
+            entered.set()
+            assert threading.current_thread() is not threading.main_thread()
+            assert leave.wait(30)
+            return 1.0
+
+        running = asyncio.create_task(FunctionAgent(run, "run").run(task()))
+        await asyncio.to_thread(entered.wait, 30)
+        leave.set()
+        assert (await running).reward == 1.0
+
+    @pytest.mark.parametrize("sync", [False, True])
+    async def test_one_that_ends_the_interpreter_only_ends_itself(self, sync: bool) -> None:
+        def leave() -> float:
+            sys.exit(3)
+
+        async def leave_async() -> float:
+            sys.exit(3)
+
+        with pytest.raises(AgentError, match="ended itself"):
+            await FunctionAgent(leave if sync else leave_async, "leave").run(task())
+
+    def test_one_that_asks_for_something_else_is_refused_at_once(self) -> None:
+        with pytest.raises(ConfigError, match="asks for 'model'"):
+            FunctionAgent(lambda prompt, model: 1.0, "file.py:run")
+        with pytest.raises(ConfigError, match="is a str, not a function"):
+            FunctionAgent("run", "file.py:run")  # type: ignore[arg-type]
+
+
+class TestPrograms:
+    async def test_one_finds_its_task_the_endpoint_and_its_key(self) -> None:
+        agent = program(
+            "import json, os, sys\n"
+            "task = json.load(open(os.environ['SKYRL_PROMPT']))\n"
+            "assert task == json.load(sys.stdin) == {'prompt': [{'role': 'user', 'content': 'go'}],\n"
+            "    'extras': {'answer': '7'}, 'session_id': 'session-1', 'seed': 5}, task\n"
+            "names = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'ANTHROPIC_BASE_URL', 'ANTHROPIC_API_KEY']\n"
+            "names += ['SKYRL_SESSION_ID', 'MORE']\n"
+            "assert [os.environ[name] for name in names] == ['http://127.0.0.1:9/v1', 'sk-very-secret',\n"
+            "    'http://127.0.0.1:9', 'sk-very-secret', 'session-1', 'x']\n"
+            "assert '127.0.0.1' in os.environ['NO_PROXY'].split(',')\n"
+            "print('thinking'); print(json.dumps({'reward': 1.0, 'metrics': {'solved': 1}}))",
+            environment={"MORE": "x"},
+        )
+        result = await agent.run(task())
+        assert (result.reward, result.metrics) == (1.0, {"solved": 1.0})
+
+    @pytest.mark.parametrize(("printed", "remark"), [("", "printed nothing"), ("done.", "is no JSON: 'done.'")])
+    async def test_one_need_not_print_a_reward(self, printed: str, remark: str) -> None:
+        result = await program(f"print({printed!r})").run(task())
+        assert result.reward is None and remark in result.remark
+
+    async def test_one_that_fails_is_quoted_by_its_last_lines(self) -> None:
+        with pytest.raises(
+            AgentError, match=r"exited with status 1; its last words: (.|\n)*ValueError: no luck"
+        ) as info:
+            await program("import sys; print('x\\n' * 99, file=sys.stderr); raise ValueError('no luck')").run(task())
+        assert str(info.value).count("\n") <= 8
+        with pytest.raises(AgentError, match="was ended by signal 9; its last words: none"):
+            await program("import os; os.kill(os.getpid(), 9)").run(task())
+
+    async def test_one_that_does_not_exist_says_so(self) -> None:
+        with pytest.raises(AgentError, match="no-such-program cannot be started: No such file"):
+            await ProcessAgent(["no-such-program"]).run(task())
+
+    async def test_a_flood_of_output_neither_stops_it_nor_is_kept(self) -> None:
+        result = await program(
+            "print('y' * 99 + '\\n' * 1, end='', flush=True)\n" * 3 + "print('z' * (1 << 22)); print(2)"
+        ).run(task())
+        assert result.reward == 2.0
+
+    @pytest.mark.parametrize("how", ["cancelled", "ended", "deaf"])
+    async def test_nothing_is_left_of_its_process_group(self, tmp_path: Path, how: str) -> None:
+        """The program starts a child that outlives it, unless it is ended with its group."""
+        os.mkfifo(tmp_path / "pid")
+        child = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, [15]); time.sleep(600)"
+        parent = (
+            "import json, os, signal, subprocess, sys, time\n"
+            + ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if how == "deaf" else "")
+            + f"child = subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+            f"open({str(tmp_path / 'pid')!r}, 'w').write(json.dumps([os.getpid(), child.pid]))\n"
+            + ("print(1.0)\n" if how == "ended" else "time.sleep(600)\n")
+        )
+        running = asyncio.create_task(program(parent, grace_s=0.1).run(task()))
+        pids = json.loads(await asyncio.to_thread((tmp_path / "pid").read_text))
+        if how == "ended":
+            assert (await running).reward == 1.0
+        else:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        for pid in pids:
+            await gone(pid)
+
+    def test_a_command_that_is_no_list_is_refused(self) -> None:
+        for command in ([], "python agent.py"):
+            with pytest.raises(ConfigError, match="must be a list"):
+                ProcessAgent(command)
+
+
+async def gone(pid: int) -> None:
+    """Returns when a process has ended (a zombie that nobody here can reap has)."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        async with asyncio.timeout(10):
+            await ended.wait()
+    except TimeoutError:
+        os.kill(pid, signal.SIGKILL)
+        raise AssertionError(f"process {pid} was left behind") from None
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,385 @@
+"""The harness generator with the real endpoint and sessions, on scripted engines: agents become training data."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness import TOKENIZER, Harness
+from harness_worlds import CURRENT, batch, harness
+from scripted import ScriptedEngine, scripted_update, settle
+
+from skyrl_train.config.schema import GeneratorConfig
+from skyrl_train.errors import ConfigError, NoEngineError, RolloutError
+from skyrl_train.generators.base import TrajectoryID
+from skyrl_train.generators.harness.generator import HarnessGenerator
+from skyrl_train.generators.validation import to_samples
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.interface import PauseMode
+
+Messages = list[dict[str, Any]]
+THREADED: dict[str, Callable[..., float]] = {}
+
+
+def in_thread(prompt: Messages, base_url: str, api_key: str) -> float:
+    """The synchronous agent of the running test."""
+    return THREADED["agent"](prompt, base_url, api_key)
+
+
+class Model:
+    """What an agent needs of an SDK."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        headers = {"authorization": f"Bearer {api_key}"}
+        self.http = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=60)
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        response = await self.http.post(path, json=body)
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def answer(self, messages: Messages, **body: Any) -> dict[str, Any]:
+        """The answer as a message, to be appended."""
+        body = {"model": "policy", "messages": messages, **body}
+        message: dict[str, Any] = (await self.post("/chat/completions", **body))["choices"][0]["message"]
+        return message
+
+
+async def one_turn(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+    await Model(base_url, api_key).answer(prompt)
+    return 0.5
+
+
+# What becomes of a session ------------------------------------------------------------------------------------------
+
+
+async def test_a_turn_becomes_the_tokens_that_were_sampled_and_the_reward_lies_on_the_last() -> None:
+    async with harness() as it:
+        output = await it.play(one_turn, samples=2)
+        assert output["is_last_step"] == [True, True]
+        assert output["trajectory_ids"] == [TrajectoryID("p", 0), TrajectoryID("p", 1)]
+        for sample in to_samples(output):
+            [row] = sample.sequences
+            assert row.prompt_token_ids == TOKENIZER("go")["input_ids"]
+            assert row.loss_mask == [1] * len(row.response_ids) and set(row.versions) == {0}
+            assert row.rewards == [0.0] * (len(row.rewards) - 1) + [0.5]
+        assert output["rollout_metrics"] is not None
+        assert output["rollout_metrics"]["generate/turns"] == output["rollout_metrics"]["generate/branches"] == 1.0
+
+
+async def test_a_conversation_is_one_sequence_and_a_rewritten_history_another() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> dict[str, Any]:
+        model = Model(base_url, api_key)
+        first = await model.answer(prompt)
+        longer = [*prompt, first, {"role": "user", "content": "more"}]
+        await model.answer(longer)
+        await model.answer([*prompt, {"role": "assistant", "content": "rewritten"}, {"role": "user", "content": "and"}])
+        return {"reward": 1.0, "turn_rewards": [0.25, 0.5], "metrics": {"solved": 1}}
+
+    async with harness() as it:
+        output = await it.play(run)
+        [sample] = to_samples(output)
+        conversation, rewritten = sample.sequences
+        assert output["is_last_step"] == [False, True]
+        assert [sum(row.rewards) for row in sample.sequences] == [0.75, 1.0] and sample.reward == 1.75
+        text = TOKENIZER.decode([*rewritten.prompt_token_ids])
+        assert text.startswith("go") and text.endswith("rewrittenand")
+        turns = "".join(map(str, conversation.loss_mask)).split("0" * len("more"))
+        assert len(turns) == 2 and all(set(turn) == {"1"} for turn in turns)
+        ends = [index for index, reward in enumerate(conversation.rewards) if reward]
+        assert ends == [len(turns[0]) - 1, len(conversation.rewards) - 1]
+        metrics = output["rollout_metrics"] or {}
+        assert (metrics["generate/turns"], metrics["generate/branches"]) == (3.0, 2.0)
+        assert metrics["generate/drifted_turns"] == 1.0 and metrics["environment/solved"] == 1.0
+
+
+async def test_a_session_that_outlives_a_weight_update_says_which_token_is_of_which_version() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        model = Model(base_url, api_key)
+        answer = await model.answer(prompt)
+        await it.client.load_weights(scripted_update(1), PauseMode.KEEP)
+        await model.answer([*prompt, answer, {"role": "user", "content": "more"}])
+        return 1.0
+
+    async with harness() as it:
+        [sample] = await it.samples(run)
+        versions = sample.sampled_versions
+        assert set(versions) == {0, 1} and versions == sorted(versions)
+
+
+async def test_the_run_decides_how_is_sampled_and_the_same_seed_samples_the_same() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        model = Model(base_url, api_key)
+        await asyncio.gather(*(model.answer(prompt, temperature=0.1, max_tokens=4, seed=1) for _ in range(3)))
+        return 1.0
+
+    async def responses(seed: int) -> list[list[int]]:
+        [sample] = await it.samples(run, seed=seed)
+        return sorted(row.response_ids for row in sample.sequences)
+
+    async with harness() as it:
+        first = await responses(7)
+        assert len({tuple(response) for response in first}) == 3
+        assert {(params.temperature, params.max_tokens) for params in it.sampled_with} == {(0.7, 4)}
+        assert await responses(7) == first != await responses(8)
+        assert (await it.play(run))["rollout_metrics"]["generate/overridden_requests"] == 3.0  # type: ignore[index]
+    async with harness(agents_choose_sampling=True) as it:
+        assert len({tuple(response) for response in await responses(7)}) == 1, "a fixed seed is a fixed answer"
+        assert {params.temperature for params in it.sampled_with} == {0.1}
+
+
+async def test_completions_without_messages_are_sampled_by_the_run_too() -> None:
+    async def run(base_url: str, api_key: str, **_: Any) -> float:
+        await Model(base_url, api_key).post("/completions", model="policy", prompt="go", temperature=0.1, max_tokens=3)
+        return 1.0
+
+    async with harness() as it:
+        first, again = await it.samples(run), await it.samples(run)
+        assert first == again
+        assert {params.temperature for params in it.sampled_with} == {0.7}
+
+
+# Rewards ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finish", [False, True])
+async def test_a_reward_may_be_posted_with_the_sessions_key(finish: bool) -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, session_id: str, **_: Any) -> None:
+        model = Model(base_url, api_key)
+        await model.answer(prompt)
+        await model.post(f"/sessions/{session_id}/reward", reward=0.25)
+        if finish:
+            await model.post(f"/sessions/{session_id}/finish")
+
+    async with harness() as it:
+        assert [sample.reward for sample in await it.samples(run)] == [0.25]
+
+
+async def test_a_program_in_any_language_is_an_agent() -> None:
+    source = (
+        "import json, os, sys, urllib.request\n"
+        "task = json.load(sys.stdin)\n"
+        "body = json.dumps({'model': 'policy', 'messages': task['prompt']}).encode()\n"
+        "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, {\n"
+        "    'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})\n"
+        "opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))\n"
+        "json.load(opener.open(request))\n"
+        "print(json.dumps({'reward': task['extras']['number']}))\n"
+    )
+    async with harness(agent=None, command=[sys.executable, "-c", source]) as it:
+        assert [sample.reward for sample in await it.samples(one_turn, samples=3)] == [0.0, 1.0, 2.0]
+
+
+# Failures -----------------------------------------------------------------------------------------------------------
+
+
+async def never_asks(**_: Any) -> float:
+    return 1.0
+
+
+async def gives_no_reward(prompt: Messages, base_url: str, api_key: str, **_: Any) -> None:
+    await Model(base_url, api_key).answer(prompt)
+
+
+async def asks_for_too_much(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+    await Model(base_url, api_key).answer(prompt, max_tokens=5000)
+    return 1.0
+
+
+async def shows_its_key(api_key: str, **_: Any) -> float:
+    raise ValueError(f"my key is {api_key}")
+
+
+async def cancels_itself(**_: Any) -> float:
+    raise asyncio.CancelledError
+
+
+async def rewards_a_turn_too_many(prompt: Messages, base_url: str, api_key: str, **_: Any) -> dict[str, Any]:
+    await Model(base_url, api_key).answer(prompt)
+    return {"turn_rewards": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (never_asks, "it never got a response from the model. It must send its requests to the base_url"),
+        (gives_no_reward, "it gave no reward: it returned none"),
+        (asks_for_too_much, r"it raised HTTPStatusError\(.*400 Bad Request"),
+        (
+            shows_its_key,
+            r"it raised ValueError\('my key is <api key>'\) \(test_harness_generator.py, line \d+, in shows",
+        ),
+        (cancels_itself, "it cancelled itself"),
+        (rewards_a_turn_too_many, "its reward cannot be set: .* has no turn 1"),
+    ],
+)
+async def test_a_failed_run_names_the_sample_and_never_a_key(agent: Callable[..., Any], message: str) -> None:
+    async with harness() as it:
+        with pytest.raises(RolloutError, match=rf"The agent of sample 'p_0' failed: {message}") as info:
+            await it.play(agent)
+        chain = repr((info.value, info.value.__cause__, info.value.__context__ if info.value.__cause__ else None))
+        assert "sk-" not in chain
+
+
+async def test_a_run_that_takes_too_long_ends_with_all_that_it_still_generates() -> None:
+    async with harness(free_running=False, timeout_s=0.3) as it:  # the engine samples nothing
+        playing = asyncio.create_task(it.play(one_turn))
+        with pytest.raises(RolloutError, match=r"it took longer than generator.kwargs.timeout_s=0.3 s"):
+            await playing
+        assert len(it.engine.requests) == 1
+        await until(lambda: not it.engine.running)
+
+
+async def test_a_thread_that_cannot_be_ended_loses_its_key() -> None:
+    statuses: list[int] = []
+    over = threading.Event()
+
+    def run(prompt: Messages, base_url: str, api_key: str) -> float:
+        for _ in range(2):
+            headers = {"authorization": f"Bearer {api_key}"}
+            with httpx.Client(base_url=base_url, headers=headers, trust_env=False, timeout=60) as http:
+                statuses.append(
+                    http.post("/chat/completions", json={"model": "policy", "messages": prompt}).status_code
+                )
+        over.set()
+        return 1.0
+
+    THREADED["agent"] = run
+    async with harness(free_running=False, timeout_s=0.3, agent=f"{__name__}:in_thread") as it:
+        with pytest.raises(RolloutError, match="it took longer"):
+            await it.generator.generate(batch(1))
+        assert await asyncio.to_thread(over.wait, 60)
+        assert not it.engine.running
+    assert statuses[0] >= 400 and statuses[1] == 401
+
+
+async def test_a_run_that_fails_takes_its_background_requests_and_its_siblings_along() -> None:
+    background: set[asyncio.Task[Any]] = set()
+
+    async def run(prompt: Messages, base_url: str, api_key: str, extras: dict[str, int], **_: Any) -> float:
+        background.add(asyncio.create_task(Model(base_url, api_key).answer(prompt)))
+        await until(lambda: len(it.engine.running) == 3)
+        if extras["number"] == 1:
+            raise OSError("sandbox gone")
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async with harness(free_running=False) as it:
+        with pytest.raises(RolloutError, match=r"sample 'p_1' failed: it raised OSError\('sandbox gone'\)"):
+            await it.play(run, samples=3)
+        await until(lambda: not it.engine.running)
+        answers = await asyncio.gather(*background, return_exceptions=True)
+        assert all(isinstance(answer, httpx.HTTPStatusError) for answer in answers)
+
+
+async def test_a_failed_run_may_be_data_with_a_reward_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, extras: dict[str, int], **_: Any) -> float:
+        await Model(base_url, api_key).answer(prompt)
+        if extras["number"]:
+            raise OSError("nonsense in the answer")
+        return 1.0
+
+    async with harness(failure_reward=-1.0) as it:
+        with caplog.at_level(logging.WARNING):
+            output = await it.play(run, samples=2)
+        assert [sample.reward for sample in to_samples(output)] == [1.0, -1.0]
+        assert (output["rollout_metrics"] or {})["generate/failed_agents"] == 0.5
+        assert "sample 'p_1' failed: it raised OSError('nonsense in the answer')" in caplog.text
+        with pytest.raises(RolloutError, match="never got a response"):
+            await it.play(never_asks)
+
+
+async def test_engines_that_fail_are_not_the_agents_fault() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        it.engine.die()
+        return await one_turn(prompt, base_url, api_key)
+
+    async with harness(failure_reward=0.0) as it:
+        with pytest.raises(NoEngineError):
+            await it.play(run)
+
+
+# Many at once -------------------------------------------------------------------------------------------------------
+
+
+async def test_no_more_runs_at_once_than_allowed_and_none_waits_longer_than_it_must() -> None:
+    running, most = 0, 0
+
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await Model(base_url, api_key).answer(prompt)
+        running -= 1
+        return 1.0
+
+    async with harness(max_concurrency=3) as it:
+        assert len(await it.samples(run, samples=10)) == 10
+        assert most == 3
+
+
+async def test_generate_needs_start_and_nothing_listens_after_aclose() -> None:
+    seen: list[str] = []
+
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        seen.append(base_url)
+        return await one_turn(prompt, base_url, api_key)
+
+    async with harness() as it:
+        await it.play(run)
+    with pytest.raises(httpx.ConnectError):
+        await Model(seen[0], "sk-").post("/chat/completions")
+    with pytest.raises(ConfigError, match="was not started"):
+        await it.generator.generate(batch(1))
+
+
+async def test_a_trainer_starts_its_generator_before_the_first_group_and_closes_it_after_the_last(
+    tmp_path: Path,
+) -> None:
+    trainer = Harness(tmp_path / "run", "trainer.max_steps=2")
+    log: list[str] = trainer.generator.calls
+    trainer.generator.start = log_call(log, "start")  # type: ignore[method-assign]
+    trainer.generator.aclose = log_call(log, "aclose")  # type: ignore[method-assign]
+    await trainer.train()
+    assert (log[0], log[-1]) == ("start", "aclose") and len(log) > 2
+
+
+def log_call(log: list[str], name: str) -> Callable[[], Any]:
+    async def call() -> None:
+        log.append(name)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"agent": None}, "needs one agent"),
+        ({"command": ["true"]}, "needs one agent"),
+        ({"agent": "nowhere:run"}, "generator.kwargs.agent='nowhere:run' cannot be imported"),
+        ({"timeout_s": 0}, "timeout_s=0: must be more than 0"),
+        ({"max_concurrency": 0}, "max_concurrency=0: must be more than 0"),
+        ({"failure_reward": float("nan")}, "failure_reward=nan"),
+        ({"environment": {"A": "b"}}, "is for generator.kwargs.command"),
+        ({"endpoint": {"prot": 1}}, "generator.kwargs.endpoint.prot is unknown"),
+        ({"endpoint": {"host": "0.0.0.0"}}, "needs an admin key"),
+        ({"session_limits": {"max_turn": 1}}, "generator.kwargs.session_limits.max_turn is unknown"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(kwargs: dict[str, Any], message: str) -> None:
+    client = InferenceEngineClient([ScriptedEngine()], TOKENIZER)
+    with pytest.raises(ConfigError, match=message):
+        HarnessGenerator(client, GeneratorConfig(), **{"agent": CURRENT, **kwargs})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop turn until ``condition`` holds; the test's own timeout ends it where it never does."""
+    while not condition():
+        await settle(1)
