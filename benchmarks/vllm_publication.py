@@ -27,6 +27,9 @@ from skyrl_train.publication.shared_memory import SharedMemoryTransport
 
 PARAMS = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
 STEPS_S = 2.0  # of undisturbed decoding before the updates of each mode
+BETWEEN_S = (
+    0.4  # between two updates: after `recompute`, long prefills come first, and a pause waits for the step that runs
+)
 
 
 async def measure(updates: int, requests: int, modes: list[PauseMode]) -> None:
@@ -49,7 +52,7 @@ async def measure(updates: int, requests: int, modes: list[PauseMode]) -> None:
                 loads.append(1e3 * engine.last_load_s)
                 beyond.append(1e3 * (paused_s - engine.last_load_s))
                 version += 1
-                await asyncio.sleep(0.05)  # requests go on between two updates
+                await asyncio.sleep(BETWEEN_S)
             report(mode, requests, step_ms, beyond, loads)
         for task in load:
             task.cancel()

@@ -17,10 +17,10 @@ import torch
 
 from skyrl_train.errors import PublicationError
 from skyrl_train.inference.shared_weights import TRANSPORT_NAME, checksum, tensor_view
-from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
+from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.publication.base import WeightTransport
+from skyrl_train.publication.layout import layout
 
-ALIGNMENT_BYTES = 64  # a cache line; no dtype needs more
 NUM_STAGING_AREAS = 2  # the one that engines may still read, and the one being gathered into
 
 
@@ -45,7 +45,7 @@ class SharedMemoryTransport(WeightTransport):
         if self._closed:
             raise PublicationError("The shared-memory transport is closed; make a new one to publish again.")
         named = list(weights)
-        specs, num_bytes = _layout(named, self._dtype)
+        specs, num_bytes = layout(named, self._dtype)
         area = self._area(self._gathered % NUM_STAGING_AREAS, num_bytes)
         self._gathered += 1
         with torch.no_grad():
@@ -106,13 +106,3 @@ class _StagingArea:
         os.close(self._descriptor)
         if self._path is not None:
             Path(self._path).unlink()
-
-
-def _layout(named: list[tuple[str, torch.Tensor]], dtype: str) -> tuple[tuple[TensorSpec, ...], int]:
-    """Where each weight lies (aligned) and the size of the whole, in bytes."""
-    itemsize = getattr(torch, dtype).itemsize
-    specs, offset = [], 0
-    for name, weight in named:
-        specs.append(TensorSpec(name, tuple(weight.shape), dtype, offset))
-        offset += -(-weight.numel() * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return tuple(specs), max(offset, ALIGNMENT_BYTES)

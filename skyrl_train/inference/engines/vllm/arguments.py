@@ -1,0 +1,155 @@
+"""What vLLM is asked to be: our settings, the caller's further engine arguments, and the environment of its processes.
+
+Imports no vLLM: which arguments there are, and whether it runs on a CPU, the caller says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_train.config.keys import did_you_mean
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference.interface import EngineCapabilities, PauseMode
+
+WORKER_EXTENSION = "skyrl_train.inference.engines.vllm.worker.WorkerExtension"
+OWNER_VARIABLE = "SKYRL_TRAIN_ENGINE_OWNER"  # tells workers the process to end with
+DEFAULT_MAX_LOGPROBS = 20  # vLLM's own
+CPU_BLOCK_TOKENS = 128  # of its KV cache there
+_SEEDS = 1 << 32  # what vLLM seeds NumPy with must lie below
+
+# Engine arguments that have a name of their own here, or that the engine's contract decides.
+_OURS = {
+    "model": "model_path",
+    "tokenizer": "model_path",
+    "dtype": "dtype",
+    "seed": "seed",
+    "max_num_seqs": "max_num_seqs",
+    "max_model_len": "max_model_len",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "kv_cache_memory_bytes": "kv_cache_memory_bytes",
+    "enable_lora": "enable_lora",
+    "load_format": "load_format",
+}
+_FIXED = {
+    "logprobs_mode": "behaviour log-probs are always those of the distribution sampled from",
+    "worker_extension_cls": "the engine's own extension receives the weights",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMSettings:
+    """See :class:`VLLMEngine` for each."""
+
+    model_path: str
+    dtype: str
+    max_num_seqs: int
+    max_model_len: int | None
+    seed: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    kv_cache_memory_bytes: int | None
+    enable_lora: bool
+    load_format: str
+    num_threads: int
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of a vLLM engine must be at least 1, got {getattr(self, name)}.")
+        if self.num_threads < 1:
+            raise ConfigError(f"num_threads of a vLLM engine must be at least 1, got {self.num_threads}.")
+        for name in self.engine_args:
+            if name in _OURS:
+                raise ConfigError(f"engine_args.{name} is not for you to give there; set {_OURS[name]} instead.")
+            if name in _FIXED:
+                raise ConfigError(f"engine_args.{name} cannot be set: {_FIXED[name]}.")
+
+
+def check_names(settings: VLLMSettings, known: Collection[str]) -> None:
+    """Refuses engine arguments that this vLLM does not have.
+
+    Raises:
+        ConfigError: it names the nearest argument.
+    """
+    for name in settings.engine_args:
+        if name not in known:
+            raise ConfigError(f"engine_args.{name}: vLLM has no such engine argument.{did_you_mean(name, known)}")
+
+
+def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: int, context: int) -> dict[str, Any]:
+    """The keyword arguments of vLLM's ``AsyncEngineArgs``; what the caller gave in ``engine_args`` comes last.
+
+    Args:
+        kv_bytes_per_token: what the model keeps per token; sizes the KV cache on a CPU, where vLLM would take nearly all
+            memory.
+        context: tokens of the longest request.
+    """
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "seed": settings.seed % _SEEDS,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
+        "load_format": settings.load_format,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+    }
+    if settings.enable_lora:
+        arguments["enable_lora"] = True
+    if settings.kv_cache_memory_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
+    elif on_cpu:
+        blocks = settings.max_num_seqs * -(-context // CPU_BLOCK_TOKENS) + 1
+        arguments["kv_cache_memory_bytes"] = blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token
+    if on_cpu:
+        arguments["enforce_eager"] = True
+    return {**arguments, **settings.engine_args}
+
+
+def process_environment(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, str]:
+    """What the environment of vLLM's processes needs beside what is there; the caller's own settings come last."""
+    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    if on_cpu:
+        environment |= {
+            "OMP_NUM_THREADS": str(settings.num_threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCH_COMPILE_DISABLE": "1",  # a compiler would take seconds for each small kernel
+        }
+        if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process
+    return {**environment, **settings.environment}
+
+
+def supported_transports(on_cpu: bool) -> frozenset[str]:
+    """How weights can reach the engine."""
+    return frozenset({"shared_memory"} if on_cpu else {"shared_memory", "cuda_ipc"})
+
+
+def capabilities(
+    settings: VLLMSettings, *, max_model_len: int, on_cpu: bool, streams_chunks: bool
+) -> EngineCapabilities:
+    """What an engine of these settings can do."""
+    arguments = settings.engine_args
+    return EngineCapabilities(
+        pause_modes=frozenset(PauseMode),
+        transports=supported_transports(on_cpu),
+        max_model_len=max_model_len,
+        sleep=bool(arguments.get("enable_sleep_mode")) and not on_cpu,
+        max_top_logprobs=int(arguments.get("max_logprobs", DEFAULT_MAX_LOGPROBS)),
+        structured_output=not arguments.get("skip_tokenizer_init"),
+        priorities=arguments.get("scheduling_policy", "priority") == "priority",
+        adapters=settings.enable_lora,
+        chunked_streaming=streams_chunks,
+    )

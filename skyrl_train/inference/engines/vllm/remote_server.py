@@ -1,0 +1,137 @@
+"""What a ``vllm serve`` gains by ``--middleware``: a key on every path, and what a trainer needs to know of the engine.
+
+vLLM's own key guards the paths of its public API; those that pause the engine or load weights stay open to everybody who
+reaches the port. :class:`EngineRoutes` asks for the same key everywhere but on ``/health``, and adds two paths:
+
+| path | answer |
+|---|---|
+| ``GET /skyrl/engine`` | what the engine is, where it runs, what it holds now |
+| ``GET /skyrl/requests`` | per unfinished request: tokens sampled, and at which token each weight version began |
+
+The module is imported by the server and imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MIDDLEWARE = "skyrl_train.inference.engines.vllm.remote_server.EngineRoutes"
+KEY_VARIABLE = "VLLM_API_KEY"
+ENGINE_PATH, REQUESTS_PATH = "/skyrl/engine", "/skyrl/requests"
+_OPEN_PATHS = frozenset({"/health"})
+
+
+class EngineRoutes:
+    """ASGI middleware around vLLM's application; one per server process, whose identity it makes up."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._instance = uuid.uuid4().hex
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers our paths, guards all others."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        path, state = scope["path"], scope["app"].state
+        if path not in _OPEN_PATHS and not authorized(_authorization(scope), _keys(state)):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await _answer(send, 401, {"error": {"message": "The API key is missing or wrong."}})
+        elif path == ENGINE_PATH:
+            await _answer(send, 200, await self._engine(state))
+        elif path == REQUESTS_PATH:
+            await _answer(send, 200, unfinished(state.engine_client))
+        else:
+            await self._app(scope, receive, send)
+
+    async def _engine(self, state: Any) -> dict[str, Any]:
+        engine, config = state.engine_client, state.vllm_config
+        facts = {
+            "instance": self._instance,
+            "machine": machine(),
+            "dead": bool(engine.errored),
+            "max_model_len": int(config.model_config.max_model_len),
+            "logprobs_mode": str(
+                getattr(config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode)
+            ),
+            "max_logprobs": int(config.model_config.max_logprobs),
+            "priorities": config.scheduler_config.policy == "priority",
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "structured_output": not config.model_config.skip_tokenizer_init,
+            "token_endpoint": bool(getattr(state.args, "enable_scale_out", False)),
+            "server_processes": int(getattr(state.args, "api_server_count", None) or 1),
+            "weight_reception": config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
+        }
+        if facts["dead"] or not facts["weight_reception"]:
+            return facts
+        held = max(await engine.collective_rpc("skyrl_held_requests"))
+        return facts | {
+            "weight_version": await engine.get_weight_version(),
+            "paused": bool(await engine.is_paused()),
+            "unfinished": int(engine.output_processor.get_num_unfinished_requests()),
+            "held": int(held),
+        }
+
+
+def authorized(authorization: str | None, keys: list[str]) -> bool:
+    """Whether a header's value carries one of ``keys``; no keys, no guard. Takes the same time for every wrong key."""
+    if not keys:
+        return True
+    scheme, _, given = (authorization or "").partition(" ")
+    digest = hashlib.sha256(given.encode()).digest()
+    matches = [secrets.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
+    return scheme.lower() == "bearer" and any(matches)
+
+
+def machine() -> str:
+    """Names the machine, the process space and the user: where equal, ``/proc/<pid>/fd`` means the same to both sides."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+    except OSError:  # no Linux: nothing is shared that way
+        return uuid.uuid4().hex
+
+
+def unfinished(engine: Any) -> dict[str, Any]:
+    """By the caller's request id: tokens sampled so far, and ``[version, first token]`` of each weight version."""
+    return {
+        state.external_req_id: {
+            "sampled": int(state.detokenizer.num_output_tokens()),
+            "versions": [[version, start] for version, start in state.weight_version_starts],
+        }
+        for state in engine.output_processor.request_states.values()
+    }
+
+
+def _keys(state: Any) -> list[str]:
+    return [key for key in (getattr(state.args, "api_key", None) or [os.environ.get(KEY_VARIABLE)]) if key]
+
+
+def _authorization(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            return str(value.decode("latin-1"))
+    return None
+
+
+async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

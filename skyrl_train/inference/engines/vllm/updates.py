@@ -1,0 +1,125 @@
+"""An engine's weight updates: received, checked, loaded by every worker, read back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+from collections.abc import Collection
+
+from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.engines.vllm.frontend import Frontend
+from skyrl_train.inference.engines.vllm.messages import to_message
+from skyrl_train.inference.engines.vllm.traffic import Traffic
+from skyrl_train.inference.weight_update import WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+
+class Updates:
+    """Of ``vllm``'s workers; ``traffic`` learns which version it samples from.
+
+    Attributes:
+        last_load_s: seconds that the slowest worker took for the swap of the update loaded last.
+    """
+
+    def __init__(self, vllm: Frontend, traffic: Traffic, transports: Collection[str]) -> None:
+        self._vllm = vllm
+        self._traffic = traffic
+        self._transports = frozenset(transports)
+        self._received: tuple[WeightUpdate, str | None] | None = None
+        self._loaded: WeightUpdate | None = None
+        self._loading: asyncio.Future[None] | None = None
+        self.last_load_s = 0.0
+
+    async def receive(self, update: WeightUpdate) -> None:
+        """Checks an update and maps its memory in every worker; whatever is wrong with it, ``load`` raises."""
+        self._received = None
+        if update.transport not in self._transports:
+            known = ", ".join(sorted(self._transports))
+            self._received = (update, f"This engine receives by {known}, not by {update.transport!r}.")
+            return
+        refusal = await asyncio.to_thread(_check_bytes, update)
+        if refusal is None:
+            refusals = await self._vllm.on_workers("skyrl_receive", to_message(update))
+            refusal = next((one for one in refusals if one is not None), None)
+        self._received = (update, refusal)
+
+    async def load(self, update: WeightUpdate) -> None:
+        """Swaps a received update into every worker.
+
+        Raises:
+            EngineError: it was not received, or is not this model's: the old weights stay.
+            EngineDeadError: a worker failed half-way.
+        """
+        if self._received is None or self._received[0] != update:
+            raise EngineError(f"Version {update.version} was not received; call receive_weights() first.")
+        refusal = self._received[1]
+        if refusal is not None:
+            raise EngineError(refusal)
+        self._received = None
+        # A swap that has begun is finished, whoever waits for it: half of one is no model.
+        self._loading = asyncio.ensure_future(self._swap(update))
+        self._loading.add_done_callback(self._swapped)
+        await asyncio.shield(self._loading)
+
+    async def settled(self) -> None:
+        """Returns when no swap is under way, also none whose caller has given up."""
+        if self._loading is not None:
+            await asyncio.wait({self._loading})
+
+    async def served_checksum(self) -> str:
+        """Of the weights being served, laid out like the update loaded last.
+
+        Raises:
+            EngineError: nothing was loaded yet, or a part cannot be read.
+        """
+        update = self._loaded
+        if update is None:
+            raise EngineError("The engine has no weights of an update yet; publish the policy first.")
+        import torch
+
+        from skyrl_train.inference.shared_weights import checksum
+
+        descriptor = os.memfd_create("skyrl-served", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, update.num_bytes)
+            location = f"/proc/{os.getpid()}/fd/{descriptor}"
+            for refusal in await self._vllm.on_workers("skyrl_read_back", location, update.num_bytes):
+                if refusal is not None:
+                    raise EngineError(refusal)
+            staging = torch.frombuffer(mmap.mmap(descriptor, update.num_bytes), dtype=torch.uint8)
+            return await asyncio.to_thread(checksum, staging)
+        finally:
+            os.close(descriptor)
+
+    async def _swap(self, update: WeightUpdate) -> None:
+        try:
+            self.last_load_s = max(await self._vllm.on_workers("skyrl_load", update.version))
+        except EngineError as error:
+            self._vllm.kill(f"an update failed half-way: {error}")
+            raise EngineDeadError(f"The vLLM engine is gone: an update failed half-way: {error}") from error
+        self._loaded = update
+        await self._traffic.weights_changed(update.version)
+
+    def _swapped(self, swap: asyncio.Future[None]) -> None:
+        self._loading = None
+        if not swap.cancelled() and (error := swap.exception()) is not None:
+            logger.error("a vLLM engine could not load weights: %s", error)
+
+
+def _check_bytes(update: WeightUpdate) -> str | None:
+    """Compares an update in shared memory with its checksum: here, where no request waits for it. Returns what is wrong."""
+    from skyrl_train.inference.shared_weights import TRANSPORT_NAME, SharedMemoryReceiver
+
+    if update.checksum is None or update.transport != TRANSPORT_NAME:
+        return None
+    receiver = SharedMemoryReceiver()
+    try:
+        receiver.open_update(update)
+    except EngineError as error:
+        return str(error)
+    finally:
+        receiver.close()
+    return None

@@ -1,0 +1,42 @@
+"""A scripted engine that really takes weights: quick to import (no torch), for the tests of engines in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from pathlib import Path
+
+from scripted import ScriptedEngine
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.weight_update import WeightUpdate
+
+
+class ReceivingEngine(ScriptedEngine):
+    """Copies the bytes of an update when it is received, and says at the load if they are not what was gathered."""
+
+    def __init__(self) -> None:
+        super().__init__(free_running=True)
+        self.received_bytes = b""
+        self.serving = ""
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        await super().receive_weights(update)
+        self.received_bytes = await asyncio.to_thread(Path(update.location).read_bytes)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        if self.received != update:
+            raise EngineError(f"Version {update.version} was not received.")
+        checksum = f"crc32:{zlib.crc32(self.received_bytes[: update.num_bytes]):08x}"
+        if checksum != update.checksum:
+            raise EngineError("The bytes differ from their checksum.")
+        await super().load_weights(update)
+        self.serving = checksum
+
+    async def served_checksum(self) -> str:
+        return self.serving
+
+
+def refusing(message: str) -> ReceivingEngine:
+    """An engine that cannot be built."""
+    raise EngineError(message)

@@ -1,0 +1,495 @@
+"""An engine in a Ray actor keeps the engine's contract: the same answers, errors, cancellations and deaths, from afar."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import ScriptedEngine, settle
+
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.engines.ray_host import (
+    Cancel,
+    Done,
+    EngineHost,
+    Event,
+    InOrder,
+    Run,
+    Tokens,
+    failure,
+    merged,
+)
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineInterface, PauseMode, TokenChunk
+from skyrl_train.models.folder import load_model, load_tokenizer
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.publication.shared_memory import SharedMemoryTransport
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from skyrl_train.inference.engines.ray_actor import RayEngine, RayPlacement, connect  # noqa: E402
+
+on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
+EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
+LONG = 1500  # tokens: a request that does not end while a test looks away
+SIZES = {"placement": "thread", "max_num_seqs": 8, "max_model_len": 2048}
+FAR = "far"  # a resource that only the second node has
+
+
+# What runs in the actor, without Ray ----------------------------------------------------------------------------------
+
+tokens_or_done = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=30
+)  # (stream, how many tokens; 0 tokens stand for some other event)
+
+
+@given(tokens_or_done)
+def test_merging_keeps_every_token_in_order_and_one_chunk_per_stream(drawn: list[tuple[int, int]]) -> None:
+    counters: dict[int, int] = {}
+    events: list[Event] = []
+    for stream, count in drawn:
+        if count == 0:
+            events.append(Done(100 + len(events), None))
+            continue
+        first = counters.get(stream, 0)
+        ids = list(range(first, first + count))
+        counters[stream] = first + count
+        events.append(Tokens(stream, TokenChunk(ids, [-float(i) for i in ids], [7] * count)))
+    result = merged(events)
+    chunks = {event.id: event.chunk for event in result if isinstance(event, Tokens)}
+    assert {stream: chunk.token_ids for stream, chunk in chunks.items()} == {
+        stream: list(range(count)) for stream, count in counters.items()
+    }
+    assert all(chunk.logprobs == [-float(i) for i in chunk.token_ids] for chunk in chunks.values())
+    assert len(result) == len(chunks) + sum(count == 0 for _, count in drawn)
+
+
+def test_a_merged_chunk_ends_the_stream_and_keeps_its_alternatives() -> None:
+    first = TokenChunk([1], [-1.0], [0], None, [[(1, -1.0)]])
+    last = TokenChunk([2], [-2.0], [1], "stop", [[(2, -2.0)]])
+    (event,) = merged([Tokens(1, first), Tokens(1, last)])
+    assert event == Tokens(1, TokenChunk([1, 2], [-1.0, -2.0], [0, 1], "stop", [[(1, -1.0)], [(2, -2.0)]]))
+
+
+@given(st.permutations(range(8)))
+def test_messages_that_overtake_each_other_are_put_in_order(order: list[int]) -> None:
+    inbox = InOrder()
+    seen = [message for number in order for message in inbox.put(number, [Cancel((number,))])]
+    assert seen == [[Cancel((number,))] for number in range(8)]
+
+
+def test_errors_cross_the_border_under_their_own_class() -> None:
+    error = failure(3, RequestError("too long")).error()
+    assert (type(error), str(error)) == (RequestError, "too long")
+    foreign = failure(3, ZeroDivisionError("by zero")).error()
+    assert (type(foreign), str(foreign)) == (EngineError, "the hosted engine raised ZeroDivisionError: by zero")
+
+
+@on_the_modules_loop
+async def test_a_cancelled_command_leaves_nothing_in_the_engine_and_no_event() -> None:
+    host = EngineHost("test_ray_engine:ScriptedEngine", {})
+    await host.start()
+    engine = host._engine
+    assert isinstance(engine, ScriptedEngine)
+    await host.send(0, [Run(1, "generate", (request(),)), Run(2, "stream", (request(),)), Run(3, "health")])
+    await settle()
+    assert len(engine.running) == 2
+    await host.send(1, [Cancel((1, 2))])
+    await settle()
+    assert engine.running == []
+    assert [event.id for event in (await host.next_events()).events] == [3]
+
+
+@on_the_modules_loop
+async def test_a_command_can_be_cancelled_before_it_arrives() -> None:
+    host = EngineHost("test_ray_engine:ScriptedEngine", {})
+    await host.start()
+    await host.send(1, [Cancel((1,))])
+    await host.send(0, [Run(1, "generate", (request(),))])
+    await settle()
+    assert isinstance(host._engine, ScriptedEngine) and host._engine.running == []
+
+
+# In a cluster of two nodes on this machine ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=node)
+    nodes.add_node(num_cpus=1, object_store_memory=80 << 20, resources={FAR: 1})
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("ray") / "model"
+    build = BuildModelConfig(hidden_size=32, intermediate_size=48, max_position_embeddings=2048)
+    build_model_folder(build, path, seed=0)
+    return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_compute_thread() -> Iterator[None]:
+    """The engines of this process leave a core to those in actors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def transport() -> SharedMemoryTransport:
+    return SharedMemoryTransport(verify=True)
+
+
+def hosted(folder: str, **placement: Any) -> RayEngine:
+    return RayEngine(EMBEDDED, {"model_path": folder, **SIZES}, RayPlacement(**placement), start_timeout_s=60)
+
+
+# The actor's process finds the tests' own engine by this.
+WITH_TESTS: dict[str, Any] = {"num_cpus": 0, "environment": {"PYTHONPATH": str(Path(__file__).parent)}}
+
+
+def quick(**placement: Any) -> RayEngine:
+    """An engine whose actor need not import torch."""
+    return RayEngine(
+        "receiving_engine:ReceivingEngine", {}, RayPlacement(**WITH_TESTS, **placement), start_timeout_s=60
+    )
+
+
+async def publish(
+    engine: InferenceEngineInterface, folder: str, transport: SharedMemoryTransport, version: int
+) -> None:
+    update = transport.gather(load_model(folder, "float32", "cpu").named_parameters(), version)
+    await engine.receive_weights(update)
+    await engine.pause(PauseMode.KEEP)
+    await engine.load_weights(update)
+    assert await engine.served_checksum() == update.checksum
+    await engine.resume()
+    assert engine.policy_version == version
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(cluster: None, folder: str, transport: SharedMemoryTransport) -> AsyncIterator[RayEngine]:
+    engine = hosted(folder)
+    await engine.start()
+    assert engine.policy_version == -1
+    await publish(engine, folder, transport, 0)
+    yield engine
+    await engine.teardown()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: RayEngine) -> AsyncIterator[RayEngine]:
+    """The module's engine; each test leaves it as it found it."""
+    yield shared
+    health = await shared.health()
+    assert (health.running, health.waiting, health.paused, health.alive) == (0, 0, False, True)
+
+
+def request(*prompts: list[int], **params: object) -> InferenceEngineInput:
+    return InferenceEngineInput(
+        prompt_token_ids=list(prompts) or [[3, 4, 5]], sampling_params={"ignore_eos": True, **params}
+    )
+
+
+@on_the_modules_loop
+async def test_it_answers_as_the_engine_itself_does(
+    engine: RayEngine, folder: str, transport: SharedMemoryTransport
+) -> None:
+    direct = EmbeddedEngine(folder, **SIZES)
+    await direct.start()
+    await publish(direct, folder, transport, 0)
+    for asked in (request([3], [4, 5], max_tokens=9, seed=4), request(max_tokens=5, temperature=0.0)):
+        assert await engine.generate(asked) == await direct.generate(asked)
+    assert engine.capabilities == direct.capabilities
+    assert engine.pid not in (None, os.getpid())
+    await direct.teardown()
+
+
+@on_the_modules_loop
+async def test_a_stream_has_the_tokens_of_the_whole_answer(engine: RayEngine) -> None:
+    chunks = [chunk async for chunk in engine.stream(request(max_tokens=30, seed=4))]
+    whole = await engine.generate(request(max_tokens=30, seed=4))
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole["response_ids"][0]
+    assert [logprob for chunk in chunks for logprob in chunk.logprobs] == whole["response_logprobs"][0]
+    assert [chunk.stop_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+@on_the_modules_loop
+async def test_a_bad_request_fails_its_own_call_with_the_engines_own_error(engine: RayEngine) -> None:
+    good = asyncio.create_task(engine.generate(request(max_tokens=30)))
+    with pytest.raises(RequestError, match="vocabulary"):
+        await engine.generate(request([3], [10_000], max_tokens=LONG))
+    with pytest.raises(RequestError, match="vocabulary"):
+        await anext(engine.stream(request([10_000])))
+    with pytest.raises(ConfigError, match="max_tokens"):
+        await engine.generate(request(max_tokens=0))
+    with pytest.raises(EngineError, match="cannot sleep"):
+        await engine.sleep()
+    with pytest.raises(EngineError, match="adapters"):
+        await engine.load_adapter("a", "/nowhere")
+    assert len((await good)["response_ids"][0]) == 30
+
+
+@on_the_modules_loop
+async def test_cancelling_a_call_aborts_its_requests_in_the_engine(engine: RayEngine) -> None:
+    await engine.pause(PauseMode.KEEP)
+    call = asyncio.create_task(engine.generate(request([3], [4], max_tokens=LONG)))
+    await asyncio.sleep(0)
+    assert (await engine.health()).waiting == 2
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await engine.health()).waiting == 0
+    await engine.resume()
+
+
+@on_the_modules_loop
+async def test_closing_a_stream_aborts_its_request_in_the_engine(engine: RayEngine) -> None:
+    stream = engine.stream(request(max_tokens=LONG))
+    await anext(stream)
+    await stream.aclose()
+    health = await engine.health()
+    assert (health.running, health.waiting) == (0, 0)
+
+
+@on_the_modules_loop
+async def test_abort_generation_returns_what_there_is(engine: RayEngine) -> None:
+    stream = engine.stream(request(max_tokens=LONG))
+    first = await anext(stream)
+    call = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
+    await asyncio.sleep(0)
+    await engine.abort_generation()
+    rest = [chunk async for chunk in stream]
+    assert rest[-1].stop_reason == "abort"
+    assert 0 < len(first.token_ids) + sum(len(chunk.token_ids) for chunk in rest) < LONG
+    assert (await call)["stop_reasons"] == ["abort"]
+
+
+@on_the_modules_loop
+async def test_many_streams_at_once_all_arrive_whole(engine: RayEngine) -> None:
+    async def lengths(seed: int) -> int:
+        return sum([len(chunk.token_ids) async for chunk in engine.stream(request(max_tokens=40, seed=seed))])
+
+    assert await asyncio.gather(*(lengths(seed) for seed in range(20))) == [40] * 20
+
+
+@on_the_modules_loop
+async def test_an_update_in_flight_through_the_client_has_exact_versions(
+    engine: RayEngine, folder: str, transport: SharedMemoryTransport
+) -> None:
+    client = InferenceEngineClient([engine], load_tokenizer(folder))
+    old = engine.policy_version
+    model = load_model(folder, "float32", "cpu")
+    for mode, expected in ((PauseMode.ABORT, old + 1), (PauseMode.KEEP, old + 2), (PauseMode.RECOMPUTE, old + 3)):
+        update = transport.gather(model.named_parameters(), expected)
+        answer = asyncio.create_task(client.generate(request(max_tokens=LONG, seed=5)))
+        while not answer.done() and (await engine.health()).running == 0:
+            pass  # each look is a round trip
+        await client.receive_weights(update)
+        await client.load_weights(update, mode)
+        versions = (await answer)["response_versions"][0]
+        assert versions == sorted(versions) and len(versions) == LONG
+        assert set(versions) == {expected - 1, expected}, mode
+
+
+@on_the_modules_loop
+async def test_an_engine_on_another_node_is_published_to_over_the_network(
+    cluster: None, folder: str, transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "skyrl_train.inference.engines.ray_actor.RELAY_PART_BYTES", 1000
+    )  # many parts, one of them short
+    engine = quick(resources={FAR: 1})
+    await engine.start()
+    for version in range(3):
+        await publish(engine, folder, transport, version)
+    assert set((await engine.generate(request(max_tokens=3)))["response_versions"][0]) == {2}
+    update = dataclasses.replace(transport.gather([], 3), checksum="crc32:00000000")
+    await engine.receive_weights(update)
+    await engine.pause(PauseMode.KEEP)
+    with pytest.raises(EngineError, match="differ"):
+        await engine.load_weights(update)
+    assert engine.policy_version == 2
+    with pytest.raises(EngineError, match="/nowhere"):
+        await engine.receive_weights(dataclasses.replace(update, location="/nowhere"))
+    await engine.teardown()
+
+
+@on_the_modules_loop
+async def test_an_actor_that_is_killed_fails_all_calls_at_once_and_can_be_started_again(
+    cluster: None, folder: str, transport: SharedMemoryTransport
+) -> None:
+    engine = quick()
+    await engine.start()
+    await publish(engine, folder, transport, 0)
+    await engine.pause(PauseMode.KEEP)
+    calls = [asyncio.create_task(engine.generate(request())) for _ in range(3)]
+    calls.append(asyncio.create_task(anext(engine.stream(request()))))
+    await engine.health()
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    began = time.monotonic()
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="actor"):
+            await call
+    assert time.monotonic() - began < 2  # 0.03 on a quiet machine
+    for later in (engine.generate(request()), engine.pause(PauseMode.KEEP), engine.resume()):
+        with pytest.raises(EngineDeadError):
+            await later
+    assert not (await engine.health()).alive
+    await engine.start()
+    assert (engine.policy_version, (await engine.health()).policy_version) == (-1, -1)
+    assert (await engine.generate(request(max_tokens=2)))["response_versions"] == [[-1, -1]]
+    await engine.teardown()
+
+
+@on_the_modules_loop
+async def test_teardown_ends_the_actor_and_what_is_pending(cluster: None) -> None:
+    engine = quick()
+    with pytest.raises(EngineDeadError, match=r"start\(\)"):
+        await engine.generate(request())
+    await engine.teardown()
+    await engine.start()
+    await engine.pause(PauseMode.KEEP)
+    call = asyncio.create_task(engine.generate(request()))
+    await engine.health()
+    assert engine.pid is not None
+    watch = os.pidfd_open(engine.pid)
+    await engine.teardown()
+    with pytest.raises(EngineDeadError, match="torn down"):
+        await call
+    await engine.teardown()
+    assert not (await engine.health()).alive
+    await asyncio.wait_for(_ended(watch), timeout=20)
+    os.close(watch)
+
+
+@on_the_modules_loop
+async def test_a_start_that_fails_says_why(cluster: None) -> None:
+    with pytest.raises(EngineError, match="no such model"):
+        await RayEngine("receiving_engine:refusing", {"message": "no such model"}, RayPlacement(**WITH_TESTS)).start()
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        await RayEngine("nowhere:Engine", {}).start()
+    with pytest.raises(EngineDeadError, match=r"num_gpus=1.*free in the cluster"):
+        await RayEngine(EMBEDDED, {}, RayPlacement(num_gpus=1), start_timeout_s=0.5).start()
+
+
+@on_the_modules_loop
+async def test_the_actor_has_the_environment_that_was_asked_for(cluster: None) -> None:
+    placement = RayPlacement(num_cpus=0, environment={"SKYRL_TEST": "hello"})
+    with pytest.raises(EngineError, match="'str' object has no attribute 'start'"):
+        await RayEngine("os:getenv", {"key": "SKYRL_TEST"}, placement).start()
+
+
+@on_the_modules_loop
+async def test_a_request_of_a_killed_actor_goes_on_elsewhere_token_for_token(
+    shared: RayEngine, folder: str, transport: SharedMemoryTransport
+) -> None:
+    """The last test with the shared engine."""
+    other = EmbeddedEngine(folder, **SIZES)
+    await other.start()
+    client = InferenceEngineClient([shared, other], load_tokenizer(folder))
+    for each in (shared, other):
+        await publish(each, folder, transport, 0)
+    asked = [request([3 + i], max_tokens=600, temperature=0.0) | {"session_ids": [f"s{i}"]} for i in range(6)]
+    expected = [output["response_ids"] for output in await asyncio.gather(*map(other.generate, asked))]
+    answers = [asyncio.create_task(client.generate(each)) for each in asked]
+    while (await shared.health()).generated_tokens < 200:
+        pass  # each look is a round trip
+    assert shared.pid is not None
+    os.kill(shared.pid, signal.SIGKILL)
+    assert [(await answer)["response_ids"] for answer in answers] == expected
+    assert client.engines == [other]
+    await other.teardown()
+
+
+async def test_engines_that_start_at_once_connect_to_ray_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("ray.is_initialized", lambda: bool(calls))
+    monkeypatch.setattr("ray.init", lambda: calls.append(1))
+    await asyncio.gather(*(asyncio.to_thread(connect) for _ in range(8)))
+    assert calls == [1]
+
+
+def test_without_a_cluster_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable() -> None:
+        raise ConnectionError("nobody there\nand much more")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", unreachable)
+    with pytest.raises(ConfigError, match=r"nobody there\. Look at RAY_ADDRESS"):
+        connect()
+
+
+def children_of(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # one per thread
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
+async def _ended(descriptor: int) -> None:
+    """Returns when the process behind a pidfd has ended."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@on_the_modules_loop
+async def test_vllm_in_an_actor_is_updated_in_flight_and_its_processes_end_with_the_actor(
+    cluster: None, tmp_path: Path, transport: SharedMemoryTransport
+) -> None:
+    pytest.importorskip("vllm")
+    folder = str(tmp_path / "model")  # vLLM's attention has no heads as small as the other tests' model
+    build = BuildModelConfig(hidden_size=64, intermediate_size=96, num_heads=2, max_position_embeddings=2048)
+    build_model_folder(build, Path(folder), seed=0)
+    arguments = {"model_path": folder, "max_num_seqs": 8, "max_model_len": 2048}
+    engine = RayEngine("skyrl_train.inference.engines.vllm:VLLMEngine", arguments, start_timeout_s=300)
+    await engine.start()
+    await publish(engine, folder, transport, 0)
+    stream = engine.stream(request(max_tokens=LONG))
+    versions = list((await anext(stream)).versions)
+    await publish(engine, folder, transport, 1)
+    versions += [version async for chunk in stream for version in chunk.versions]
+    assert (versions, set(versions), len(versions)) == (sorted(versions), {0, 1}, LONG)
+    call = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
+    while not call.done() and (await engine.health()).running == 0:
+        pass  # each look is a round trip
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    while (await engine.health()).running:
+        pass  # each look is a round trip
+    watches = [os.pidfd_open(pid) for pid in children_of(engine.pid or 0)]
+    assert watches
+    os.kill(engine.pid or 0, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        await engine.generate(request())
+    for watch in watches:
+        await asyncio.wait_for(_ended(watch), timeout=20)
+        os.close(watch)
+    await engine.teardown()

@@ -1,0 +1,115 @@
+"""Requests that outlive weight updates, with real vLLM: what comes out is what an uninterrupted request gives."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+from vllm_engines import ALPHABET, CONTEXT, TOLERANCE, Served, greedy_after, request, tiny_model
+from vllm_engines import token_logprobs as reference
+
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.interface import InferenceEngineOutput, PauseMode
+from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.training.backend import TrainingSequence
+from skyrl_train.training.local_backend import LocalBackend
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+
+def client_of(*engines: Served) -> InferenceEngineClient:
+    """A client of engines that run already."""
+    return InferenceEngineClient([one.engine for one in engines], character_tokenizer(ALPHABET), engines[0].folder)
+
+
+def random_requests(chance: random.Random) -> list[tuple[list[int], int]]:
+    """Prompts and numbers of tokens, some of them many."""
+    return [
+        ([chance.randrange(3, 40) for _ in range(chance.choice([1, 5, 30, 140]))], chance.choice([1, 7, 60, 150]))
+        for _ in range(10)
+    ]
+
+
+async def interrupted(
+    client: InferenceEngineClient, served: Served, modes: list[PauseMode], chance: random.Random, calls: asyncio.Future
+) -> int:
+    """Publishes the same weights again and again, at random moments, until ``calls`` are done; returns how often."""
+    updates = 0
+    while not calls.done():
+        update = await served.gather(tiny_model(0))
+        await asyncio.wait([calls], timeout=chance.random() * 0.05)
+        await client.load_weights(update, chance.choice(modes))
+        updates += 1
+    return updates
+
+
+@pytest.mark.parametrize("modes", [[PauseMode.ABORT], [PauseMode.KEEP], list(PauseMode)], ids=["abort", "keep", "all"])
+@pytest.mark.parametrize("seed", range(2))
+async def test_any_schedule_of_interruptions_gives_the_uninterrupted_outcome(
+    vllm: Served, modes: list[PauseMode], seed: int
+) -> None:
+    chance = random.Random(seed)
+    client, asked = client_of(vllm), random_requests(chance)
+    calls = asyncio.gather(*(client.generate(request(prompt, max_tokens=length)) for prompt, length in asked))
+    updates = await interrupted(client, vllm, modes, chance, calls)
+    outputs = await calls
+    versions = [set(output["response_versions"][0]) for output in outputs]
+    assert updates > 1 and max(map(len, versions)) > 1, "nothing was interrupted, so this shows nothing"
+    for (prompt, length), output in zip(asked, outputs, strict=True):
+        check(output, prompt, length)
+
+
+def check(output: InferenceEngineOutput, prompt: list[int], length: int) -> None:
+    """Against the uninterrupted outcome, which the plain model gives as well."""
+    tokens, logprobs = output["response_ids"][0], output["response_logprobs"][0]
+    assert len(tokens) == length
+    assert tokens == greedy_after(tiny_model(0), prompt, tokens)
+    assert output["stop_reasons"] == ["length"]
+    assert logprobs == pytest.approx(reference(tiny_model(0), prompt, tokens), abs=TOLERANCE)
+    assert output["response_versions"][0] == sorted(output["response_versions"][0])
+
+
+async def test_engine_and_trainer_agree_over_a_conversation_interrupted_twice(vllm: Served) -> None:
+    """Three turns; in the second and third, other weights arrive in the middle. Each token is scored by its version's."""
+    client, seeds = client_of(vllm), {vllm.version: 0}
+    backends = {seed: LocalBackend(vllm.folder, TrainerConfig(), 1, 0.9, 0) for seed in range(3)}
+    for seed, backend in backends.items():
+        for (_, mine), (_, theirs) in zip(backend.named_weights(), tiny_model(seed).named_parameters(), strict=True):
+            mine.data.copy_(theirs.data)
+    conversation, sampled = [7, 8, 9], []
+    for turn in range(3):
+        params = {"max_tokens": 100, "temperature": 0.9, "seed": turn}
+        call = asyncio.create_task(client.generate(request(conversation, **params)))
+        if turn:
+            update = await vllm.gather(tiny_model(turn))
+            seeds[vllm.version] = turn
+            await vllm.sampled(5)
+            await client.load_weights(update, PauseMode.ABORT if turn == 1 else PauseMode.RECOMPUTE)
+        output = await call
+        first = len(conversation)
+        conversation = [*conversation, *output["response_ids"][0], 20 + turn, 30 + turn]
+        spans = zip(output["response_logprobs"][0], output["response_versions"][0], strict=True)
+        sampled += [(first + index, logprob, version) for index, (logprob, version) in enumerate(spans)]
+    assert len({version for _, _, version in sampled}) == 3
+    scores = {seed: score(backend, conversation) for seed, backend in backends.items()}
+    for position, logprob, version in sampled:
+        # The engine sampled at temperature 0.9, the trainer scores at it.
+        assert logprob == pytest.approx(scores[seeds[version]][position].item(), abs=TOLERANCE)
+
+
+def score(backend: LocalBackend, tokens: list[int]) -> torch.Tensor:
+    """The trainer's log-prob of each token, [T]."""
+    zeros = torch.zeros(len(tokens))
+    sequence = TrainingSequence(
+        token_ids=torch.tensor(tokens),
+        loss_mask=torch.arange(len(tokens)) > 0,
+        advantages=zeros,
+        behaviour_logprobs=zeros,
+        versions=torch.zeros(len(tokens), dtype=torch.int64),
+        group_index=0,
+    )
+    assert len(tokens) < CONTEXT
+    return backend.forward_logprobs([sequence])[0]

@@ -1,0 +1,274 @@
+"""The engine contract with a real vLLM: what comes back, what is refused, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_engines import (
+    ALPHABET,
+    CONTEXT,
+    PROMPT,
+    TOLERANCE,
+    Served,
+    full_greedy,
+    full_logprobs,
+    greedy_after,
+    request,
+    tiny_model,
+)
+from vllm_engines import token_logprobs as reference
+
+from skyrl_train.errors import EngineError, RequestError
+from skyrl_train.inference.interface import InferenceEngineInput, PauseMode, StructuredOutput
+from skyrl_train.models.tiny import character_tokenizer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+LONG = CONTEXT - 20
+VOCAB = 3 + len(set(ALPHABET))
+
+
+async def test_greedy_tokens_and_log_probs_are_those_of_the_plain_model(vllm: Served) -> None:
+    prompts = [[5], [6, 7], list(range(3, 40))]
+    output = await vllm.engine.generate(request(*prompts, max_tokens=20))
+    assert output["stop_reasons"] == ["length"] * 3
+    assert output["responses"] == [""] * 3
+    assert output["response_versions"] == [[vllm.version] * 20] * 3
+    for prompt, tokens, logprobs in zip(prompts, output["response_ids"], output["response_logprobs"], strict=True):
+        assert tokens == greedy_after(tiny_model(0), prompt, tokens)
+        assert logprobs == pytest.approx(reference(tiny_model(0), prompt, tokens), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]
+)
+async def test_log_probs_are_those_of_the_distribution_sampled_from(vllm: Served, params: dict[str, float]) -> None:
+    params = {"temperature": 1.0, **params}
+    # A greedy neighbour in the same batch changes nothing.
+    greedy = asyncio.create_task(vllm.engine.generate(request(max_tokens=30)))
+    output = await vllm.engine.generate(request(max_tokens=30, seed=5, **params))
+    tokens, logprobs = output["response_ids"][0], output["response_logprobs"][0]
+    expected = full_logprobs(tiny_model(0), PROMPT, tokens) / params["temperature"]
+    for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        kept = _kept(expected[position].softmax(-1), **params)
+        assert logprob == pytest.approx(math.log(kept[token] / kept.sum()), abs=TOLERANCE)
+    neighbour = await greedy
+    expected_greedy = reference(tiny_model(0), PROMPT, neighbour["response_ids"][0])
+    assert neighbour["response_logprobs"][0] == pytest.approx(expected_greedy, abs=TOLERANCE)
+
+
+def _kept(probs: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    """The probabilities that the filters leave, one after the other; the rest are 0."""
+    del temperature
+    ordered, order = probs.sort(descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k:
+        keep[int(top_k) :] = False
+    keep &= ordered.cumsum(-1) - ordered < top_p
+    keep &= ordered >= min_p * ordered[0]
+    return torch.zeros_like(probs).scatter(-1, order, ordered * keep)
+
+
+async def test_a_seed_decides_the_sample_and_no_seed_draws_on(vllm: Served) -> None:
+    async def sample(**params: object) -> list[int]:
+        return (await vllm.engine.generate(request(max_tokens=24, temperature=1.0, **params)))["response_ids"][0]
+
+    assert await sample(seed=3) == await sample(seed=3)
+    assert await sample(seed=3) != await sample(seed=(1 << 62) - 1)
+    assert await sample() != await sample()
+
+
+async def test_a_stream_yields_tokens_as_they_are_sampled(vllm: Served) -> None:
+    chunks = [chunk async for chunk in vllm.engine.stream(request(max_tokens=9, top_logprobs=3))]
+    assert len(chunks) > 3
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    assert tokens == full_greedy(tiny_model(0), PROMPT, 9)
+    assert [chunk.stop_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    expected = full_logprobs(tiny_model(0), PROMPT, tokens)
+    assert [x for chunk in chunks for x in chunk.logprobs] == pytest.approx(expected.amax(-1).tolist(), abs=TOLERANCE)
+    top = [alternatives for chunk in chunks for alternatives in chunk.top_logprobs or []]
+    for alternatives, row in zip(top, expected, strict=True):
+        values, ids = row.topk(3)
+        assert [token for token, _ in alternatives] == ids.tolist()
+        assert [logprob for _, logprob in alternatives] == pytest.approx(values.tolist(), abs=TOLERANCE)
+
+
+async def test_a_stream_may_have_larger_chunks(vllm: Served) -> None:
+    assert vllm.engine.capabilities.chunked_streaming
+    asked = {**request(max_tokens=40), "chunk_tokens": 16}
+    chunks = [chunk async for chunk in vllm.engine.stream(asked)]
+    assert len(chunks) <= 4
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    assert len(tokens) == 40
+    assert tokens == greedy_after(tiny_model(0), PROMPT, tokens)
+    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    assert logprobs == pytest.approx(reference(tiny_model(0), PROMPT, tokens), abs=TOLERANCE)
+
+
+async def test_alternatives_of_a_sampled_token_are_the_most_likely_ones(vllm: Served) -> None:
+    output = await vllm.engine.generate(request(max_tokens=20, temperature=1.0, seed=1, top_logprobs=2))
+    tokens, top = output["response_ids"][0], output["response_top_logprobs"][0]
+    expected = full_logprobs(tiny_model(0), PROMPT, tokens).topk(2)
+    assert [[token for token, _ in alternatives] for alternatives in top] == expected.indices.tolist()
+    assert any(token not in dict(alternatives) for token, alternatives in zip(tokens, top, strict=True))
+    assert "response_top_logprobs" not in await vllm.engine.generate(request())
+
+
+async def test_what_ends_a_response(vllm: Served) -> None:
+    greedy = full_greedy(tiny_model(0), PROMPT, 30)
+    stop = next(token for token in greedy if token != greedy[0])
+    first = greedy.index(stop)
+    output = await vllm.engine.generate(request(max_tokens=30, stop_token_ids=[stop, 10_000]))
+    assert (output["response_ids"][0], output["stop_reasons"]) == (greedy[: first + 1], ["stop"])
+    output = await vllm.engine.generate(request(max_tokens=30, min_tokens=first + 5, stop_token_ids=[stop]))
+    assert len(output["response_ids"][0]) >= first + 5
+    output = await vllm.engine.generate(request(list(range(3, 23)), max_tokens=CONTEXT))
+    assert (len(output["response_ids"][0]), output["stop_reasons"]) == (CONTEXT - 20, ["length"])
+    many = [[3 + first, 4 + second] for first in range(6) for second in range(6)]
+    output = await vllm.engine.generate(request(*many, max_tokens=40, temperature=1.0, seed=1, ignore_eos=False))
+    ended = [ids for ids, why in zip(output["response_ids"], output["stop_reasons"], strict=True) if why == "stop"]
+    assert ended
+    assert all(ids.index(1) == len(ids) - 1 for ids in ended), "the end of sequence is a sampled token too"
+
+
+async def test_a_grammar_is_followed(vllm: Served) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+    async def answer(kind: str, value: str = "") -> str:
+        params = {"structured": StructuredOutput(kind, value), "ignore_eos": False, "max_tokens": 60}
+        output = await vllm.engine.generate(request(**params))
+        assert max(output["response_logprobs"][0]) <= 0.0
+        return tokenizer.decode(output["response_ids"][0], skip_special_tokens=True)
+
+    assert set(json.loads(await answer("json_schema", json.dumps(schema)))) == {"a"}
+    assert await answer("regex", "(ab){2}c") == "ababc"
+    assert await answer("grammar", 'root ::= "x" "yz"') == "xyz"
+    assert (await answer("json_object")).startswith("{")
+    with pytest.raises(RequestError, match="refuses"):
+        await answer("regex", "(unbalanced")
+
+
+async def test_a_lower_priority_is_scheduled_first(vllm: Served) -> None:
+    ended: list[str] = []
+
+    async def one(name: str, priority: int, length: int) -> None:
+        await vllm.engine.generate({**request([5], max_tokens=length), "priority": priority})
+        ended.append(name)
+
+    # All 64 seats are taken while the others get in line.
+    seated = [asyncio.create_task(one("seated", 0, 100)) for _ in range(64)]
+    await vllm.sampled(64)
+    late = [asyncio.create_task(one("late", 9, 8)) for _ in range(64)]
+    early = [asyncio.create_task(one("early", 1, 8)) for _ in range(64)]
+    await asyncio.gather(*seated, *late, *early)
+    assert ended == ["seated"] * 64 + ["early"] * 64 + ["late"] * 64
+    assert vllm.engine.capabilities.priorities
+
+
+async def test_a_bad_request_fails_alone(vllm: Served) -> None:
+    good = asyncio.create_task(vllm.engine.generate(request(max_tokens=60)))
+    for bad, message in [
+        (request([3], []), "empty"),
+        (request([3], [VOCAB]), "vocabulary"),
+        (request([-1]), "vocabulary"),
+        (request([3] * CONTEXT), "max_model_len"),
+        (request(n=2), "n=2"),
+        (request(top_logprobs=21), "at most 20"),
+        ({**request(), "adapter": "nobody"}, "nobody"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            await vllm.engine.generate(bad)
+    with pytest.raises(EngineError, match="prompt_token_ids"):
+        await vllm.engine.generate(InferenceEngineInput(prompts=[[{"role": "user", "content": "hi"}]]))
+    with pytest.raises(EngineError, match="exactly one prompt"):
+        await anext(vllm.engine.stream(request([3], [4])))
+    assert len((await good)["response_ids"][0]) == 60
+
+
+async def test_a_cancelled_call_leaves_nothing_in_vllm(vllm: Served) -> None:
+    calls = [asyncio.create_task(vllm.engine.generate(request([3 + i], [4], max_tokens=LONG))) for i in range(8)]
+    stream = vllm.engine.stream(request(max_tokens=LONG))
+    await anext(stream)
+    for turns, call in enumerate(
+        calls
+    ):  # cancelled at once, or a little later: also in the middle of being handed over
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+    await stream.aclose()
+    await vllm.empty()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_abort_generation_returns_what_there_is(vllm: Served, paused: bool) -> None:
+    stream = vllm.engine.stream(request(max_tokens=LONG))
+    call = asyncio.create_task(vllm.engine.generate(request([7], max_tokens=LONG)))
+    tokens = list((await anext(stream)).token_ids)
+    if paused:
+        await vllm.engine.pause(PauseMode.KEEP)
+        late = asyncio.create_task(vllm.engine.generate(request([8], max_tokens=LONG)))
+        async with asyncio.timeout(20):
+            while (await vllm.engine.health()).waiting == 0:
+                pass
+    await vllm.engine.abort_generation()
+    health = await vllm.engine.health()
+    assert (health.running, health.waiting) == (0, 0)
+    async for chunk in stream:
+        tokens += chunk.token_ids
+        last = chunk.stop_reason
+    assert (last, tokens) == ("abort", greedy_after(tiny_model(0), PROMPT, tokens))
+    output = await call
+    assert output["stop_reasons"] == ["abort"]
+    assert output["response_ids"][0] == greedy_after(tiny_model(0), [7], output["response_ids"][0])
+    if paused:
+        output = await late
+        assert (output["response_ids"], output["stop_reasons"]) == ([[]], ["abort"])
+        await vllm.engine.resume()
+
+
+async def test_health_counts(vllm: Served) -> None:
+    before = await vllm.engine.health()
+    await vllm.engine.generate(request([3] * 5, [4] * 6, max_tokens=10))
+    after = await vllm.engine.health()
+    assert after.generated_tokens - before.generated_tokens == 20
+    assert after.prefill_tokens - before.prefill_tokens == 11
+    assert after.busy_s > before.busy_s
+    await vllm.engine.pause(PauseMode.KEEP)
+    call = asyncio.create_task(vllm.engine.generate(request([3])))
+    await asyncio.sleep(0)
+    health = await vllm.engine.health()
+    assert (health.paused, health.running, health.waiting) == (True, 0, 1)
+    await vllm.engine.resume()
+    await call
+
+
+async def test_what_this_engine_cannot_do_it_says(vllm: Served) -> None:
+    can = vllm.engine.capabilities
+    assert (can.max_model_len, can.sleep, can.adapters, can.structured_output) == (CONTEXT, False, False, True)
+    assert can.pause_modes == frozenset(PauseMode)
+    assert can.transports == {"shared_memory"}
+    with pytest.raises(EngineError, match="enable_sleep_mode"):
+        await vllm.engine.sleep()
+    with pytest.raises(EngineError, match="cannot sleep"):
+        await vllm.engine.wake_up()
+    with pytest.raises(EngineError, match="enable_lora"):
+        await vllm.engine.load_adapter("a", "/nowhere")
+
+
+async def test_the_owner_of_vllms_process_is_known_to_it(vllm: Served) -> None:
+    (pid,) = await vllm.engine.worker_pids()
+    assert f"SKYRL_TRAIN_ENGINE_OWNER={os.getpid()}".encode() in settings_of(pid)
+    assert "SKYRL_TRAIN_ENGINE_OWNER" not in os.environ
+
+
+def settings_of(pid: int) -> list[bytes]:
+    """The environment that a process was started with."""
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -1,0 +1,232 @@
+"""The parts of the vLLM engine that need no vLLM: arguments, environment, gate, versions, what an update must be."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_engines import tiny_model
+
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference.engines.vllm.arguments import (
+    VLLMSettings,
+    capabilities,
+    check_names,
+    process_environment,
+    vllm_arguments,
+)
+from skyrl_train.inference.engines.vllm.environment import environment
+from skyrl_train.inference.engines.vllm.frontend import OutputQueue
+from skyrl_train.inference.engines.vllm.messages import from_message, to_message
+from skyrl_train.inference.engines.vllm.model_tensors import ModelTensors, check_update
+from skyrl_train.inference.engines.vllm.requests import Asked, Flight, Gate
+from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
+
+
+def settings(**changes: Any) -> VLLMSettings:
+    values: dict[str, Any] = {
+        "model_path": "/model",
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "max_model_len": 300,
+        "seed": 5,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "kv_cache_memory_bytes": None,
+        "enable_lora": False,
+        "load_format": "auto",
+        "num_threads": 1,
+    }
+    return VLLMSettings(**{**values, **changes})
+
+
+def arguments(on_cpu: bool, **changes: Any) -> dict[str, Any]:
+    return vllm_arguments(settings(**changes), on_cpu=on_cpu, kv_bytes_per_token=10, context=300)
+
+
+def test_sizes_and_further_arguments_reach_vllm() -> None:
+    given_args = {"enable_expert_parallel": True, "scheduling_policy": "fcfs"}
+    found = arguments(False, tensor_parallel_size=2, data_parallel_size=3, engine_args=given_args, enable_lora=True)
+    assert (found["tensor_parallel_size"], found["data_parallel_size"], found["enable_lora"]) == (2, 3, True)
+    assert (found["enable_expert_parallel"], found["scheduling_policy"]) == (True, "fcfs")
+    assert found["logprobs_mode"] == "processed_logprobs"
+    assert not {"kv_cache_memory_bytes", "enforce_eager"} & found.keys()
+
+
+def test_on_a_cpu_the_kv_cache_holds_what_may_run_at_once() -> None:
+    # 300 tokens are three blocks of 128; one block is vLLM's own.
+    assert arguments(True)["kv_cache_memory_bytes"] == (4 * 3 + 1) * 128 * 10
+    assert arguments(True, kv_cache_memory_bytes=77)["kv_cache_memory_bytes"] == 77
+    assert arguments(True, engine_args={"enforce_eager": False})["enforce_eager"] is False
+
+
+def test_any_seed_fits() -> None:
+    assert arguments(False, seed=(1 << 62) - 1)["seed"] < 1 << 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine_args": {"max_num_seqs": 3}}, "set max_num_seqs instead"),
+        ({"engine_args": {"model": "x"}}, "set model_path instead"),
+        ({"engine_args": {"logprobs_mode": "raw_logprobs"}}, "always those of the distribution"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"num_threads": 0}, "num_threads"),
+    ],
+)
+def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(**changes)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
+    known = ["gpu_memory_utilization", "enable_prefix_caching", "block_size"]
+    with pytest.raises(ConfigError, match="Did you mean gpu_memory_utilization"):
+        check_names(settings(engine_args={"gpu_memory_utilisation": 0.5}), known)
+    check_names(settings(engine_args={"block_size": 16}), known)
+
+
+def test_capabilities_follow_the_settings() -> None:
+    plain = capabilities(settings(), max_model_len=300, on_cpu=False, streams_chunks=True)
+    assert (plain.adapters, plain.sleep, plain.priorities, plain.max_top_logprobs) == (False, False, True, 20)
+    assert plain.transports == {"shared_memory", "cuda_ipc"}
+    changed = settings(
+        enable_lora=True, engine_args={"enable_sleep_mode": True, "scheduling_policy": "fcfs", "max_logprobs": 3}
+    )
+    more = capabilities(changed, max_model_len=300, on_cpu=False, streams_chunks=False)
+    assert (more.adapters, more.sleep, more.priorities, more.max_top_logprobs) == (True, True, False, 3)
+    assert not capabilities(changed, max_model_len=300, on_cpu=True, streams_chunks=False).sleep
+
+
+def test_the_environment_is_there_inside_and_as_before_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    wanted = process_environment(settings(num_threads=3, environment={"X_Y": "1"}), on_cpu=True)
+    with environment(wanted), environment(wanted):
+        assert (os.environ["OMP_NUM_THREADS"], os.environ["TORCH_COMPILE_DISABLE"], os.environ["X_Y"]) == (
+            "3",
+            "1",
+            "1",
+        )
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert not {"TORCH_COMPILE_DISABLE", "X_Y"} & os.environ.keys()
+
+
+def test_another_environment_waits_for_its_turn() -> None:
+    seen: list[str] = []
+
+    def other() -> None:
+        with environment({"SKYRL_TEST_VARIABLE": "b"}):
+            seen.append(os.environ["SKYRL_TEST_VARIABLE"])
+
+    with environment({"SKYRL_TEST_VARIABLE": "a"}):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.05)
+        assert (seen, os.environ["SKYRL_TEST_VARIABLE"]) == ([], "a")
+    thread.join(10)
+    assert seen == ["b"]
+    assert "SKYRL_TEST_VARIABLE" not in os.environ
+
+
+async def test_a_closed_gate_holds_until_it_opens_or_turns_away() -> None:
+    gate = Gate()
+    assert await gate.enter()
+    gate.close()
+    first = asyncio.create_task(gate.enter())
+    await asyncio.sleep(0)
+    assert gate.waiting == 1
+    gate.turn_away()
+    assert await first is False
+    second = asyncio.create_task(gate.enter())
+    await asyncio.sleep(0)
+    gate.open()
+    gate.close()  # before its turn comes: it waits on
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (second.done(), gate.waiting) == (False, 1)
+    gate.open()
+    assert await second is True
+    third = asyncio.create_task(gate.enter())
+    await third
+    assert gate.waiting == 0
+
+
+@given(st.lists(st.integers(0, 30), max_size=6), st.lists(st.integers(1, 9), max_size=8))
+def test_each_token_has_the_version_that_was_loaded_when_it_was_sampled(updates: list[int], chunks: list[int]) -> None:
+    flight = Flight(Asked([1], SamplingParams(), stream=True), "key", None, version=10)
+    for number, sampled in enumerate(sorted(updates), start=1):
+        flight.weights_changed(sampled, 10 + number)
+    found: list[int] = []
+    for size in chunks:
+        found += flight.versions(size)
+        flight.delivered += size
+    assert found == [10 + sum(sampled <= index for sampled in updates) for index in range(sum(chunks))]
+
+
+def test_a_failed_request_is_no_answer() -> None:
+    flight = Flight(Asked([1], SamplingParams(), stream=False), "key", None, version=0)
+    with pytest.raises(EngineError, match="'error'"):
+        flight.chunk(SimpleNamespace(finish_reason="error", token_ids=[], logprobs=[]))
+    with pytest.raises(EngineError, match="1 tokens and 0 log-probs"):
+        flight.chunk(SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None))
+
+
+async def test_what_has_arrived_counts_as_handled_when_the_handler_asks_for_more() -> None:
+    failures: list[BaseException] = []
+    queue = OutputQueue(failures.append)
+    await queue.handled()
+    queue.put_nowait("a")
+    waiting = asyncio.create_task(queue.handled())
+    assert await queue.get() == "a"
+    await asyncio.sleep(0)
+    assert not waiting.done(), "taken is not handled"
+    asking = asyncio.create_task(queue.get())
+    await waiting
+    queue.put_nowait(RuntimeError("dead"))
+    assert isinstance(await asking, RuntimeError)
+    assert len(failures) == 1
+
+
+def specs(**changes: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+    shapes = {name: tuple(weight.shape) for name, weight in tiny_model(0, True).named_parameters()}
+    return tuple(TensorSpec(name, shape, "float32", 0) for name, shape in {**shapes, **changes}.items())
+
+
+def test_an_update_is_the_whole_model_and_nothing_else() -> None:
+    tensors = ModelTensors.of_module(tiny_model(0, True))
+    good = WeightUpdate(1, "shared_memory", "/x", 0, specs())
+    check_update(good, tensors, "float32")
+    assert from_message(to_message(good)) == good
+    head = tuple(tiny_model(0, True).lm_head.weight.shape)
+    both = dataclasses.replace(good, tensors=specs(**{"lm_head.weight": head}))
+    check_update(both, tensors, "float32")  # a tied weight may come under both its names
+    under_the_other = tuple(spec for spec in both.tensors if spec.name != "model.embed_tokens.weight")
+    check_update(dataclasses.replace(good, tensors=under_the_other), tensors, "float32")
+    for bad, message in [
+        (specs()[1:], "misses .*model.embed_tokens.weight"),
+        (specs(**{"model.other": (3,)}), "no weight 'model.other'"),
+        (specs(**{"model.norm.weight": (65,)}), r"model.norm.weight.*\(65,\).*\(64,\)"),
+    ]:
+        with pytest.raises(EngineError, match=message):
+            check_update(dataclasses.replace(good, tensors=bad), tensors, "float32")
+    with pytest.raises(EngineError, match="float32, the engine serves bfloat16"):
+        check_update(good, tensors, "bfloat16")
+
+
+def test_tied_weights_that_differ_are_refused() -> None:
+    tensors = ModelTensors.of_module(tiny_model(0, True))
+    one, other = torch.zeros(2), torch.ones(2)
+    tensors.check_ties({"model.embed_tokens.weight": one, "lm_head.weight": one.clone(), "model.norm.weight": other})
+    with pytest.raises(EngineError, match="tied"):
+        tensors.check_ties({"model.embed_tokens.weight": one, "lm_head.weight": other})

