@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._open = True
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
 
     @property
     def is_open(self) -> bool:
@@ -69,14 +69,17 @@ class Gate:
         """Returns when the gate is open; at once if it is."""
         while not self._open:
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+            self._waiters[waiter] = None
+            try:
+                await waiter
+            finally:
+                self._waiters.pop(waiter, None)
 
     def _let_through(self) -> None:
         if not self._open:
             return
-        for _ in range(min(self.PER_TURN, len(self._waiters))):
-            waiter = self._waiters.popleft()
+        for waiter in list(itertools.islice(self._waiters, self.PER_TURN)):
+            del self._waiters[waiter]
             if not waiter.done():
                 waiter.set_result(None)
         if self._waiters:

@@ -27,8 +27,9 @@ from skyrl_train.inference.response_text import ResponseText
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one engine is asked for."""
+    """What one engine is asked for. ``number`` counts the segments of a response."""
 
+    number: int
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
 
@@ -68,6 +69,7 @@ class Continuation:
         # Mixed once, so that a caller's neighbouring seeds never share a stretch of the stream.
         self._seed = None if params.seed is None else mix(params.seed, choice)
         self._make_text = make_text
+        self._number = 0
         self.segments = 0
         self.restarts = 0
         self.stop_reason: StopReason | None = None
@@ -103,6 +105,8 @@ class Continuation:
     def next_segment(self) -> Segment | None:
         """What is still to be sampled; None when the response has ended."""
         sampled = len(self.token_ids)
+        if self.stop_reason is None and self._ends_with_stop_token():
+            self.stop_reason = StopReason.STOP  # the engine was lost before it could say so
         if self.stop_reason is None and sampled >= self._params.max_tokens:
             self.stop_reason = StopReason.LENGTH  # a spent budget sends nothing
         if self.stop_reason is not None:
@@ -111,6 +115,7 @@ class Continuation:
             self._begin()
             self.restarts += 1
             sampled = 0
+        self._number += 1
         self.segments += 1
         params = dataclasses.replace(
             self._params,
@@ -120,14 +125,28 @@ class Continuation:
             stop=(),
             n=1,
         )
-        return Segment(self._prompt + self.token_ids, params)
+        return Segment(self._number, self._prompt + self.token_ids, params)
 
-    def add(self, chunk: TokenChunk) -> None:
-        """Takes what an engine sampled. After a stop-string match, the tokens behind it are dropped.
+    def _ends_with_stop_token(self) -> bool:
+        """Whether the last token is one with which the caller ends a response; an engine's own are its to report."""
+        past_minimum = len(self.token_ids) > self._params.min_tokens
+        return past_minimum and self.token_ids[-1] in self._params.stop_token_ids
+
+    def unsent(self) -> None:
+        """The last segment did not go to any engine."""
+        self.segments -= 1
+
+    def add(self, chunk: TokenChunk, segment: int) -> None:
+        """Takes what an engine sampled in segment number ``segment``.
+
+        What still comes from an earlier segment is ignored: its engine was given up, and the response goes on elsewhere.
+        After a stop-string match, the tokens behind it are dropped.
 
         Raises:
             EngineError: the engine broke the contract (ragged lists, more tokens than asked for).
         """
+        if segment != self._number:
+            return
         if self.stop_reason is not None:
             raise EngineError("an engine returned tokens for a response that has ended")
         if not len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions):
@@ -137,9 +156,7 @@ class Continuation:
             )
         if len(self.token_ids) + len(chunk.token_ids) > self._params.max_tokens:
             raise EngineError("an engine returned more tokens than max_tokens")
-        if self.top_logprobs is not None and (
-            chunk.top_logprobs is None or len(chunk.top_logprobs) != len(chunk.token_ids)
-        ):
+        if self.top_logprobs is not None and len(chunk.top_logprobs or ()) != len(chunk.token_ids):
             raise EngineError("an engine did not return the top_logprobs that it was asked for")
         kept = len(chunk.token_ids) if self.text is None else self._feed(self.text, chunk.token_ids)
         self.token_ids += chunk.token_ids[:kept]

@@ -1,7 +1,7 @@
 """The engines behind the client: who is routed, which requests run where, and what happens when one leaves.
 
 request ──acquire──> lease ──run(segment)──┬── the segment ends
-                       ^                   └── its engine leaves: the segment is cancelled, the request asks again
+                       ^                   └── its engine leaves: the segment is given up, the request asks again
 fleet events (died, missed an update, retired) ──leave──┘        supervisor ──join──> routing
 """
 
@@ -10,16 +10,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from skyrl_train.concurrency import Signal
-from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError, PublicationError
+from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError
 from skyrl_train.inference.fleet import EngineState, Fleet, FleetLimits
 from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInterface
 from skyrl_train.inference.router import Lease, Router
 
 logger = logging.getLogger(__name__)
+_ALIVE = (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
+
+
+class _Flight:
+    """A segment on its way, and what its request waits for: its end, or the departure of its engine."""
+
+    def __init__(self, segment: Coroutine[Any, Any, None]) -> None:
+        self.landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(segment)
+        self.task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self.landed.done():
+            if not task.cancelled():
+                task.exception()  # nobody waits for it any more
+        elif task.cancelled():
+            self.landed.cancel()
+        elif (error := task.exception()) is not None:
+            self.landed.set_exception(error)
+        else:
+            self.landed.set_result(True)
+
+    def give_up(self) -> None:
+        """The request goes on elsewhere at once, however long the departed engine takes to let go."""
+        if not self.landed.done():
+            self.landed.set_result(False)
+        self.task.cancel()
 
 
 class EnginePool:
@@ -27,7 +54,10 @@ class EnginePool:
 
     Args:
         wait_timeout_s: how long requests wait while no engine is routed.
-        phase_timeout_s: limit of one phase of an update on one engine.
+        handover_timeout_s: how long an engine that is removed may take to give its requests back.
+
+    While ``frozen`` says so (an update is under way, or generation is paused), probes change nothing: who takes part in
+    the update was settled when it began.
     """
 
     def __init__(
@@ -35,18 +65,20 @@ class EnginePool:
         engines: Sequence[InferenceEngineInterface],
         *,
         wait_timeout_s: float,
-        phase_timeout_s: float,
+        handover_timeout_s: float,
         limits: FleetLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.fleet = Fleet(clock, limits)
         self.changed = Signal()
-        self._clock = clock
+        self.frozen: Callable[[], bool] = lambda: False
+        self.version: int | None = None  # what every engine that serves holds; None before the first publication
         self._engines: dict[int, InferenceEngineInterface] = {}
         self._router = Router()
-        self._segments: dict[int, set[asyncio.Task[None]]] = {}
+        self._flights: dict[int, set[_Flight]] = {}
         self._wait_timeout_s = wait_timeout_s
-        self._phase_timeout_s = phase_timeout_s
+        self._handover_timeout_s = handover_timeout_s
+        self._closed = False
         self._last_departure = "none was ever there"
         self._capabilities: EngineCapabilities | None = None
         for engine in engines:
@@ -60,6 +92,11 @@ class EnginePool:
         return self._router.routed
 
     @property
+    def last_departure(self) -> str:
+        """Why the last engine that left the routing did."""
+        return self._last_departure
+
+    @property
     def everyone(self) -> list[InferenceEngineInterface]:
         """All engines, dead ones included, without those that were retired."""
         return [e for number, e in self._engines.items() if self.fleet.state(number) is not EngineState.RETIRED]
@@ -67,6 +104,10 @@ class EnginePool:
     def engine(self, number: int) -> InferenceEngineInterface:
         """The engine with this number."""
         return self._engines[number]
+
+    def life(self, number: int) -> int:
+        """Which life of its the engine is in."""
+        return self.fleet.record(number).lives
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -79,7 +120,7 @@ class EnginePool:
         """Takes an engine in, to be started and caught up; returns its number."""
         number = len(self._engines)
         self._engines[number] = engine
-        self._segments[number] = set()
+        self._flights[number] = set()
         self.fleet.add(number)
         return number
 
@@ -97,65 +138,81 @@ class EnginePool:
 
     def suspect(self, number: int, reason: str) -> None:
         """An engine did not answer a probe: no new requests until it does, or it is given up."""
+        if self.frozen():
+            return
         if self.fleet.silent(number, reason):
             self._leave(number, reason)
         elif number in self._router:
             logger.warning("inference engine %d is suspect: %s", number, reason)
-            self._router.remove(number)
+            self._router.hold(number)
             self._changed()
 
-    def answered(self, number: int) -> None:
-        """An engine answered a probe."""
+    def answered(self, number: int, version: int) -> None:
+        """An engine answered a probe, and says which version it holds."""
+        if self.frozen() or self.fleet.state(number) not in (EngineState.HEALTHY, EngineState.SUSPECT):
+            return
+        if self.version is not None and version != self.version:
+            self.missed_update(number, f"it holds version {version} instead of {self.version}")
+            return
         self.fleet.answered(number)
-        if self.fleet.state(number) is EngineState.HEALTHY and number not in self._router:
-            self._router.add(number)
-            self._changed()
+        self._router.let(number)
+        self._changed()
 
-    def died(self, number: int, reason: str) -> None:
-        """Its requests go on elsewhere with what they have."""
-        self.fleet.died(number, reason)
-        self._leave(number, reason)
+    def died(self, number: int, reason: str, life: int | None = None) -> None:
+        """Its requests go on elsewhere with what they have. Said of an earlier ``life``, it changes nothing."""
+        if life is None or life == self.life(number):
+            self.fleet.died(number, reason)
+            self._leave(number, reason)
 
-    def missed_update(self, number: int, reason: str) -> None:
-        """It is alive, and must not serve before it has caught up."""
-        if self.fleet.state(number) in (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE):
+    def missed_update(self, number: int, reason: str, life: int | None = None) -> None:
+        """It is alive, and must not serve before it has caught up. Said of an earlier ``life``, it changes nothing."""
+        if self.fleet.state(number) in _ALIVE and (life is None or life == self.life(number)):
             self.fleet.missed_update(number, reason)
-        self._leave(number, reason)
+            self._leave(number, reason)
 
-    def failed_to_catch_up(self, number: int, error: EngineError) -> None:
+    def failed_to_catch_up(self, number: int, error: Exception, life: int) -> None:
         """A recovery did not work: it is tried again later, on a dead engine with a restart."""
         if isinstance(error, EngineDeadError):
-            self.died(number, str(error))
+            self.died(number, str(error), life)
         else:
-            self.missed_update(number, str(error))
+            self.missed_update(number, str(error) or repr(error), life)
 
     async def retire(self, number: int) -> None:
         """Takes an engine out for good: its requests go on elsewhere, then it is torn down. Idempotent."""
         engine = self._engines[number]
         self.fleet.retire(number)
-        self._router.remove(number)
+        self._router.hold(number)
         self._last_departure = "it was removed"
         self._changed()
         try:
-            async with asyncio.timeout(self._phase_timeout_s):
+            async with asyncio.timeout(self._handover_timeout_s):
                 await engine.abort_generation()  # so that they keep the tokens that they have
-                await asyncio.gather(*self._segments[number], return_exceptions=True)
+                await asyncio.gather(*(f.task for f in self._flights[number]), return_exceptions=True)
         except (EngineError, TimeoutError) as error:
             logger.warning("inference engine %d could not hand over its requests: %s", number, error)
-        self._interrupt(number)
-        await engine.teardown()
+        finally:
+            self._router.remove(number)
+            self._give_up_flights(number)
+            await engine.teardown()
+
+    def close(self) -> None:
+        """No request gets an engine any more."""
+        self._closed = True
+        self._last_departure = "the client was torn down"
+        self._changed()
 
     def _leave(self, number: int, reason: str) -> None:
         if number in self._router:
             logger.error("inference engine %d left the routing: %s", number, reason)
         self._router.remove(number)
-        self._last_departure = reason
-        self._interrupt(number)
+        if not self._closed:
+            self._last_departure = reason
+        self._give_up_flights(number)
         self._changed()
 
-    def _interrupt(self, number: int) -> None:
-        for segment in self._segments[number]:
-            segment.cancel()
+    def _give_up_flights(self, number: int) -> None:
+        for flight in self._flights[number]:
+            flight.give_up()
 
     def _changed(self) -> None:
         if self.routed:
@@ -170,7 +227,7 @@ class EnginePool:
         Raises:
             NoEngineError: none came (back) in time, or none can come any more.
         """
-        lease = self._router.acquire(session_id)
+        lease = None if self._closed else self._router.acquire(session_id)
         if lease is None:
             lease = await self._wait_for_engine(session_id)
         return lease
@@ -179,13 +236,12 @@ class EnginePool:
         lease = None
         try:
             async with asyncio.timeout(self._wait_timeout_s if self.fleet.hopeful else 0):
-                while lease is None:
-                    await self.changed.wait_until(lambda: bool(self.routed))
-                    lease = self._router.acquire(session_id)
+                await self.changed.wait_until(lambda: bool(self.routed) or self._closed)
+            lease = self._router.acquire(session_id)
         except TimeoutError:
-            raise NoEngineError(
-                f"no inference engine is left. The last one left because: {self._last_departure}"
-            ) from None
+            pass
+        if lease is None or self._closed:
+            raise NoEngineError(f"no inference engine is left. The last one left because: {self._last_departure}")
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -197,72 +253,20 @@ class EnginePool:
 
         A task of its own, so that requests can leave an engine that is alive but must not serve (it missed an update).
         """
-        number = lease.engine
-        running = asyncio.create_task(segment)
-        self._segments[number].add(running)
+        number, life = lease.engine, self.life(lease.engine)
+        flight = _Flight(segment)
+        self._flights[number].add(flight)
         try:
-            await running
+            return await flight.landed
         except EngineDeadError as error:
-            self.died(number, str(error))
+            self.died(number, str(error), life)
             return False
         except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if number in self._router or (caller is not None and caller.cancelling()):
-                raise
-            return False
+            flight.task.cancel()
+            await asyncio.gather(flight.task, return_exceptions=True)  # the engine knows before the caller goes on
+            raise
         finally:
-            self._segments[number].discard(running)
-        return True
-
-    # Updates ------------------------------------------------------------------------------------------------------
-
-    async def within_time(
-        self, phase: str, number: int, call: Callable[[InferenceEngineInterface], Awaitable[None]]
-    ) -> None:
-        """Runs one phase on one engine.
-
-        Raises:
-            EngineError: it failed, or did not end within the phase's time.
-        """
-        try:
-            async with asyncio.timeout(self._phase_timeout_s):
-                await call(self._engines[number])
-        except TimeoutError:
-            raise EngineError(f"engine {number} did not {phase} within {self._phase_timeout_s:g} s") from None
-
-    async def on_each(
-        self,
-        phase: str,
-        call: Callable[[InferenceEngineInterface], Awaitable[None]],
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        """Runs one phase on every routed engine (or on ``numbers``) at once.
-
-        Engines that fail leave the routing if at least one succeeded; if none did, those alive stay.
-
-        Raises:
-            PublicationError: no engine succeeded.
-        """
-        targets = self.routed if numbers is None else numbers
-        if not targets:
-            raise PublicationError(
-                f"cannot {phase} weights: no inference engine is left. The last one left because: {self._last_departure}"
-            )
-        results = await asyncio.gather(
-            *(self.within_time(phase, number, call) for number in targets), return_exceptions=True
-        )
-        failed = {n: r for n, r in zip(targets, results, strict=True) if isinstance(r, EngineError)}
-        unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, EngineError)]
-        if unexpected:
-            raise unexpected[0]
-        for number, failure in failed.items():
-            if isinstance(failure, EngineDeadError):
-                self.died(number, str(failure))
-            elif len(failed) < len(targets):
-                self.missed_update(number, str(failure))
-        if len(failed) == len(targets):
-            first = next(iter(failed.values()))
-            raise PublicationError(f"{phase} failed on every engine: {first}") from first
+            self._flights[number].discard(flight)
 
 
 def _common(each: Sequence[EngineCapabilities]) -> EngineCapabilities:

@@ -53,6 +53,7 @@ class EngineRecord:
     reason: str = ""
     failed_probes: int = 0
     restarts: int = 0
+    lives: int = 1  # how often it was started: what is reported of an earlier life must not hit the present one
     attempts: int = 0  # recoveries begun since it was healthy for stable_s
     recovery_at: float | None = None
 
@@ -151,6 +152,7 @@ class Fleet:
         """It is being started again."""
         record = self._move(engine, EngineState.STARTING, {EngineState.DEAD})
         record.restarts += 1
+        record.lives += 1
         record.recovery_at = None
 
     def catching_up(self, engine: int) -> None:

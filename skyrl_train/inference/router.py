@@ -24,16 +24,17 @@ class Router:
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._outstanding: dict[int, int] = {}
         self._incarnations: dict[int, int] = {}
+        self._held: set[int] = set()
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._max_sessions = max_sessions
 
     @property
     def routed(self) -> list[int]:
         """The engines that take requests."""
-        return sorted(self._outstanding)
+        return sorted(self._outstanding.keys() - self._held)
 
     def __contains__(self, engine: int) -> bool:
-        return engine in self._outstanding
+        return engine in self._outstanding and engine not in self._held
 
     def add(self, engine: int) -> None:
         """``engine`` takes requests from now on."""
@@ -44,11 +45,11 @@ class Router:
 
     def acquire(self, session_id: str | None) -> Lease | None:
         """Picks an engine and counts the request on it; None when no engine is left."""
-        if not self._outstanding:
-            return None
         engine = None if session_id is None else self._sessions.get(session_id)
-        if engine is None or engine not in self._outstanding:
-            engine = min(self._outstanding, key=lambda index: (self._outstanding[index], index))
+        if engine is None or engine not in self:
+            engine = min(self.routed, key=lambda index: (self._outstanding[index], index), default=None)
+        if engine is None:
+            return None
         if session_id is not None:
             self._sessions[session_id] = engine
             self._sessions.move_to_end(session_id)
@@ -65,6 +66,15 @@ class Router:
             if self._outstanding[engine] < 0:
                 raise ValueError(f"engine {engine} released more requests than it acquired")
 
+    def hold(self, engine: int) -> None:
+        """``engine`` takes no new requests for now, and keeps those that it has. Idempotent."""
+        self._held.add(engine)
+
+    def let(self, engine: int) -> None:
+        """The end of :meth:`hold`: with what it still has, it is as loaded as it is."""
+        self._held.discard(engine)
+
     def remove(self, engine: int) -> None:
-        """``engine`` takes no more requests. Idempotent."""
+        """``engine`` takes no more requests, and those that it had are elsewhere. Idempotent."""
         self._outstanding.pop(engine, None)
+        self._held.discard(engine)

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from skyrl_train.errors import EngineError, SkyRLError
 from skyrl_train.inference.engine_pool import EnginePool
 from skyrl_train.inference.fleet import EngineState
 
@@ -89,7 +88,11 @@ class FleetSupervisor:
         if self._clock() >= self._next_probe_at:
             self._next_probe_at = self._clock() + self._interval_s
             for number, state in fleet.states.items():
-                if state in (EngineState.HEALTHY, EngineState.SUSPECT) and number not in self._working:
+                if (
+                    not self._pool.frozen()
+                    and state in (EngineState.HEALTHY, EngineState.SUSPECT)
+                    and number not in self._working
+                ):
                     self._begin(number, self._probe(number))
 
     async def settled(self) -> None:
@@ -114,37 +117,40 @@ class FleetSupervisor:
         try:
             await engine.teardown()  # what is left of its last life
             await engine.start()
-        except SkyRLError as error:
-            self._pool.died(number, f"it could not be started again: {error}")
+        except Exception as error:  # whatever an engine's start raises: it is tried again, or given up
+            self._pool.died(number, f"it could not be started again: {str(error) or repr(error)}")
             return
-        if self._pool.fleet.state(number) is EngineState.RETIRED:
-            await engine.teardown()
+        if self._pool.fleet.state(number) is not EngineState.STARTING:  # it was removed, or died again meanwhile
+            if self._pool.fleet.state(number) is EngineState.RETIRED:
+                await engine.teardown()
             return
         self._pool.fleet.started(number)
         await self._update(number)
 
     async def _update(self, number: int) -> None:
+        life = self._pool.life(number)
         try:
             await self._catch_up(number)
-        except EngineError as error:
-            self._pool.failed_to_catch_up(number, error)
+        except Exception as error:  # as above
+            self._pool.failed_to_catch_up(number, error, life)
         else:
             logger.info("inference engine %d serves again", number)
 
     async def _probe(self, number: int) -> None:
+        life = self._pool.life(number)
         try:
             async with asyncio.timeout(self._interval_s):
                 health = await self._pool.engine(number).health()
         except TimeoutError:
             self._pool.suspect(number, f"it did not answer a health probe within {self._interval_s:g} s")
             return
-        except EngineError as error:
-            self._pool.suspect(number, str(error))
+        except Exception as error:  # no answer is no answer, whatever it raises
+            self._pool.suspect(number, str(error) or repr(error))
             return
         if health.alive:
-            self._pool.answered(number)
+            self._pool.answered(number, health.policy_version)
         else:
-            self._pool.died(number, "its process ended")
+            self._pool.died(number, "its process ended", life)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -21,12 +21,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from skyrl_train.concurrency import Gate, gather_or_cancel
-from skyrl_train.errors import ConfigError, EngineError, PublicationError
+from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.errors import ConfigError, RequestError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.continuation import Continuation, Segment
 from skyrl_train.inference.engine_pool import EnginePool
 from skyrl_train.inference.fleet import EngineState, FleetLimits
+from skyrl_train.inference.incremental_text import text_of
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     EngineHealth,
@@ -41,6 +42,7 @@ from skyrl_train.inference.interface import (
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 from skyrl_train.inference.response_text import ResponseText
 from skyrl_train.inference.supervisor import FleetSupervisor
+from skyrl_train.inference.updates import FleetUpdates
 from skyrl_train.inference.weight_update import WeightUpdate
 
 if TYPE_CHECKING:
@@ -84,27 +86,22 @@ class TokenClient:
         self._pool = EnginePool(
             engines,
             wait_timeout_s=engine_wait_timeout_s,
-            phase_timeout_s=pause_timeout_s,
+            handover_timeout_s=pause_timeout_s,
             limits=limits,
             clock=clock,
         )
-        self.supervisor = FleetSupervisor(self._pool, self._catch_up, probe_interval_s=probe_interval_s, clock=clock)
+        self._updates = FleetUpdates(self._pool, phase_timeout_s=pause_timeout_s, clock=clock)
+        self.supervisor = FleetSupervisor(
+            self._pool, self._updates.catch_up, probe_interval_s=probe_interval_s, clock=clock
+        )
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer(tokenizer, model_path, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-        self._clock = clock
-        self._gate = Gate()
-        self._paused_mode: PauseMode | None = None
-        self._update_lock = asyncio.Lock()
-        self._received: dict[int, WeightUpdate] = {}
-        self._current: WeightUpdate | None = None
-        self._adapters: dict[str, str] = {}
-        self._policy_version = -1
         self.generated_tokens = 0  # of responses that have ended
 
     @property
     def policy_version(self) -> int:
         """The version that every routed engine holds; -1 before the first publication."""
-        return self._policy_version
+        return self._updates.policy_version
 
     @property
     def engines(self) -> list[InferenceEngineInterface]:
@@ -134,7 +131,7 @@ class TokenClient:
     @property
     def adapters(self) -> Mapping[str, str]:
         """The LoRA adapters that every engine has loaded, with their folders."""
-        return self._adapters
+        return self._updates.adapters
 
     async def start(self) -> None:
         """Starts all engines at once, and watches over them; fails when one of them cannot start."""
@@ -142,8 +139,10 @@ class TokenClient:
         self.supervisor.start()
 
     async def teardown(self) -> None:
-        """Stops all engines."""
+        """Stops all engines; requests that run or wait fail with :class:`NoEngineError`."""
         await self.supervisor.stop()
+        self._pool.close()
+        self._updates.gate.open()
         await asyncio.gather(*(engine.teardown() for engine in self._pool.everyone))
 
     async def health(self) -> list[EngineHealth]:
@@ -243,8 +242,8 @@ class TokenClient:
             raise ConfigError(
                 f"the engines return at most {can.max_top_logprobs} top_logprobs, not {params.top_logprobs}"
             )
-        if request.adapter is not None and request.adapter not in self._adapters:
-            known = ", ".join(sorted(self._adapters)) or "none"
+        if request.adapter is not None and request.adapter not in self.adapters:
+            known = ", ".join(sorted(self.adapters)) or "none"
             raise ConfigError(f"the LoRA adapter {request.adapter!r} is not loaded; loaded: {known}")
 
     def _new_text(self, request: GenerationRequest) -> Callable[[], ResponseText]:
@@ -264,16 +263,13 @@ class TokenClient:
 
     def _generation(self, response: Continuation) -> Generation:
         assert response.stop_reason is not None, "the response has ended"
-        text = self.decode(response.token_ids)
-        if response.text is not None and response.text.text_end is not None:
-            text = text[: response.text.text_end]
         return Generation(
             prompt_token_ids=response.prompt_token_ids,
             token_ids=response.token_ids,
             logprobs=response.logprobs,
             versions=response.versions,
             stop_reason=response.stop_reason,
-            text=text,
+            text=self.decode(response.token_ids) if response.text is None else response.text.whole(),
             top_logprobs=response.top_logprobs,
             stop_string=None if response.text is None else response.text.stop_string,
             segments=response.segments,
@@ -282,9 +278,7 @@ class TokenClient:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, special ones left out."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return text_of(self._tokenizer, token_ids)
 
     def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[Sequence[int]]:
         conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
@@ -299,15 +293,24 @@ class TokenClient:
     ) -> None:
         """Runs segments until the response has ended."""
         while (segment := response.next_segment()) is not None:
-            await self._gate.passed()
+            await self._updates.gate.passed()
             lease = await self._pool.acquire(request.session_id)
             try:
-                if not self._gate.is_open:  # it closed while this task waited for an engine
-                    response.segments -= 1
+                if not self._updates.gate.is_open:  # it closed while this task waited for an engine
+                    response.unsent()
                     continue
-                engine_input = self._engine_input(segment, response, request)
-                engine = self._pool.engine(lease.engine)
-                await self._pool.run(lease, _run_segment(engine, engine_input, response, on_progress))
+                running = _run_segment(
+                    self._pool.engine(lease.engine),
+                    self._engine_input(segment, response, request),
+                    response,
+                    segment.number,
+                    on_progress,
+                )
+                await self._pool.run(lease, running)
+            except RequestError:
+                if not response.token_ids:
+                    raise
+                response.stop_reason = StopReason.LENGTH  # this engine's context is smaller than the last one's
             finally:
                 self._pool.release(lease)
         self.generated_tokens += len(response.token_ids)
@@ -316,8 +319,8 @@ class TokenClient:
         self, segment: Segment, response: Continuation, request: GenerationRequest
     ) -> InferenceEngineInput:
         oldest = min(
-            self._policy_version if request.oldest_version is None else request.oldest_version,
-            response.versions[0] if response.versions else self._policy_version,
+            self.policy_version if request.oldest_version is None else request.oldest_version,
+            response.versions[0] if response.versions else self.policy_version,
         )
         return segment.to_engine_input(request.session_id, oldest, request.adapter)
 
@@ -329,37 +332,15 @@ class TokenClient:
         Raises:
             PublicationError: an engine does not know ``mode`` or did not pause in time; all engines sample again.
         """
-        if mode not in self.capabilities.pause_modes:
-            known = ", ".join(sorted(self.capabilities.pause_modes))
-            raise PublicationError(
-                f"an engine cannot pause with {mode.value!r}; set generator.pause_mode to one of: {known}"
-            )
-        self._gate.close()
-        self._paused_mode = mode
-        try:
-            await self._pool.on_each("pause", lambda engine: engine.pause(mode))
-            if mode is PauseMode.ABORT:
-                await self._pool.on_each("abort", _verify_aborted)
-        except BaseException:
-            await self.resume_generation()
-            raise
+        await self._updates.pause(mode)
 
     async def resume_generation(self) -> None:
         """Lets every engine sample again, then opens the gate."""
-        try:
-            await self._pool.on_each("resume", lambda engine: engine.resume())
-        finally:
-            self._paused_mode = None
-            self._gate.open()
+        await self._updates.resume()
 
     async def receive_weights(self, update: WeightUpdate) -> None:
         """*Transfer*: engines take the bytes and go on serving."""
-        await self._receive(update, self._pool.routed)
-
-    async def _receive(self, update: WeightUpdate, numbers: Sequence[int]) -> None:
-        await self._pool.on_each("receive", lambda engine: engine.receive_weights(update), numbers)
-        for number in numbers:
-            self._received[number] = update
+        await self._updates.receive(update)
 
     async def load_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """*Load*: swaps the received update into the model while the engines are paused with ``mode``.
@@ -371,23 +352,9 @@ class TokenClient:
             The seconds for which sampling was paused.
 
         Raises:
-            PublicationError: no engine could load; all serve the weights that they had.
+            PublicationError: no engine could load; those that serve have the weights that they had.
         """
-        async with self._update_lock:
-            late = [number for number in self._pool.routed if self._received.get(number) != update]
-            if late:  # they joined after the transfer
-                await self._receive(update, late)
-            started = self._clock()
-            await self.pause_generation(mode)
-            try:
-                await self._pool.on_each("load", lambda engine: engine.load_weights(update))
-                self._current, self._policy_version = update, update.version
-                for number, state in self.engine_states.items():
-                    if state is EngineState.SUSPECT:
-                        self._pool.missed_update(number, "it did not answer while an update was loaded")
-            finally:
-                await self.resume_generation()
-            return self._clock() - started
+        return await self._updates.load(update, mode)
 
     # The fleet ----------------------------------------------------------------------------------------------------
 
@@ -401,7 +368,7 @@ class TokenClient:
         try:
             await engine.start()
             self._pool.fleet.started(number)
-            await self._catch_up(number)
+            await self._updates.catch_up(number)
         except BaseException:
             await self._pool.retire(number)
             raise
@@ -418,62 +385,29 @@ class TokenClient:
             ConfigError: the engines have no adapters.
             PublicationError: no engine could load it.
         """
-        if not self.capabilities.adapters:
-            raise ConfigError("the engines have no LoRA adapters; start vLLM engines with enable_lora")
-        await self._pool.on_each("load the adapter of", lambda engine: engine.load_adapter(name, path))
-        self._adapters[name] = path
+        await self._updates.load_adapter(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """Forgets an adapter. Unknown names are ignored."""
-        if self._adapters.pop(name, None) is not None:
-            await self._pool.on_each("unload the adapter of", lambda engine: engine.unload_adapter(name))
-
-    async def _catch_up(self, number: int) -> None:
-        """Brings a stale engine to the current weights and into the routing.
-
-        Raises:
-            EngineError: it could not; it stays stale.
-        """
-        async with self._update_lock:  # no newer version is loaded meanwhile
-            if self._pool.fleet.state(number) is not EngineState.STALE:
-                return  # it died, or was removed
-            self._pool.fleet.catching_up(number)
-            update, engine = self._current, self._pool.engine(number)
-            await self._pool.within_time("load adapters", number, self._load_adapters)
-            if update is not None:
-                mode = _quietest(engine.capabilities.pause_modes)
-                await self._pool.within_time("receive", number, lambda e: e.receive_weights(update))
-                await self._pool.within_time("pause", number, lambda e: e.pause(mode))
-                await self._pool.within_time("load", number, lambda e: e.load_weights(update))
-                if engine.policy_version != update.version:
-                    raise EngineError(f"engine {number} reports version {engine.policy_version}, not {update.version}")
-                await self._pool.within_time("resume", number, lambda e: e.resume())
-                self._received[number] = update
-            paused = self._paused_mode
-            if paused is not None:
-                await self._pool.within_time("pause", number, lambda e: e.pause(paused))
-            self._pool.join(number)
-
-    async def _load_adapters(self, engine: InferenceEngineInterface) -> None:
-        for name, path in self._adapters.items():
-            await engine.load_adapter(name, path)
+        await self._updates.unload_adapter(name)
 
 
 async def _run_segment(
     engine: InferenceEngineInterface,
     engine_input: InferenceEngineInput,
     response: Continuation,
+    number: int,
     on_progress: Callable[[], None] | None,
 ) -> None:
     if on_progress is None and not response.needs_stream:
         if not engine.capabilities.chunked_streaming:
-            response.add(_whole(await engine.generate(engine_input)))
+            response.add(_whole(await engine.generate(engine_input)), number)
             return
         engine_input["chunk_tokens"] = KEPT_TOKENS
     stream = engine.stream(engine_input)
     try:
         async for chunk in stream:
-            response.add(chunk)
+            response.add(chunk, number)
             if on_progress is not None:
                 on_progress()
             if response.stop_reason is not None:
@@ -491,15 +425,3 @@ def _whole(output: InferenceEngineOutput) -> TokenChunk:
         StopReason(output["stop_reasons"][0]),
         None if top_logprobs is None else top_logprobs[0],
     )
-
-
-async def _verify_aborted(engine: InferenceEngineInterface) -> None:
-    health = await engine.health()
-    left = health.running + health.waiting
-    if health.alive and left:
-        raise EngineError(f"an engine still holds {left} requests after it reported them aborted")
-
-
-def _quietest(modes: frozenset[PauseMode]) -> PauseMode:
-    """The mode for an engine whose requests have gone elsewhere."""
-    return PauseMode.ABORT if PauseMode.ABORT in modes else next(iter(sorted(modes)))

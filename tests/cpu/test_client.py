@@ -253,8 +253,7 @@ async def test_sessions_stick_to_their_engine_and_new_ones_go_to_the_least_loade
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.parametrize("phase", ["pause", "load"])
-@pytest.mark.parametrize("how", ["fail", "hang"])
+@pytest.mark.parametrize(("phase", "how"), [("pause", "fail"), ("pause", "hang"), ("load", "fail")])
 async def test_a_failed_update_leaves_the_engine_serving_what_it_had(phase: str, how: str) -> None:
     engine = ScriptedEngine(lambda tokens, seed: 9, free_running=True)
     client = client_of(engine, pause_timeout_s=0.01)

@@ -94,7 +94,7 @@ INFERENCE_LEVELS = (
     {"chat_service"},
     {"sessions"},
     {"token_client"},
-    {"supervisor"},
+    {"supervisor", "updates"},
     {"engine_pool"},
 )
 
