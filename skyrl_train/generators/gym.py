@@ -29,7 +29,7 @@ from skyrl_train.generators.base import (
     TrajectoryID,
 )
 from skyrl_train.inference.chat import ChatRenderer
-from skyrl_train.inference.interface import SamplingParams, StopReason
+from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason
 from skyrl_train.inference.randomness import mix
 
 if TYPE_CHECKING:
@@ -164,13 +164,13 @@ class GymGenerator(GeneratorInterface):
             min_tokens=min(sampling.min_tokens, max_tokens),
             seed=sampling.seed if seed is None else mix(seed, trajectory.turns),
         )
-        output = await self._client.generate(
-            {
-                "prompt_token_ids": [input_ids],
-                "sampling_params": params,
-                "session_ids": [trajectory_id.to_string()],
-            }
+        request = InferenceEngineInput(
+            prompt_token_ids=[input_ids], sampling_params=params, session_ids=[trajectory_id.to_string()]
         )
+        sampled_versions = [version for version in trajectory.versions if version >= 0]
+        if sampled_versions:  # engines that know priorities take what is oldest first
+            request["priority"] = min(sampled_versions)
+        output = await self._client.generate(request)
         sampled = output["response_ids"][0]
         if not sampled:
             raise EngineError(f"The engine sampled no token for {trajectory_id.to_string()!r}; it was asked for some.")

@@ -153,7 +153,10 @@ class InferenceEngineOutput(TypedDict):
 class TokenChunk:
     """Tokens of one response in the order sampled. ``stop_reason`` is None until the last chunk (which may be empty).
 
-    ``top_logprobs`` is aligned with the tokens where they were asked for, else None.
+    A token that ends the response (the model's end-of-sequence token, a stop token) comes in a chunk with its stop
+    reason, never before it: only the engine knows all of them, and when it dies after such a chunk, the response has
+    ended and is not continued elsewhere. ``top_logprobs`` is aligned with the tokens where they were asked for, else
+    None; an empty chunk may have None in either case.
     """
 
     token_ids: list[int]

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skyrl_train.inference.incremental_text import IncrementalText
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# A character has at most four bytes: when this many tokens in a row make no text, hardly any of them ever will.
-_MAX_UNDECODED_TOKENS = 16
 
 
 class ResponseText:
     """Decodes incrementally, reports the token that completes a stop string, and hands out text that is certain.
 
-    Decoding one token at a time is wrong for byte-level vocabularies; the tokenizers library's ``DecodeStream`` holds
-    text back until it is a valid prefix of the whole decoding. Tokens that make no text for too long are decoded as they
-    are, because holding them back costs the square of their number: a diverged policy samples stray bytes for ever.
+    What :meth:`take` and :meth:`rest` hand out, joined, is what :meth:`whole` returns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self._begin_stream()
+        self._decoder = IncrementalText(tokenizer)
+        self._parts: list[str] = []
         self._stop = stop
         self._longest = max(map(len, stop), default=0)
         self._tail = ""
@@ -39,11 +35,10 @@ class ResponseText:
 
     def feed(self, token_id: int, *, may_stop: bool) -> bool:
         """Takes the next token; True when it completes a stop string (and ``may_stop``, that is, past ``min_tokens``)."""
-        text = self._decode(token_id)
+        text = self._decoder.feed(token_id)
         if not text:
             return False
-        self._length += len(text)
-        self._untaken.append(text)
+        self._append(text)
         if not self._stop:
             return False
         window = self._tail + text
@@ -60,22 +55,10 @@ class ResponseText:
         self.text_end = self._length - len(window) + start
         return True
 
-    def _begin_stream(self) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._undecoded: list[int] = []
-
-    def _decode(self, token_id: int) -> str:
-        text = self._stream.step(self._backend, token_id) or ""
-        if text:
-            self._undecoded.clear()
-        else:
-            self._undecoded.append(token_id)
-            if len(self._undecoded) == _MAX_UNDECODED_TOKENS:
-                text = str(self._backend.decode(self._undecoded, skip_special_tokens=True))
-                self._begin_stream()
-        return text
+    def _append(self, text: str) -> None:
+        self._length += len(text)
+        self._parts.append(text)
+        self._untaken.append(text)
 
     def take(self) -> str:
         """The text since the last call, up to where a stop string may have begun."""
@@ -88,8 +71,14 @@ class ResponseText:
         self._untaken = [rest] if rest else []
         return certain
 
+    def whole(self) -> str:
+        """The text of the response, which has ended, up to its stop string."""
+        if unfinished := self._decoder.flush():
+            self._append(unfinished)
+        return "".join(self._parts)[: self.text_end]
+
     def rest(self, whole: str) -> str:
-        """What of ``whole``, the decoded response up to its end, was not handed out yet."""
+        """What of ``whole``, the response's text, was not handed out yet."""
         rest = whole[self._taken :]
         self._taken, self._untaken = len(whole), []
         return rest

@@ -138,3 +138,18 @@ def test_importing_is_cheap(statement: str) -> None:
     program = f"{statement}; import sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_is_kept_of_rendered_conversations_is_bounded_in_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = character_tokenizer("long short")
+    applied, rendered = tokenizer.apply_chat_template, []
+
+    def counted(messages: list[dict[str, str]], **kwargs: object) -> object:
+        rendered.append(len(messages[0]["content"]))
+        return applied(messages, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    renderer = ChatRenderer(tokenizer, "")
+    for content in ("short", "short", "long " * 20_000, "long " * 20_000):
+        renderer.render([{"role": "user", "content": content}])
+    assert rendered == [5, 100_000, 100_000]

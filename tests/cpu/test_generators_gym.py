@@ -162,6 +162,7 @@ async def test_several_turns_are_one_response_with_the_observations_masked_out()
     for request in client.requests:
         (input_ids,) = request["prompt_token_ids"] or []
         assert list(input_ids) == whole[: len(input_ids)], "token in, token out"
+    assert [request.get("priority") for request in client.requests] == [None, 1, 1], "the oldest version it is made of"
 
 
 async def test_each_turn_has_its_reward_on_its_own_last_token_and_max_turns_ends_it() -> None:

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from skyrl_train.inference.incremental_text import IncrementalText
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# A character has at most four bytes: when this many tokens in a row make no text, none of them ever will. Without the
-# limit, a model that samples stray bytes for ever would cost the square of their number.
-_MAX_UNDECODED_TOKENS = 16
 
 
 class Mark(Enum):
@@ -77,49 +75,30 @@ class PieceReader:
 
     def __init__(self, vocabulary: Vocabulary, marks: Mapping[str, Mark], silent: frozenset[int]) -> None:
         self._vocabulary = vocabulary
-        self._backend = vocabulary.tokenizer.backend_tokenizer
+        self._decoder = IncrementalText(vocabulary.tokenizer)
         self._atomic = {index: marks[text] for index, text in vocabulary.added.items() if text in marks}
         atomic_texts = {vocabulary.added[index] for index in self._atomic}
         self._finder = _MarkFinder({text: mark for text, mark in marks.items() if text not in atomic_texts})
         self._silent = silent
-        self._undecoded: list[int] = []
-        self._new_segment()
-
-    def _new_segment(self) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._stream = DecodeStream(skip_special_tokens=True)
 
     def feed(self, token_id: int) -> list[Piece]:
         """The pieces that ``token_id`` completes."""
+        if token_id in self._silent:
+            return self.flush()
+        mark = self._atomic.get(token_id)
         special = token_id in self._vocabulary.special
-        if token_id in self._silent or token_id in self._atomic or special:
-            pieces = self.flush()
-            if token_id not in self._silent:
-                text = self._vocabulary.added[token_id]
-                mark = self._atomic.get(token_id)
-                pieces.append(Piece(text, 0 if special else len(text), mark, special=mark is None))
-            return pieces
-        text = self._stream.step(self._backend, token_id) or ""
-        if text:
-            self._undecoded.clear()
-            return self._finder.feed(text)
-        self._undecoded.append(token_id)
-        if len(self._undecoded) < _MAX_UNDECODED_TOKENS:
-            return []
-        return self._finder.feed(self._take_undecoded())
+        if mark is None and not special:
+            return self._plain(self._decoder.feed(token_id))
+        pieces = self.flush()
+        shown = len(self._decoder.feed(token_id))
+        return [*pieces, Piece(self._vocabulary.added[token_id], shown, mark, special=mark is None)]
 
     def flush(self) -> list[Piece]:
         """What was held back, as plain text; nothing can complete it any more."""
-        pieces = self._finder.feed(self._take_undecoded()) if self._undecoded else []
-        self._new_segment()
-        return [*pieces, *self._finder.flush()]
+        return [*self._plain(self._decoder.flush()), *self._finder.flush()]
 
-    def _take_undecoded(self) -> str:
-        text = str(self._backend.decode(self._undecoded, skip_special_tokens=True))
-        self._undecoded.clear()
-        self._new_segment()
-        return text
+    def _plain(self, text: str) -> list[Piece]:
+        return self._finder.feed(text) if text else []
 
 
 class _MarkFinder:

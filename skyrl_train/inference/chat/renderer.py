@@ -14,10 +14,10 @@ import inspect
 import json
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.chat.conversation import normalize_messages
@@ -32,6 +32,7 @@ from skyrl_train.inference.chat.formats import (
 from skyrl_train.inference.chat.messages import AssistantMessage
 from skyrl_train.inference.chat.parsing import CallNames, MessageBuilder, ResponseParser, StreamParser, WholeParser
 from skyrl_train.inference.chat.pieces import PieceReader, Vocabulary
+from skyrl_train.inference.incremental_text import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,11 +44,15 @@ logger = logging.getLogger(__name__)
 _ANSWER = "q7Zk3vX9"
 # Tokens at the end of a prompt that may spell the mark with which it opens reasoning, white space included.
 _REASONING_MARK_TOKENS = 24
+# Rendered conversations are kept for the samples of a group, which share their prompt. Longer ones are rendered each
+# time, so that all that are kept have 4 million characters at most, whatever requests bring.
 _CACHED_CONVERSATIONS = 64
+_CACHED_CHARACTERS = 65_536
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _KNOW_DEVELOPER = frozenset({"deepseek-v4", "gemma4", "gpt-oss"})
 
 Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class ChatRenderer:
@@ -83,8 +88,8 @@ class ChatRenderer:
         self._template = _template_text(tokenizer)
         self._parsers = (tool_parser, reasoning_parser)
         response_format(tool_parser or "none", reasoning_parser or "none")  # names are checked before anything runs
-        self._render = lru_cache(maxsize=_CACHED_CONVERSATIONS)(self._render_json)
-        self._closing = lru_cache(maxsize=_CACHED_CONVERSATIONS)(self._closing_json)
+        self._render = _cached(self._render_json)
+        self._closing = _cached(self._closing_json)
         self._warned_of_tools = False
 
     # Messages to tokens -------------------------------------------------------------------------------------------
@@ -105,7 +110,7 @@ class ChatRenderer:
         if not messages:
             raise ConfigError("messages is empty; a conversation needs at least one message.")
         key = _json([self.normalize(messages), list(tools), self._checked(template_kwargs)])
-        return list(self._render(key))  # the samples of a group share their prompt
+        return list(self._render(key))
 
     def _render_json(self, key: str) -> array[int]:
         messages, tools, template_kwargs = json.loads(key)
@@ -236,6 +241,10 @@ class ChatRenderer:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return self._encode(str(text))
 
+    def count(self, text: str) -> int:
+        """How many tokens ``text`` is by itself."""
+        return len(self._encode(text))
+
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -306,13 +315,19 @@ class ChatRenderer:
         return Vocabulary.of(self._tokenizer)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return text_of(self._tokenizer, token_ids)
 
     def _opens_reasoning(self, form: ResponseFormat, prompt_token_ids: Sequence[int]) -> bool:
         if form.reasoning is None:
             return False
         tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
         return str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
+
+
+def _cached(function: Callable[[str], T]) -> Callable[[str], T]:
+    """``function``, with its latest results kept for keys that are not too long."""
+    cached = lru_cache(maxsize=_CACHED_CONVERSATIONS)(function)
+    return lambda key: (cached if len(key) <= _CACHED_CHARACTERS else function)(key)
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -46,10 +46,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+# One event of a stream; ``data`` is JSON text, or OpenAI's "[DONE]".
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
+
+
 def generation_docs(fields: Sequence[Field], summary: str) -> dict[str, Any]:
     """Arguments of a route that generates: JSON, or events where the body asks for them."""
     docs = body_docs(fields, summary, ("id",))
-    docs["responses"][200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    docs["responses"][200]["content"]["text/event-stream"] = {"schema": _EVENT}
     return docs
 
 
