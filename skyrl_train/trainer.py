@@ -98,6 +98,7 @@ class PPOTrainer:
             env_class=config.environment.env_class,
             seed=trainer.seed,
             policy_version=lambda: parts.client.policy_version,
+            on_failure=parts.reporter.attempt_failed,
         )
         self.workers = GenerationWorkers(
             self.runner.run,
@@ -163,6 +164,7 @@ class PPOTrainer:
         if folder is not None:
             await self.load_checkpoint(folder)
         await self.publish_weights()
+        self.parts.generator.pace(lambda: not self.staleness.budget_spent)
         await self.parts.generator.start()
         self.parts.reporter.begin(self.global_step)
         self._step_ended = self.parts.clock()

@@ -1,4 +1,4 @@
-"""Classes of other people, named in a setting."""
+"""Classes and functions of other people, named in a setting."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from skyrl_train.errors import ConfigError
 
 
-def import_name(path: str, setting: str) -> Any:
+def import_name(path: str, setting: str, kind: Literal["class", "function"] = "class") -> Any:
     """Imports ``package.module:Name`` (or ``package.module.Name``), or ``Name`` from a file: ``path/to/file.py:Name``.
+
+    Args:
+        kind: what ``setting`` wants, for the message.
 
     Raises:
         ConfigError: there is no such thing; the message names ``setting``.
@@ -24,8 +27,10 @@ def import_name(path: str, setting: str) -> Any:
     try:
         return getattr(_module_of_file(place) if place.endswith(".py") else importlib.import_module(place), name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
+        example = "Class" if kind == "class" else "function"
         raise ConfigError(
-            f"{setting}={path!r} cannot be imported: {error}. Name a class as package.module:Class or file.py:Class."
+            f"{setting}={path!r} cannot be imported: {error}. Name a {kind} as package.module:{example} or "
+            f"file.py:{example}."
         ) from error
 
 

@@ -13,9 +13,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -27,15 +29,20 @@ from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder, choose_run_folder, left_behind
-from skyrl_train.observability.summary import final_line, resume_command, summarize, train_command
+from skyrl_train.observability.summary import final_line, resume_command, spent_s, summarize, train_command
 from skyrl_train.rollout.dataset import PromptDataset, check_alphabet, load_dataset
 
+if TYPE_CHECKING:
+    from skyrl_train.trainer import PPOTrainer
+
 MODULE = "skyrl_train.entrypoints.train"
+WATCH_INTERVAL_S = 1.0  # how often the screen is told what goes on between two steps
 SAME_SIGNAL_S = 0.5  # a Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit code."""
+    started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Trains a policy as a recipe says.")
     parser.add_argument(
@@ -58,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_implementations(config)
             console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)
             return 0
-        return run(config, plan, dataset, console, arguments)
+        return run(config, plan, dataset, console, arguments, started)
     except KeyboardInterrupt:  # while starting up: once training runs, the signal is handled
         Console(stderr=True).print("interrupted before training began; give the same command again")
         return 130
@@ -68,8 +75,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
 
 
-def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console, arguments: Sequence[str]) -> int:
-    """Trains in the run folder that ``config`` names or continues; returns the exit code."""
+def run(
+    config: RunConfig,
+    plan: Plan,
+    dataset: PromptDataset,
+    console: Console,
+    arguments: Sequence[str],
+    started: float,
+) -> int:
+    """Trains in the run folder that ``config`` names or continues; returns the exit code.
+
+    Args:
+        started: when the command was, on the monotonic clock.
+    """
     with engine_workers(config) as workers:  # first: their imports take as long as the ones here
         check_implementations(config)
         abandoned = left_behind(config)  # looked for before the new run's own folder is there
@@ -89,13 +107,20 @@ def run(config: RunConfig, plan: Plan, dataset: PromptDataset, console: Console,
                 finished = asyncio.run(_train(config, plan, dataset, run_folder, reporter, workers))
             finally:
                 reporter.close()
-            summary = summarize(run_folder.read_metrics())
+            rows = run_folder.read_metrics()
+            summary = summarize(rows)
             if finished:
                 run_folder.mark_finished(summary.to_dict())
             launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER", "")  # set by ./uvw
             again = train_command(MODULE, arguments, launcher)
             resume = resume_command(MODULE, arguments, str(run_folder.path), launcher)
-            line = final_line(summary, str(run_folder.path), finished=finished, command=again if finished else resume)
+            line = final_line(
+                summary,
+                str(run_folder.path),
+                finished=finished,
+                command=again if finished else resume,
+                seconds=spent_s(rows, reporter.start_step, time.monotonic() - started),
+            )
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -140,6 +165,24 @@ def log_file(path: Path) -> Iterator[None]:
         handler.close()
 
 
+@asynccontextmanager
+async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None]:
+    """Tells the screen every second what ``trainer`` is busy with, so that a run which finishes no step shows why."""
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            counts = trainer.staleness.counts
+            reporter.waiting(counts.running, counts.failed, trainer.runner.retries)
+
+    watching = asyncio.create_task(watch(), name="screen")
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
 async def _train(
     config: RunConfig,
     plan: Plan,
@@ -173,7 +216,8 @@ async def _train(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    await trainer.train()
+    async with watched(trainer, reporter):
+        await trainer.train()
     return trainer.global_step >= plan.total_steps
 
 

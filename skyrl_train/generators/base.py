@@ -7,7 +7,7 @@ versions passed through from the client.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -83,6 +83,11 @@ class GeneratorInterface(ABC):
 
     async def start(self) -> None:
         """Called once, before the first ``generate`` and when the engines serve. Opens what the generator needs."""
+        return
+
+    def pace(self, may_begin: Callable[[], bool]) -> None:
+        """Called once before ``start``. ``may_begin`` says whether there is room for rollouts that the trainer did not ask
+        for, such as sessions that other programs open; it is False while the staleness budget is spent."""
         return
 
     async def aclose(self) -> None:

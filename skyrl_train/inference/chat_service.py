@@ -22,9 +22,17 @@ from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.requests import ChatChoice, ChatEvent, ChatRequest, ChatResult, FinishReason
 from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
+from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
 
 # A long response is read in slices of this many tokens (some milliseconds each), so that the loop turns in between.
 _SLICE_TOKENS = 1024
+# A long conversation is counted in slices of so many characters, until it is clear that it is too long.
+_SLICE_CHARACTERS = 1 << 16
+# What is a little too long is rendered, so that the error can tell by how much; what is longer than this is not.
+_CONTEXTS_COUNTED = 2
+
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Plan(Protocol):
@@ -52,6 +60,8 @@ class ChatSession(Protocol):
         tools: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
     ) -> Any: ...
+
+    def check_room(self, responses: int, *, plan: Any, sampled_tokens: int) -> None: ...
 
     def record(self, plan: Any, choice: ChatChoice) -> int: ...
 
@@ -95,6 +105,7 @@ class ChatService:
     All methods raise, before anything is sampled:
         ConfigError: a message or a sampling parameter is malformed; the message names it.
         RequestError: the prompt, or the prompt and the tokens asked for, do not fit the context.
+        SessionError: all ``n`` choices, as long as they were asked for, do not fit the session's limits.
     """
 
     def __init__(self, generation: GenerationService, renderer: ChatRenderer) -> None:
@@ -117,36 +128,98 @@ class ChatService:
 
         If one fails, the others are cancelled and nothing is recorded: the caller sees none of them.
         """
-        turn = self._turn(request, session)
+        turn = await self._turn(request, session)
         choices = await gather_or_cancel(self._choice(turn, index) for index in range(request.params.n))
+        if session is not None:
+            sampled = sum(len(choice.generation.token_ids) for choice in choices)
+            session.check_room(len(choices), plan=turn.plan, sampled_tokens=sampled)
         for choice in choices:
             turn.record(choice)
         return ChatResult(turn.plan.prompt_token_ids, tuple(choices), turn.plan.reused_tokens)
 
-    def stream(self, request: ChatRequest, session: ChatSession | None = None) -> AsyncGenerator[ChatEvent, None]:
-        """Yields pieces of all ``n`` choices as they are sampled; malformed requests raise here, not at the first piece.
+    async def stream(self, request: ChatRequest, session: ChatSession | None = None) -> AsyncGenerator[ChatEvent, None]:
+        """Yields pieces of all ``n`` choices as they are sampled; malformed requests raise at the first piece.
 
         The reader pulls: of each choice at most one piece waits here. Closing the iterator cancels every choice that has
         not ended. A choice is recorded when its last piece is handed over.
         """
-        return self._events(self._turn(request, session))
+        turn = await self._turn(request, session)
+        events = merged([self._choice_events(turn, index) for index in range(turn.request.params.n)])
+        try:
+            async for _, event in events:
+                if event.choice is not None:
+                    turn.record(event.choice)
+                yield event
+        finally:
+            await events.aclose()
 
-    def prompt(self, request: ChatRequest, session: ChatSession | None = None) -> tuple[list[int], int]:
+    async def prompt(self, request: ChatRequest, session: ChatSession | None = None) -> tuple[list[int], int]:
         """The prompt's tokens, and how many of them were taken from earlier turns as sampled; samples nothing."""
-        plan, _ = self._plan(request, session)
+        plan, _ = await self._plan(request, session)
         return plan.prompt_token_ids, plan.reused_tokens
 
-    def _plan(self, request: ChatRequest, session: ChatSession | None) -> tuple[Plan, tuple[Mapping[str, Any], ...]]:
-        tools = () if request.tool_choice == "none" else request.tools
-        messages = self._renderer.normalize(request.messages)
-        if session is not None:
-            return session.plan(messages, tools, request.template_kwargs), tools
-        return _RenderedPlan(self._renderer.render(messages, tools, request.template_kwargs)), tools
+    async def render(
+        self, messages: Messages, tools: Messages = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The tokens of a conversation; a long one does not hold the event loop up."""
+        arguments = template_kwargs or {}
+        if self._check_characters([messages, tools]) > LONG_TEXT:
+            return await asyncio.to_thread(self._renderer.render, messages, tools, arguments)
+        return self._renderer.render(messages, tools, arguments)
 
-    def _turn(self, request: ChatRequest, session: ChatSession | None) -> _Turn:
-        plan, tools = self._plan(request, session)
+    async def _plan(
+        self, request: ChatRequest, session: ChatSession | None
+    ) -> tuple[Plan, tuple[Mapping[str, Any], ...]]:
+        tools = () if request.tool_choice == "none" else request.tools
+        if self._check_characters([request.messages, tools]) > LONG_TEXT:
+            messages = await asyncio.to_thread(self._counted, request.messages, with_answers=session is not None)
+        else:
+            messages = self._renderer.normalize(request.messages)
+        if session is None:
+            return _RenderedPlan(await self.render(messages, tools, request.template_kwargs)), tools
+        return session.plan(messages, tools, request.template_kwargs), tools
+
+    def _check_characters(self, texts: Any) -> int:
+        """How many characters there are, at least up to ``LONG_TEXT``; refuses what no tokenizer fits into the context."""
+        context = self._generation.capabilities.max_model_len
+        count, most = characters(texts, context * CHARACTERS_PER_TOKEN), context * CHARACTERS_PER_TOKEN
+        if count > most:
+            raise RequestError(
+                f"The conversation has more than {most} characters, which a context of {context} tokens never holds. "
+                "Shorten it."
+            )
+        return count
+
+    def _counted(self, messages: Messages, *, with_answers: bool) -> Messages:
+        """Messages in the renderer's shape; refuses what is far beyond the context, and encodes no more than that takes.
+
+        ``with_answers`` counts what the assistant said. Templates may leave it out; sessions keep it.
+        """
+        messages = self._renderer.normalize(messages)
+        counted = [message for message in messages if with_answers or message["role"] != "assistant"]
+        context = self._generation.capabilities.max_model_len
+        texts = (message.get(key) for message in counted for key in ("content", "reasoning_content"))
+        count = 0
+        for text in texts:
+            if not isinstance(text, str):
+                continue
+            for start in range(0, len(text), _SLICE_CHARACTERS):
+                count += self._renderer.count(text[start : start + _SLICE_CHARACTERS])
+                if count > _CONTEXTS_COUNTED * context:
+                    raise RequestError(
+                        f"The conversation has more than {_CONTEXTS_COUNTED * context} tokens, and the context {context}. "
+                        "Shorten the conversation."
+                    )
+        return messages
+
+    async def _turn(self, request: ChatRequest, session: ChatSession | None) -> _Turn:
+        plan, tools = await self._plan(request, session)
         room = self._generation.capabilities.max_model_len - len(plan.prompt_token_ids)
-        return _Turn(request, session, plan, tools, self._params(request, len(plan.prompt_token_ids), room))
+        params = self._params(request, len(plan.prompt_token_ids), room)
+        if session is not None:
+            n, least = request.params.n, max(params.min_tokens, 1)
+            session.check_room(n, plan=plan, sampled_tokens=n * (request.max_tokens or least))
+        return _Turn(request, session, plan, tools, params)
 
     def _params(self, request: ChatRequest, prompt_tokens: int, room: int) -> SamplingParams:
         """One choice's parameters; ``room`` is how many tokens the context has left."""
@@ -179,16 +252,6 @@ class ChatService:
                 await asyncio.sleep(0)
             parser.feed(generation.token_ids[start : start + _SLICE_TOKENS], visible)
         return _ended(index, parser.finish(visible)[1], generation)
-
-    async def _events(self, turn: _Turn) -> AsyncGenerator[ChatEvent, None]:
-        events = merged([self._choice_events(turn, index) for index in range(turn.request.params.n)])
-        try:
-            async for _, event in events:
-                if event.choice is not None:
-                    turn.record(event.choice)
-                yield event
-        finally:
-            await events.aclose()
 
     async def _choice_events(self, turn: _Turn, index: int) -> AsyncGenerator[ChatEvent, None]:
         parser = self._renderer.parser(turn.plan.prompt_token_ids, turn.tools)

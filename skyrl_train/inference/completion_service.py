@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from skyrl_train.concurrency import gather_or_cancel, merged
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.openai_completions import CompletionCall, Prompt
+from skyrl_train.inference.dialects.sizes import check_characters
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.requests import (
     Generation,
@@ -17,9 +18,8 @@ from skyrl_train.inference.requests import (
     GenerationService,
 )
 from skyrl_train.inference.sessions.session import Session, TurnPlan
+from skyrl_train.inference.text_length import LONG_TEXT
 from skyrl_train.inference.token_client import TokenClient
-
-LONG_TEXT = 20_000  # characters; encoding them takes some milliseconds
 
 
 class CompletionRun:
@@ -49,11 +49,12 @@ class CompletionRun:
 
         Raises:
             DialectError: a prompt and ``max_tokens`` do not fit the context.
-            SessionError: the session has ended.
+            SessionError: the session has ended, or all responses, as long as asked for, do not fit its limits.
         """
         session = self._session
         requests = []
         for prompt in self._call.prompts:
+            check_characters(prompt if isinstance(prompt, str) else "", self._context, "prompt")
             token_ids = await encode_prompt(self._client, prompt)
             params = self._params(self._call, len(token_ids))
             plan = TurnPlan(token_ids) if session is None else session.plan_completion(token_ids)
@@ -63,10 +64,21 @@ class CompletionRun:
                 if session is not None:
                     request = dataclasses.replace(request, session_id=session.id, oldest_version=session.oldest_version)
                 requests.append(request)
+        self._check_room(len(requests) * self._call.params.max_tokens)
         return requests
 
+    def _check_room(self, sampled_tokens: int) -> None:
+        """Checks that the session has room for all responses: for one plan exactly, for several without their prompts."""
+        if self._session is not None:
+            plan = self._plans[0] if len(self._call.prompts) == 1 else None
+            self._session.check_room(len(self._plans), plan=plan, sampled_tokens=sampled_tokens)
+
+    @property
+    def _context(self) -> int:
+        return self._client.capabilities.max_model_len
+
     def _params(self, call: CompletionCall, prompt_tokens: int) -> SamplingParams:
-        context = self._client.capabilities.max_model_len
+        context = self._context
         if prompt_tokens + call.params.max_tokens > context:
             raise DialectError(
                 f"The prompt has {prompt_tokens} tokens; with max_tokens={call.params.max_tokens} that is beyond the "
@@ -79,6 +91,7 @@ class CompletionRun:
     async def complete(self) -> list[Generation]:
         """All responses, in order."""
         done = await gather_or_cancel([self._generation.complete(request) for request in await self._begin()])
+        self._check_room(sum(len(generation.token_ids) for generation in done))
         for index, generation in enumerate(done):
             self._record(index, generation)
         return done
@@ -128,6 +141,6 @@ async def encode_text(client: TokenClient, text: str, add_special_tokens: bool =
 def check_vocabulary(client: TokenClient, token_ids: list[int], param: str) -> None:
     """Raises DialectError for tokens that the model does not have."""
     size = len(client.tokenizer)
-    unknown = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
-    if unknown is not None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+        unknown = next(token_id for token_id in token_ids if not 0 <= token_id < size)
         raise DialectError(f"{unknown} is no token of the model, which has {size}.", param, "invalid_value")

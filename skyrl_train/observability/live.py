@@ -23,7 +23,28 @@ from skyrl_train.observability.sparkline import ASCII, BLOCKS, sparkline
 Clock = Callable[[], float]
 
 REFRESH_INTERVAL_S = 0.1
+WAITING_INTERVAL_S = 1.0  # how often the panel is redrawn while no step finishes
 PLAIN_INTERVAL_S = 5.0
+PLAIN_INTERVAL_MAX_S = 30.0
+PLAIN_SHARE = 0.1  # the next line comes when the run has grown older by this share, within the two bounds above
+REASON_WIDTH = 160  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What went wrong so far, of the whole run; retries since this process began."""
+
+    groups: int = 0  # that failed for good
+    allowed: int = 0  # before the run stops
+    retries: int = 0
+    last_reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.groups > 0 or self.retries > 0
+
+    def __str__(self) -> str:
+        last = f" (last: {shortened(self.last_reason)})" if self.last_reason else ""
+        return f"{self.groups} of {self.allowed} groups, {counted(self.retries, 'retry', 'retries')}{last}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +62,7 @@ class StepReport:
     wait_for_batch: float = 0.0  # share of the step that training waited for groups
     wait_for_policy: float = 0.0  # share of the step that generation waited for the next policy
     checkpoint_step: int | None = None  # the newest checkpoint on disk
+    failures: Failures = Failures()
 
 
 class View(ABC):
@@ -49,6 +71,14 @@ class View(ABC):
     @abstractmethod
     def update(self, report: StepReport) -> None:
         """Shows a finished step."""
+
+    @abstractmethod
+    def waiting(self, in_flight: int, failures: Failures) -> None:
+        """Called every second or so, whether steps finish or not: what a run that finishes none is busy with.
+
+        Args:
+            in_flight: groups that are being generated.
+        """
 
     @abstractmethod
     def note(self, text: str) -> None:
@@ -92,6 +122,11 @@ class Progress:
         self.rewards.append(report.reward)
 
     @property
+    def standing(self) -> str:
+        """How far it is while no step finishes."""
+        return "no step yet" if self._step == self._start_step else f"no step since step {self._step}"
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the start of this process's part of the run."""
         return self._clock() - self._started
@@ -106,13 +141,14 @@ class Progress:
 
 
 class PlainView(View):
-    """One line for the first and the last step and every few seconds between them."""
+    """One line for the first and the last step, and now and then between them: the older the run, the fewer."""
 
     def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
         self._console = console
         self._progress = progress
         self._clock = clock
-        self._next_at = -math.inf
+        self._next_at = -math.inf  # of a step
+        self._alive_at = clock() + PLAIN_INTERVAL_S  # of a sign of life without one
         self._unshown: StepReport | None = None
         self.note(f"{title}: {progress.total_steps} steps")
 
@@ -122,6 +158,16 @@ class PlainView(View):
         self._unshown = report
         if self._clock() >= self._next_at or report.step >= self._progress.total_steps:
             self._show(report)
+
+    def waiting(self, in_flight: int, failures: Failures) -> None:
+        """Prints a line when none has been printed for a while."""
+        if self._clock() < self._alive_at:
+            return
+        if self._unshown is not None:
+            self._show(self._unshown)
+            return
+        self._next_at = self._alive_at = self._next_line_at()
+        self.note(waiting_line(self._progress.standing, in_flight, failures))
 
     def note(self, text: str) -> None:
         """Prints the line."""
@@ -133,13 +179,17 @@ class PlainView(View):
             self._show(self._unshown)
 
     def _show(self, report: StepReport) -> None:
-        self._next_at = self._clock() + PLAIN_INTERVAL_S
+        self._next_at = self._alive_at = self._next_line_at()
         self._unshown = None
         self.note(plain_line(report, self._progress.total_steps, self._progress.remaining_s))
 
+    def _next_line_at(self) -> float:
+        share = PLAIN_SHARE * self._progress.elapsed_s
+        return self._clock() + min(max(share, PLAIN_INTERVAL_S), PLAIN_INTERVAL_MAX_S)
+
 
 class TerminalView(View):
-    """A panel that is redrawn in place, at most ten times a second and only when a step has finished."""
+    """A panel that is redrawn in place: when a step has finished, at most ten times a second, and once a second without."""
 
     def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
         self._console = console
@@ -148,7 +198,9 @@ class TerminalView(View):
         self._clock = clock
         self._levels = BLOCKS if (console.encoding or "").lower().startswith("utf") else ASCII
         self._next_at = -math.inf
+        self._waiting_at = -math.inf
         self._report: StepReport | None = None
+        self._waiting: tuple[int, Failures] | None = None  # while no step has finished for a second
         # No thread of its own: it would take time from the training that it shows.
         self._live = Live(self._panel(), console=console, auto_refresh=False, transient=False)
         self._live.start(refresh=True)
@@ -156,9 +208,17 @@ class TerminalView(View):
     def update(self, report: StepReport) -> None:
         """Redraws, unless it did a moment ago."""
         self._progress.update(report)
-        self._report = report
+        self._report, self._waiting = report, None
+        self._waiting_at = self._clock() + WAITING_INTERVAL_S
         if self._clock() >= self._next_at:
             self._next_at = self._clock() + REFRESH_INTERVAL_S
+            self._live.update(self._panel(), refresh=True)
+
+    def waiting(self, in_flight: int, failures: Failures) -> None:
+        """Redraws when no step has been drawn for a second."""
+        if self._clock() >= self._waiting_at:
+            self._waiting = (in_flight, failures)
+            self._waiting_at = self._clock() + WAITING_INTERVAL_S
             self._live.update(self._panel(), refresh=True)
 
     def note(self, text: str) -> None:
@@ -184,14 +244,15 @@ class TerminalView(View):
             f"{duration(progress.elapsed_s)} gone, {duration(progress.remaining_s)} to go",
         )
         if report is None:
-            return Panel(Group(top, Text("starting ...")), title=Text(self._title), title_align="left")
+            text = "starting ..." if self._waiting is None else waiting_line(progress.standing, *self._waiting)
+            return Panel(Group(top, Text(text)), title=Text(self._title), title_align="left")
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold", no_wrap=True)
         facts.add_column()
         curve = sparkline(progress.rewards, 40, self._levels)
         facts.add_row("reward", Text.assemble(f"{report.reward:.3f}  ", (curve, "green")))
-        for name, value in _facts(report):
-            facts.add_row(name, value)
+        for name, value in _facts(report, self._waiting):
+            facts.add_row(name, Text(value))
         return Panel(Group(top, facts), title=Text(self._title), title_align="left")
 
 
@@ -199,6 +260,23 @@ def plain_line(report: StepReport, total_steps: int, remaining_s: float) -> str:
     """One step in one line."""
     facts = "  ".join(f"{name} {value}" for name, value in _facts(report))
     return f"step {report.step}/{total_steps}  reward {report.reward:.3f}  {facts}  to go {duration(remaining_s)}"
+
+
+def waiting_line(standing: str, in_flight: int, failures: Failures) -> str:
+    """What a run is busy with while no step finishes, in one line."""
+    failed = f", failed {failures}" if failures else ""
+    return f"{standing}: {counted(in_flight, 'group', 'groups')} in flight{failed}"
+
+
+def shortened(reason: str) -> str:
+    """``reason`` as one line of bounded length."""
+    line = " ".join(reason.split())
+    return line if len(line) <= REASON_WIDTH else f"{line[: REASON_WIDTH - 3]}..."
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {one if count == 1 else many}"
 
 
 def duration(seconds: float) -> str:
@@ -210,11 +288,12 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _facts(report: StepReport) -> list[tuple[str, str]]:
+def _facts(report: StepReport, waiting: tuple[int, Failures] | None = None) -> list[tuple[str, str]]:
+    in_flight, failures = waiting or (report.in_flight, report.failures)
     saved = "none yet" if report.checkpoint_step is None else f"step {report.checkpoint_step}"
-    return [
+    facts = [
         ("lag", f"{report.lag_mean:.1f} (max {report.lag_max})"),
-        ("groups", f"{report.in_flight} in flight, {report.buffered} buffered"),
+        ("groups", f"{in_flight} in flight, {report.buffered} buffered"),
         ("tokens/s", f"{_rate(report.generated_tokens_per_s)} generated, {_rate(report.trained_tokens_per_s)} trained"),
         (
             "waiting",
@@ -222,6 +301,7 @@ def _facts(report: StepReport) -> list[tuple[str, str]]:
         ),
         ("checkpoint", saved),
     ]
+    return [*facts, ("failed", str(failures))] if failures else facts
 
 
 def _rate(per_second: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.observability.live import StepReport, View, make_view
+from skyrl_train.observability.live import Failures, StepReport, View, make_view, shortened
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.tracking import Tracker, make_trackers
 from skyrl_train.rollout.group import RolloutGroup
@@ -25,11 +25,14 @@ class Reporter:
         self._folder = run_folder
         self._console = console
         self._total_steps = total_steps
+        self.start_step = 0  # the step that this process goes on from
+        self._last_reason = ""  # of an attempt at a group that failed
         self._view: View | None = None
         self._tracker: Tracker | None = None
 
     def begin(self, step: int) -> None:
         """Opens everything for the steps after ``step``; what was written about later ones is forgotten."""
+        self.start_step = step
         self._folder.truncate_after(step)
         self._tracker = make_trackers(self._folder.logs, self._config, step)
         title = f"{self._folder.path} ({self._config.trainer.mode.value})"
@@ -76,7 +79,30 @@ class Reporter:
         if self._tracker is not None:
             self._tracker.log(step, metrics)
         if self._view is not None:
-            self._view.update(step_report(step, metrics, checkpoint_step))
+            failures = self._failures(int(metrics["async/failed"]), int(metrics["async/retries"]))
+            self._view.update(step_report(step, metrics, checkpoint_step, failures))
+
+    def attempt_failed(self, ordinal: int, reason: str) -> None:
+        """An attempt at a group has failed. The first goes to the screen at once, the others as a count."""
+        if not self._last_reason:
+            log = self._folder.logs / "train.log"
+            self.note(f"group {ordinal}: an attempt failed: {shortened(reason)} (more are counted; all are in {log})")
+        self._last_reason = reason
+
+    def waiting(self, in_flight: int, failed: int, retries: int) -> None:
+        """What the run is busy with, for the screen; called every second or so.
+
+        Args:
+            in_flight: groups that are being generated.
+            failed: groups that have failed for good.
+            retries: attempts at a group beyond the first.
+        """
+        if self._view is not None:
+            self._view.waiting(in_flight, self._failures(failed, retries))
+
+    def _failures(self, groups: int, retries: int) -> Failures:
+        allowed = self._config.trainer.failures.max_failed_rollouts
+        return Failures(groups, allowed, retries, self._last_reason)
 
     def note(self, text: str) -> None:
         """A line for the screen."""
@@ -95,7 +121,7 @@ class Reporter:
             self._view = None
 
 
-def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | None) -> StepReport:
+def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | None, failures: Failures) -> StepReport:
     """What the screen shows of a step's metrics."""
     step_s = metrics["time/step"] or 1.0
     return StepReport(
@@ -110,4 +136,5 @@ def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | 
         wait_for_batch=min(1.0, metrics["time/wait_for_batch"] / step_s),
         wait_for_policy=metrics["async/idle_fraction"],
         checkpoint_step=checkpoint_step,
+        failures=failures,
     )

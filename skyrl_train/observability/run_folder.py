@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -150,9 +150,21 @@ def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
     if differing:
         raise ConfigError(
             f"{name} holds a run of another configuration; it differs in {', '.join(differing)}. Set these as in "
-            f"{folder / CONFIG}, or name another folder."
+            f"{folder / CONFIG}, or name another folder.{_about_length(differing, folder)}"
         )
     return RunChoice(folder, resuming=True, finished=is_finished(folder))
+
+
+def _about_length(differing: Sequence[str], folder: Path) -> str:
+    """What to do for a run of another length, where the length is what differs."""
+    length = [name for name in ("trainer.max_steps", "trainer.epochs") if name in differing]
+    if not length:
+        return ""
+    return (
+        f" A run cannot be made longer or shorter: its schedules reckon with its last step. Resume it with its own "
+        f"{' and '.join(length)}; once it is finished, train on in a new run that starts from its policy: "
+        f"trainer.policy.model.path={folder / 'policy'} with another trainer.run_dir."
+    )
 
 
 def left_behind(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from skyrl_train.observability.live import duration
+from skyrl_train.observability.live import counted, duration
 
 REWARD = "reward/mean"
 ENDS = 0.05  # the share of the steps that "first" and "last" are means over
@@ -43,8 +43,26 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     )
 
 
-def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: str) -> str:
-    """One line: what was learned, where the run is, and ``command``, which resumes or repeats it."""
+def spent_s(rows: Sequence[Mapping[str, Any]], start_step: int, command_s: float) -> float:
+    """Seconds that a run took: ``command_s`` for this command from its start on, and the steps of the commands before it.
+
+    Args:
+        start_step: the step that this command went on from.
+    """
+    return command_s + math.fsum(row.get("time/step", 0.0) for row in rows if row["step"] <= start_step)
+
+
+def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: str, seconds: float) -> str:
+    """One line: what was learned, where the run is, and ``command``, which resumes or repeats it.
+
+    Args:
+        seconds: that the run took.
+    """
+    if not finished and not summary.steps:
+        return (
+            f"Stopped after {duration(seconds)}, before the first step was done: nothing is trained yet. The run's folder is "
+            f"{run_dir}. Start it again there with: {command}"
+        )
     if summary.first_reward is None or summary.last_reward is None:
         learned = "no reward yet"
     else:
@@ -54,7 +72,7 @@ def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: st
     done = "Trained" if finished else "Stopped after"
     after = "Train again" if finished else "Resume"
     return (
-        f"{done} {summary.steps} steps in {duration(summary.training_s)}: {learned}. Everything is in {run_dir}. "
+        f"{done} {counted(summary.steps, 'step', 'steps')} in {duration(seconds)}: {learned}. Everything is in {run_dir}. "
         f"{after} with: {command}"
     )
 

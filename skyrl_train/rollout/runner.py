@@ -30,6 +30,7 @@ class GroupRunner:
         sampling_params: of each request, as the client takes them.
         env_class: of rows that name none.
         policy_version: tells the version that the engines hold now.
+        on_failure: is told the ordinal and the reason of each attempt that fails and could be tried again.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class GroupRunner:
         env_class: str,
         seed: int,
         policy_version: Callable[[], int],
+        on_failure: Callable[[int, str], None] = lambda ordinal, reason: None,
     ) -> None:
         self._generator = generator
         self._dataset = dataset
@@ -54,6 +56,7 @@ class GroupRunner:
         self._env_class = env_class
         self._seed = seed
         self._policy_version = policy_version
+        self._on_failure = on_failure
         self.retries = 0
 
     async def run(self, ordinal: int) -> RolloutGroup:
@@ -66,11 +69,11 @@ class GroupRunner:
         """
         attempts = 1 + self._failures.max_rollout_retries
         failure: BaseException | None = None
-        timed_out = False
+        what = ""
         for attempt in range(attempts):
             if attempt:
                 self.retries += 1
-                logger.warning("group %d: attempt %d failed (%s), trying again", ordinal, attempt, _why(failure))
+                logger.warning("group %d: attempt %d failed (%s), trying again", ordinal, attempt, what)
             limit = asyncio.timeout(self._failures.rollout_timeout_s)
             try:
                 async with limit:
@@ -84,12 +87,13 @@ class GroupRunner:
                 failure = error
             except Exception as error:
                 failure = error
-            timed_out = limit.expired()
-        what = _why(failure)
-        if timed_out:
-            what = f"it took longer than trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
+            what = self._took_too_long() if limit.expired() else _why(failure)
+            self._on_failure(ordinal, what)
         uid = self._dataset[self._ledger.row(ordinal)].uid
         raise RolloutError(f"the rollout of prompt {uid!r} failed {attempts} times; the last time: {what}") from failure
+
+    def _took_too_long(self) -> str:
+        return f"it took longer than trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
 
     async def _attempt(self, ordinal: int, attempt: int) -> RolloutGroup:
         row = self._ledger.row(ordinal)

@@ -142,11 +142,22 @@ class StalenessManager:
         """The last step in which a group with this oldest version keeps the bound."""
         return version + self.max_staleness_steps + 1
 
+    @property
+    def budget_spent(self) -> bool:
+        """Whether as many groups have finished as may ever be accepted before the next publication: whatever else is
+        generated now waits until it is old. (``capacity`` is used up as soon as there is some, and would not tell.)"""
+        return self.counts.accepted >= self._acceptable
+
     def capacity(self) -> int:
         """How many groups may be admitted now."""
+        seats = self._acceptable - self.counts.accepted - self.counts.running
+        return max(0, min(self.max_running - self.counts.running, seats))
+
+    @property
+    def _acceptable(self) -> int:
+        """Groups that may ever be accepted before the next publication."""
         steps_ahead = self.pipeline_depth + self._published + self.steps_per_publication
-        ahead = min(steps_ahead * self.batch_groups, self._total_groups)
-        return max(0, min(self.max_running - self.counts.running, ahead - self.counts.accepted - self.counts.running))
+        return min(steps_ahead * self.batch_groups, self._total_groups)
 
     def admit(self, ordinal: int, version: int) -> None:
         """A group starts to be generated under ``version``."""

@@ -84,9 +84,15 @@ class EchoGenerator(GeneratorInterface):
         self.before: Callable[[GeneratorInput], Any] | None = None
         self.after: Callable[[GeneratorOutput], None] | None = None
         self.calls: list[str] = []
+        self.may_begin: Callable[[], bool] = lambda: True
+        self.could_begin: list[bool] = []
+
+    def pace(self, may_begin: Callable[[], bool]) -> None:
+        self.may_begin = may_begin
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         self.calls.append(input_batch["trajectory_ids"][0].instance_id)
+        self.could_begin.append(self.may_begin())
         if self.before is not None:
             waiting = self.before(input_batch)
             if waiting is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from scripted import ScriptedEngine, scripted_update, settle
 from test_chat_parsing import ARGUMENTS, TOOLS, hermes, join
 
-from skyrl_train.errors import ConfigError, EngineError, RequestError
+from skyrl_train.errors import ConfigError, EngineError, RequestError, SessionError
+from skyrl_train.inference import chat_service
 from skyrl_train.inference.chat import ChatChoice, ChatEvent, ChatRequest
 from skyrl_train.inference.chat_service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
@@ -102,6 +104,8 @@ class Recorder:
     oldest_version: int | None = 2
     planned: list[Any] = field(default_factory=list)
     recorded: list[ChatChoice] = field(default_factory=list)
+    room: int = 1000  # responses
+    asked_room: list[tuple[int, int]] = field(default_factory=list)
 
     def plan(self, messages: Any, tools: Any, template_kwargs: Any) -> Any:
         self.planned.append((messages, tools, template_kwargs))
@@ -112,6 +116,12 @@ class Recorder:
             reused_tokens: int
 
         return Plan([7, 8, 9], 2)
+
+    def check_room(self, responses: int, *, plan: Any, sampled_tokens: int) -> None:
+        assert plan.prompt_token_ids == [7, 8, 9]
+        self.asked_room.append((responses, sampled_tokens))
+        if responses > self.room:
+            raise SessionError("no room")
 
     def record(self, plan: Any, choice: ChatChoice) -> int:
         assert plan.prompt_token_ids == [7, 8, 9]
@@ -235,25 +245,78 @@ def test_max_tokens_is_what_is_asked_or_what_the_context_leaves() -> None:
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     chat, room = service(Scripted()), CONTEXT - PROMPT
     with pytest.raises(RequestError, match=rf"{PROMPT} tokens and {room + 1} are asked for, beyond .* {CONTEXT}"):
-        chat.stream(request(max_tokens=room + 1))
+        run(collect(chat.stream(request(max_tokens=room + 1))))
     with pytest.raises(RequestError, match=rf"{room + 1} are asked for"):
-        chat.stream(request(params={"min_tokens": room + 1, "max_tokens": CONTEXT}))
+        run(collect(chat.stream(request(params={"min_tokens": room + 1, "max_tokens": CONTEXT}))))
     long = ChatRequest(messages=({"role": "user", "content": "x" * CONTEXT},))
     with pytest.raises(RequestError, match=f"{PROMPT - 8 + CONTEXT} tokens and leaves no room .* {CONTEXT} tokens"):
         run(chat.complete(long))
 
 
+@pytest.mark.parametrize("session", [None, Recorder()], ids=["without a session", "with one"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("x" * (128 * CONTEXT + 1), "more than 512000 characters"), ("word " * 12_000, "more than 8000 tokens")],
+)
+def test_what_can_never_fit_is_neither_rendered_nor_planned(
+    session: Recorder | None, text: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*_: Any) -> list[int]:
+        raise AssertionError("rendered")
+
+    monkeypatch.setattr(chat_renderer(QWEN), "render", render)
+    generation = Scripted()
+    with pytest.raises(RequestError, match=words):
+        run(service(generation).complete(ChatRequest(messages=({"role": "user", "content": text},)), session))
+    assert generation.requests == [] and (session is None or session.planned == [])
+
+
+def test_what_the_assistant_said_is_not_counted_where_a_template_may_leave_it_out() -> None:
+    said = {"role": "assistant", "content": "<think>" + "word " * 12_000 + "</think>Yes."}
+    messages = (*ASK, said, {"role": "user", "content": "Why?"})
+    assert run(service(Scripted()).complete(ChatRequest(messages=messages))).prompt_token_ids
+    with pytest.raises(RequestError, match="more than 8000 tokens"):
+        run(service(Scripted()).complete(ChatRequest(messages=messages), Recorder()))
+
+
+def test_a_long_conversation_is_rendered_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    rendered = chat_renderer(QWEN).render
+
+    def render(*arguments: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return rendered(*arguments)
+
+    monkeypatch.setattr(chat_renderer(QWEN), "render", render)
+    monkeypatch.setattr(chat_service, "LONG_TEXT", 100)
+    long = ({"role": "user", "content": "Weather? " * 30},)
+    run(service(Scripted()).complete(ChatRequest(messages=long)))
+    run(service(Scripted()).complete(request()))
+    assert threads[0] is not threading.main_thread() and threads[1] is threading.main_thread()
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_all_choices_together_need_room_in_the_session(streamed: bool, max_tokens: int | None) -> None:
+    generation, session = Scripted(), Recorder(room=2)
+    asked = request(3, max_tokens=max_tokens)
+    chat = service(generation)
+    with pytest.raises(SessionError, match="no room"):
+        run(collect(chat.stream(asked, session)) if streamed else chat.complete(asked, session))
+    assert generation.requests == [] and session.asked_room == [(3, 3 * (max_tokens or 1))]
+
+
 @pytest.mark.parametrize("max_tokens", [0, -5])
 def test_no_tokens_at_all_are_refused(max_tokens: int) -> None:
     with pytest.raises(ConfigError, match="max_tokens must be at least 1"):
-        service(Scripted()).stream(request(max_tokens=max_tokens))
+        run(collect(service(Scripted()).stream(request(max_tokens=max_tokens))))
 
 
 @pytest.mark.parametrize("session", [None, Recorder()])
 def test_a_malformed_message_is_refused_before_anything_is_planned(session: Recorder | None) -> None:
     generation = Scripted()
     with pytest.raises(ConfigError, match=r"messages\[0\] must be an object"):
-        service(generation).stream(ChatRequest(messages=("hi",)), session)  # type: ignore[arg-type]
+        run(collect(service(generation).stream(ChatRequest(messages=("hi",)), session)))  # type: ignore[arg-type]
     assert generation.requests == [] and (session is None or session.planned == [])
 
 
@@ -371,7 +434,7 @@ def test_a_conversation_over_an_update_and_the_next_turn_is_token_exact() -> Non
 
         result = {"role": "tool", "content": "sunny", "tool_call_id": choice.message.tool_calls[0].id}
         messages = (*ASK, choice.message.to_openai(), result)
-        prompt, reused = chat.prompt(ChatRequest(messages, tools=tuple(TOOLS)), session)
+        prompt, reused = await chat.prompt(ChatRequest(messages, tools=tuple(TOOLS)), session)
         assert prompt[:reused] == first_prompt + answer and reused == len(first_prompt) + len(answer)
         assert "sunny" in chat_tokenizer(QWEN).decode(prompt[reused:])
         starts.append(len(prompt))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +80,7 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> t
         ("environment.env_class=run_lenght", "run_length"),
         ("trainer.policy.model.path=./no/such/model", "no/such/model"),
         ("trainer.policy.model.build.alphabet=xyz", "alphabet"),
-        ("generator.name=nowhere:Generator", "generator.name"),
+        ("generator.name=nowhere:Generator", "file.py:Class"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name_before_anything_trains(
@@ -139,6 +140,8 @@ def test_an_environment_that_raises_ends_the_run_with_its_message(
     assert code == 1
     assert "scripted environment failure" in text
     assert "max_failed_rollouts" in text
+    first = next(line for line in text.splitlines() if "scripted environment failure" in line)
+    assert re.match(r"group \d+: an attempt failed", first)  # at once, long before the run gives up
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "global_step_0"
 
 
@@ -193,6 +196,16 @@ def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
     for _ in range(2):
         assert main([*TINY, f"trainer.runs_dir={tmp_path}"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart-1", "quickstart-2"]
+
+
+def test_an_agent_that_is_not_there_is_asked_for_as_a_function(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.py").write_text("")
+    agent = f"+generator.kwargs.agent={tmp_path / 'bad.py'}:nosuch"
+    code, text = run(tmp_path, capfd, "generator.name=harness", agent)
+    assert code == 2
+    assert "Name a function as package.module:function or file.py:function" in text
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

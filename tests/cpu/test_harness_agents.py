@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -12,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from skyrl_train.config.schema import InferenceEngineConfig
+from skyrl_train.entrypoints import serve
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.harness import process
 from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, to_result
 from skyrl_train.generators.harness.function import FunctionAgent
 from skyrl_train.generators.harness.process import ProcessAgent
+from skyrl_train.inference.engines.vllm import remote_server
 
 KEY = "sk-very-secret"
 
@@ -64,6 +71,24 @@ class TestWhatAnAgentReturns:
     def test_is_refused_where_it_is_no_reward(self, value: Any) -> None:
         with pytest.raises(AgentError, match=r"Return a number, or \{"):
             to_result(value)
+
+
+def parts(text: str, size: int = 8) -> set[str]:
+    return {text[place : place + size] for place in range(len(text) - size + 1)}
+
+
+@given(st.lists(st.tuples(st.text(), st.integers(0, 14), st.integers(0, 14)), max_size=6), st.text())
+def test_redacting_leaves_all_but_the_parts_of_the_key(pieces: list[tuple[str, int, int]], end: str) -> None:
+    text = "".join(between + KEY[first:last] for between, first, last in pieces) + end
+    redacted = task().redact(text)
+    assert not parts(KEY) & parts(redacted)
+    if not parts(KEY) & parts(text):
+        assert redacted == text
+
+
+def test_redacting_keeps_what_stands_around_the_key() -> None:
+    text = f"a{KEY}b{KEY[:9]}c, {KEY[:7]}, {KEY[5:]}"
+    assert task().redact(text) == f"a<api key>b<api key>c, {KEY[:7]}, <api key>"
 
 
 class TestFunctions:
@@ -135,6 +160,36 @@ class TestPrograms:
     async def test_one_need_not_print_a_reward(self, printed: str, remark: str) -> None:
         result = await program(f"print({printed!r})").run(task())
         assert result.reward is None and remark in result.remark
+
+    async def test_no_part_of_its_key_is_quoted_wherever_it_was_cut(self) -> None:
+        secret = "sk-" + "".join(random.Random(1).choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=43))
+        source = "import os; print('v' * {} + os.environ['OPENAI_API_KEY'])"
+        for before in (0, 154, 188):
+            remark = (await program(source.format(before)).run(task(api_key=secret))).remark
+            assert not parts(secret) & parts(remark)
+        flood = "import os, sys; print(os.environ['OPENAI_API_KEY'] + 'v' * (65536 - 21)); sys.exit(1)"
+        with pytest.raises(AgentError) as info:
+            await program(flood).run(task(api_key=secret))
+        assert not parts(secret) & parts(str(info.value))
+
+    async def test_the_keys_of_who_serves_are_not_passed_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("SKYRL_ADMIN_KEY", "VLLM_API_KEY", "OUR_SERVERS_KEY"):
+            monkeypatch.setenv(name, f"secret of {name}")
+        monkeypatch.setenv("A_COPY", "secret of VLLM_API_KEY")
+        monkeypatch.setenv("ADMIN", "of-the-house")
+        monkeypatch.setenv("THEIRS", "kept")
+        agent = program(
+            "import os\nnames = ['SKYRL_ADMIN_KEY', 'VLLM_API_KEY', 'OUR_SERVERS_KEY', 'A_COPY', 'ADMIN', 'THEIRS']\n"
+            "print(*[os.environ.get(name) for name in names])",
+            withheld=["OUR_SERVERS_KEY"],
+            secrets=["of-the-house"],
+        )
+        assert "None None None None None kept" in (await agent.run(task())).remark
+
+    def test_the_withheld_names_are_those_that_the_library_reads(self) -> None:
+        assert {serve.KEY_VARIABLE, remote_server.KEY_VARIABLE, InferenceEngineConfig().remote_api_key_variable} == set(
+            process._WITHHELD
+        )
 
     async def test_one_that_fails_is_quoted_by_its_last_lines(self) -> None:
         with pytest.raises(

@@ -17,12 +17,13 @@ from harness_worlds import CURRENT, batch, harness
 from scripted import ScriptedEngine, scripted_update, settle
 
 from skyrl_train.config.schema import GeneratorConfig
-from skyrl_train.errors import ConfigError, NoEngineError, RolloutError
+from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RolloutError
 from skyrl_train.generators.base import TrajectoryID
+from skyrl_train.generators.harness.agent import AgentTask
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import PauseMode
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, PauseMode
 
 Messages = list[dict[str, Any]]
 THREADED: dict[str, Callable[..., float]] = {}
@@ -304,6 +305,100 @@ async def test_engines_that_fail_are_not_the_agents_fault() -> None:
     async with harness(failure_reward=0.0) as it:
         with pytest.raises(NoEngineError):
             await it.play(run)
+
+
+async def test_an_engines_fault_is_not_the_agents_although_another_of_its_requests_succeeded() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        model = Model(base_url, api_key)
+        beside = asyncio.create_task(model.answer([{"role": "user", "content": "beside"}]))
+        await until(lambda: len(it.engine.running) == 1)
+        failing[0] = True
+        with pytest.raises(httpx.HTTPStatusError):
+            await model.answer(prompt)
+        it.engine.tick(20)
+        await beside
+        raise ValueError("no answer")
+
+    failing = [False]
+    async with harness(engine=FailingEngine(failing), failure_reward=0.0) as it:
+        with pytest.raises(EngineError, match="out of memory"):
+            await it.play(run)
+
+
+class FailingEngine(ScriptedEngine):
+    """Fails requests while it is told to."""
+
+    def __init__(self, failing: list[bool]) -> None:
+        super().__init__()
+        self._failing = failing
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        if self._failing[0]:
+            raise EngineError("out of memory")
+        return await super().generate(input_batch)
+
+
+# Programs beside the run --------------------------------------------------------------------------------------------
+
+ADMIN = "the-administrators-key"
+
+
+async def open_beside(base_url: str) -> httpx.Response:
+    return await Model(base_url, ADMIN).http.post("/sessions", json={})
+
+
+async def test_a_spent_staleness_budget_holds_up_sessions_from_outside_and_not_the_run() -> None:
+    answers: list[httpx.Response] = []
+    may_begin = [True]
+
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        answers.append(await open_beside(base_url))
+        may_begin[0] = not may_begin[0]
+        await Model(base_url, answers[0].json()["api_key"]).answer(prompt)  # what is open goes on
+        return await one_turn(prompt, base_url, api_key)
+
+    async with harness(endpoint={"admin_key": ADMIN}, session_limits={"retry_after_s": 7}, max_concurrency=1) as it:
+        it.generator.pace(lambda: may_begin[0])
+        assert len(await it.samples(run, samples=3)) == 3
+    assert [answer.status_code for answer in answers] == [201, 429, 201]
+    assert answers[1].headers["retry-after"] == "7"
+
+
+async def test_sessions_from_outside_take_no_place_of_the_run() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        statuses.append((await open_beside(base_url)).status_code)
+        return await one_turn(prompt, base_url, api_key)
+
+    statuses: list[int] = []
+    async with harness(endpoint={"admin_key": ADMIN}, session_limits={"max_sessions": 1}, max_concurrency=2) as it:
+        assert len(await it.samples(run, samples=4)) == 4
+    assert sorted(statuses) == [201, 429, 429, 429]
+
+
+async def test_a_session_without_room_refuses_the_request_and_is_trained_on_as_it_is() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        model = Model(base_url, api_key)
+        await model.answer(prompt)
+        refused = await model.http.post("/chat/completions", json={"model": "policy", "messages": prompt})
+        assert refused.status_code == 400 and "max_exported_tokens" in refused.text, refused.text
+        return 1.0
+
+    async with harness(session_limits={"max_exported_tokens": 9}) as it:
+        [sample] = await it.samples(run)
+        assert len(sample.sequences) == 1
+
+
+async def test_a_program_gets_no_key_of_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOUSE", ADMIN)
+    monkeypatch.setenv("SERVERS", "secret")
+    source = "import os; print(*[name for name in ('HOUSE', 'SERVERS', 'PATH') if name in os.environ])"
+    config = GeneratorConfig()
+    config.inference_engine.remote_api_key_variable = "SERVERS"
+    client = InferenceEngineClient([ScriptedEngine()], TOKENIZER)
+    command = [sys.executable, "-c", source]
+    generator = HarnessGenerator(client, config, command=command, endpoint={"admin_key": ADMIN})
+    task = AgentTask([], {}, "http://127.0.0.1:9/v1", "sk-a-key", "s", None)
+    assert "no JSON: 'PATH'" in (await generator._agent.run(task)).remark
 
 
 # Many at once -------------------------------------------------------------------------------------------------------

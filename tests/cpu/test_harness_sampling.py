@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import NoEngineError
 from skyrl_train.generators.harness.sampling import RunSampling, run_params
-from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason
+from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason, StructuredOutput
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 
 RUN = SamplingParams(max_tokens=32, temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, stop=("\n",), stop_token_ids=(3,))
@@ -130,7 +131,7 @@ async def test_requests_of_other_sessions_pass_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_overrides_are_counted_and_engine_failures_remembered_until_a_request_succeeds(streamed: bool) -> None:
+async def test_overrides_are_counted_and_engine_failures_remembered_until_the_request_succeeds(streamed: bool) -> None:
     engines = Engines()
     sampling = RunSampling(engines)
     usage = sampling.open("s", RUN, 5)
@@ -150,5 +151,45 @@ async def test_overrides_are_counted_and_engine_failures_remembered_until_a_requ
         await request()
     assert usage.engine_error is engines.error
     engines.error = None
+    await sampling.complete(ask([2]))
+    assert usage.engine_error is not None, "another request says nothing of this one"
     await request()
     assert (usage.overridden, usage.engine_error) == (3, None)
+
+
+async def test_a_success_does_not_hide_the_fault_of_a_request_that_ran_beside_it() -> None:
+    class Half(Engines):
+        """Fails every second request; answers the others when told to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.answer = asyncio.Event()
+
+        async def complete(self, request: GenerationRequest) -> Generation:
+            self.requests.append(request)
+            if len(self.requests) == 2:
+                raise NoEngineError("all gone")
+            await self.answer.wait()
+            return Generation(list(request.prompt_token_ids), [1], [-0.5], [3], StopReason.STOP, "a")
+
+    for other in (ask([1]), ask([2])):
+        engines = Half()
+        sampling = RunSampling(engines)
+        usage = sampling.open("s", RUN, 5)
+        slow = asyncio.create_task(sampling.complete(ask([1])))
+        await asyncio.sleep(0)
+        with pytest.raises(NoEngineError):
+            await sampling.complete(other)
+        engines.answer.set()
+        await slow
+        assert isinstance(usage.engine_error, NoEngineError)
+
+
+@pytest.mark.parametrize(("agents_choose", "counted"), [(False, 1), (True, 0)])
+async def test_a_grammar_is_kept_and_counted_as_another_distribution(agents_choose: bool, counted: int) -> None:
+    engines = Engines()
+    sampling = RunSampling(engines, agents_choose=agents_choose)
+    usage = sampling.open("s", RUN, 5)
+    grammar = StructuredOutput("json_object")
+    await sampling.complete(ask([1], replace(SILENT, structured=grammar)))
+    assert (engines.requests[-1].params.structured, usage.overridden) == (grammar, counted)

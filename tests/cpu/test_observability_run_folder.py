@@ -145,6 +145,14 @@ def test_a_given_folder_of_another_run_is_refused_with_what_differs(tmp_path: Pa
         run(config_of(tmp_path, run_dir=tmp_path / "here", seed=1))
 
 
+def test_another_length_is_refused_with_how_to_train_on(tmp_path: Path) -> None:
+    config = config_of(tmp_path, run_dir=tmp_path / "here")
+    run(config)
+    config.trainer.max_steps = 9
+    with pytest.raises(ConfigError, match=r"longer or shorter.*own trainer\.max_steps;.*model\.path=.*here/policy"):
+        run(config)
+
+
 def test_a_given_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="holds no run"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import itertools
 import math
 import shlex
 from collections.abc import Mapping
@@ -18,16 +20,22 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability import tracking
 from skyrl_train.observability.live import (
+    PLAIN_INTERVAL_MAX_S,
     PLAIN_INTERVAL_S,
+    REASON_WIDTH,
     REFRESH_INTERVAL_S,
+    WAITING_INTERVAL_S,
+    Failures,
     PlainView,
     StepReport,
     TerminalView,
     duration,
     make_view,
 )
+from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.sparkline import ASCII, BLOCKS, sparkline
-from skyrl_train.observability.summary import RunSummary, final_line, resume_command, summarize, train_command
+from skyrl_train.observability.summary import RunSummary, final_line, resume_command, spent_s, summarize, train_command
 from skyrl_train.observability.tracking import Tracker, make_trackers, register_tracker, tracker_names
 
 # Curves -----------------------------------------------------------------------------------------------------------
@@ -177,6 +185,92 @@ def test_lines_come_now_and_then_and_the_last_step_always() -> None:
     assert steps_shown(raw) == [1, 5, 9, 10]
 
 
+def test_lines_become_rarer_as_the_run_grows_older() -> None:
+    clock = ManualClock()
+    console, raw = console_of(terminal=False)
+    view = make_view(console, 10_000, "quickstart", clock=clock)
+    shown_at = []
+    for step in range(1, 3601):  # an hour of steps of a second
+        clock.now += 1.0
+        before = len(raw.getvalue())
+        view.update(StepReport(step=step, reward=0.0))
+        view.waiting(4, Failures())
+        if len(raw.getvalue()) > before:
+            shown_at.append(clock.now)
+    gaps = [b - a for a, b in itertools.pairwise(shown_at)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] == PLAIN_INTERVAL_S and gaps[-1] == PLAIN_INTERVAL_MAX_S
+    assert len(steps_shown(raw)) == len(shown_at) < 150
+
+
+FAILING = Failures(groups=2, allowed=16, retries=5, last_reason="it raised ValueError('no\n[key]')")
+
+
+def test_a_run_without_a_step_says_every_few_seconds_that_it_lives_and_why_it_has_none() -> None:
+    clock = ManualClock()
+    console, raw = console_of(terminal=False)
+    view = make_view(console, 100, "quickstart", clock=clock)
+    for _ in range(12):
+        clock.now += 1.0
+        view.waiting(8, FAILING)
+    view.update(REPORT)
+    assert steps_shown(raw) == []  # it does not wait for the sign of life, nor the other way round
+    clock.now += PLAIN_INTERVAL_S
+    view.waiting(1, Failures())
+    assert steps_shown(raw) == [3]
+    clock.now += PLAIN_INTERVAL_S
+    view.waiting(1, Failures())
+    lines = raw.getvalue().decode().splitlines()[1:]
+    alive = "no step yet: 8 groups in flight, failed 2 of 16 groups, 5 retries (last: it raised ValueError('no [key]'))"
+    assert lines[0] == lines[1] == alive
+    assert lines[3:] == ["no step since step 3: 1 group in flight"]
+
+
+def test_the_panel_is_redrawn_every_second_without_a_step_and_says_why_there_is_none() -> None:
+    clock = ManualClock()
+    console, raw = console_of(terminal=True)
+    view = make_view(console, 100, "quickstart", clock=clock)
+    view.waiting(8, FAILING)
+    drawn = len(raw.getvalue())
+    assert "no step yet: 8 groups in flight, failed 2 of 16" in raw.getvalue().decode()
+    view.waiting(7, FAILING)
+    assert len(raw.getvalue()) == drawn
+    view.update(REPORT)
+    clock.now += WAITING_INTERVAL_S
+    view.waiting(31, FAILING)
+    view.close()
+    shown = raw.getvalue().decode()
+    assert "31 in flight, 4 buffered" in shown and "no [key]" in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_failures_are_shown_where_there_are_any(terminal: bool) -> None:
+    for failures, shown in ((Failures(0, 16), False), (Failures(0, 16, 1), True), (Failures(1, 16), True)):
+        console, raw = console_of(terminal=terminal)
+        view = make_view(console, 300, "quickstart", clock=ManualClock())
+        view.update(dataclasses.replace(REPORT, failures=failures))
+        view.close()
+        assert ("of 16 groups" in raw.getvalue().decode()) is shown
+
+
+def test_a_long_reason_is_cut() -> None:
+    assert len(str(Failures(1, 16, 0, "x" * 10_000))) < REASON_WIDTH + 50
+
+
+def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(tmp_path: Path) -> None:
+    console, raw = console_of(terminal=False)
+    config = config_with()
+    with RunFolder(tmp_path, config) as folder:
+        reporter = Reporter(config, folder, console, 10)
+        reporter.begin(0)
+        reporter.attempt_failed(3, "it raised KeyError('[number]')")
+        reporter.attempt_failed(4, "it raised TypeError()")
+        reporter.close()
+    lines = raw.getvalue().decode().splitlines()[1:]
+    assert len(lines) == 1
+    assert "group 3" in lines[0] and "KeyError('[number]')" in lines[0] and "train.log" in lines[0]
+
+
 def test_the_final_step_is_shown_once() -> None:
     console, raw = console_of(terminal=False)
     view = make_view(console, 2, "quickstart", clock=ManualClock())
@@ -302,12 +396,26 @@ def test_the_last_line_says_what_was_learned_where_it_is_and_how_to_go_on() -> N
     command = train_command("skyrl_train.entrypoints.train", ["--config-name=quickstart", "trainer.run_name=a b"])
     assert shlex.split(command)[-1] == "trainer.run_name=a b"
     summary = RunSummary(300, 0.01, 0.95, 0.97, 61.0)
-    line = final_line(summary, "runs/quickstart-1", finished=True, command=command)
+    line = final_line(summary, "runs/quickstart-1", finished=True, command=command, seconds=61.0)
     assert "\n" not in line
     for fact in ("300 steps", "1:01", "0.010 -> 0.950", "runs/quickstart-1", command):
         assert fact in line
-    assert "Resume with" in final_line(summary, "runs/x", finished=False, command=command)
-    assert "no reward yet" in final_line(summarize([]), "runs/x", finished=False, command=command)
+    assert "Resume with" in final_line(summary, "runs/x", finished=False, command=command, seconds=61.0)
+    unrewarded = summarize([{"step": 1}])
+    line = final_line(unrewarded, "runs/x", finished=False, command=command, seconds=61.0)
+    assert "no reward yet" in line and "after 1 step in" in line
+
+
+def test_a_run_that_was_stopped_before_its_first_step_is_not_offered_as_one_to_resume() -> None:
+    line = final_line(summarize([]), "runs/x", finished=False, command="the command", seconds=20.0)
+    assert "0:20" in line and "nothing is trained" in line and line.endswith("the command")
+    assert "Resume" not in line and "0 steps" not in line
+
+
+def test_a_run_has_taken_the_time_of_this_command_and_the_steps_of_those_before_it() -> None:
+    rows = [{"step": step, "time/step": 10.0} for step in (1, 2, 3)]
+    assert spent_s(rows, 0, 35.0) == 35.0
+    assert spent_s(rows, 2, 12.0) == 32.0
 
 
 def test_the_command_that_resumes_names_the_run_and_drops_what_would_start_another() -> None:

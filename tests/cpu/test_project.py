@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -172,6 +174,51 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
     }
     needed = {distributions.get(module, module) for module in third_party_imports()}
     assert needed - declared == set()
+
+
+def call_uvw(tmp_path: Path, *arguments: str, **environment: str) -> tuple[list[str], str, str]:
+    """What ``uv`` is called with, in which folder, and the launcher that it passes on, when uvw is called from elsewhere."""
+    fake, elsewhere = tmp_path / "bin" / "uv", tmp_path / "else where"
+    for folder in (fake.parent, elsewhere):
+        folder.mkdir()
+    fake.write_text('#!/bin/sh\npwd\nprintf "%s\\n" "${SKYRL_TRAIN_LAUNCHER-none}" "$@"\n')
+    fake.chmod(0o755)
+    env = {"PATH": f"{fake.parent}:{os.environ['PATH']}", **environment}
+    command = [str(ROOT / "uvw"), *arguments]
+    done = subprocess.run(command, cwd=elsewhere, env=env, check=True, capture_output=True, text=True, timeout=60)
+    folder, launcher, *called_with = done.stdout.splitlines()
+    assert Path(folder) == elsewhere
+    return called_with, folder, launcher
+
+
+@pytest.mark.parametrize(
+    ("options", "program"),
+    [
+        ([], ["python", "-m", "a.b", "--extra", "x"]),
+        (["--extra", "agents", "--extra=my-package"], ["examples/quickstart.py", "trainer.seed=1"]),
+        (["-q", "--with", "it's here $HOME", "-p", "3.11"], ["-m", "a.b", "key=value"]),
+        (["--upgrade-package", "run"], ["--", "python"]),
+    ],
+)
+def test_uvw_runs_its_own_project_from_any_folder_and_remembers_the_options_before_the_program(
+    tmp_path: Path, options: list[str], program: list[str]
+) -> None:
+    called_with, _, launcher = call_uvw(tmp_path, "run", *options, *program)
+    assert called_with == ["--project", str(ROOT), "run", *options, *program]
+    assert shlex.split(launcher) == [str(ROOT / "uvw"), "run", *options]
+
+
+@pytest.mark.parametrize("project", [["run", "--project", "a b"], ["--project=a", "run"], ["run", "--directory", "a"]])
+def test_uvw_leaves_a_project_that_it_is_given(tmp_path: Path, project: list[str]) -> None:
+    called_with, _, launcher = call_uvw(tmp_path, *project, "python", "--project", "x")
+    assert called_with == [*project, "python", "--project", "x"]
+    assert shlex.split(launcher) == [str(ROOT / "uvw"), *project]
+
+
+def test_uvw_leaves_a_project_of_the_environment_and_other_commands_have_no_launcher(tmp_path: Path) -> None:
+    called_with, _, launcher = call_uvw(tmp_path, "pip", "list", UV_PROJECT="elsewhere")
+    assert called_with == ["pip", "list"]
+    assert launcher == "none"
 
 
 def readme_blocks() -> list[str]:

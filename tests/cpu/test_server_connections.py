@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from typing import Any
 
 import httpx
@@ -74,6 +75,144 @@ async def test_a_caller_that_resets_the_connection_cancels_too() -> None:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         writer.transport.abort()
         await world.engine.holds(0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_reader_that_takes_nothing_of_its_answer_is_cut_off(streamed: bool) -> None:
+    """The sampling has long ended; what waits for the reader is the end of a stream, or all of a whole answer."""
+    async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), write_timeout_s=0.2) as world:
+        _, writer = await connect(world)
+        writer.transport.pause_reading()
+        asked = {"stream": streamed, "logprobs": True, "max_tokens": 40_000, "ignore_eos": True}
+        writer.write(raw_request(**asked, return_token_ids=True))
+        await world.engine.holds(1)
+        [connection] = [c for c in connections(world) if c.client == writer.get_extra_info("sockname")]
+        async with asyncio.timeout(30):
+            await world.gateway.changed.wait_until(lambda: world.gateway.in_flight == 0)
+            while connection in connections(world):
+                await settle()
+        assert connection.transport.get_write_buffer_size() == 0
+        assert world.engine.running == []
+        writer.transport.abort()
+
+
+async def test_a_whole_answer_keeps_its_place_until_the_reader_has_taken_it() -> None:
+    async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), max_in_flight=1) as world:
+        reader, writer = await connect(world)
+        writer.transport.pause_reading()
+        writer.write(raw_request(logprobs=True, max_tokens=40_000, ignore_eos=True, return_token_ids=True))
+        await world.engine.holds(1)
+        await world.engine.holds(0)
+        async with asyncio.timeout(30):
+            while not any(c.transport.get_write_buffer_size() for c in connections(world)):
+                await settle()
+        assert (await world.http.post(CHAT, json=ASK)).status_code == 429
+        writer.transport.resume_reading()
+        async with asyncio.timeout(30):
+            while world.gateway.in_flight:
+                await reader.read(1 << 20)
+        writer.close()
+
+
+def connections(world: World) -> list[Any]:
+    return list(world.server._server.server_state.connections)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b"\r\n"], ids=repr)
+async def test_who_does_not_finish_a_head_is_closed(said: bytes) -> None:
+    async with endpoint(head_timeout_s=0.1) as world:
+        reader, writer = await connect(world)
+        writer.write(said)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert (
+            answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer
+            if len(said) > 2
+            else not answer
+        )
+        writer.close()
+
+
+async def test_a_line_end_between_requests_does_not_keep_a_connection_open() -> None:
+    async with endpoint(head_timeout_s=0.1) as world:
+        reader, writer = await connect(world)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.write(b"\r\n")
+        await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+
+
+async def test_half_of_a_next_request_does_not_end_the_answer_to_this_one() -> None:
+    async with endpoint(WatchedEngine(), head_timeout_s=0.05) as world:
+        reader, writer = await connect(world)
+        writer.write(raw_request(max_tokens=2) + b"GET /hea")
+        await world.engine.holds(1)
+        await asyncio.get_running_loop().run_in_executor(None, threading.Event().wait, 0.2)  # past the timeout
+        await world.tick(2)
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_more_connections_than_allowed_are_turned_away() -> None:
+    async with endpoint(max_connections=2) as world:
+        assert (await world.http.get("/health")).status_code == 200  # its connection stays open
+        _, second = await connect(world)
+        await settle(10)
+        reader, third = await connect(world)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"too_many_connections"' in answer
+        third.close()
+        second.close()
+        assert (await world.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["sk-wrong", ADMIN_KEY])
+async def test_trailers_without_end_are_cut_off_and_none_are_kept(key: str) -> None:
+    async with endpoint(body_timeout_s=10) as world:
+        _, writer = await connect(world)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
+        writer.write((head + "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n0\r\n").encode())
+        await settle(10)
+        [connection] = connections(world)
+
+        async def send_trailers() -> None:
+            for _ in range(2000):  # 60 MB, more than the sockets hold
+                writer.write(b"x-trailer: %b\r\n" % (b"v" * 30_000))
+                await writer.drain()
+
+        with pytest.raises(OSError):  # reset or broken, as it happens
+            await send_trailers()
+        assert len(connection.headers) == 4 and connection not in connections(world)
+
+
+async def test_an_answer_before_the_end_of_the_body_ends_the_connection_and_arrives() -> None:
+    async with endpoint() as world:
+        reader, writer = await connect(world)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write((head + "content-length: 3000000\r\n\r\n").encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.write(b" " * 3_000_000)
+        await writer.drain()  # a sender that goes on is read, and not reset
+        rest = await asyncio.wait_for(reader.read(), 10)
+        assert b"connection: close\r\n" in rest and b"missing_api_key" in rest
+        writer.close()
+
+
+async def test_an_answer_after_the_body_keeps_the_connection() -> None:
+    async with endpoint() as world:
+        reader, writer = await connect(world)
+        for _ in range(2):
+            writer.write(raw_request(key="sk-wrong"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+            while (await reader.readline()).strip():
+                pass
+            await reader.readexactly(
+                len(
+                    b'{"error":{"message":"The API key is wrong, or its session has ended.","type":'
+                    b'"authentication_error","param":null,"code":"invalid_api_key"}}'
+                )
+            )
+        writer.close()
 
 
 async def test_a_cancelled_sdk_call_cancels_its_generation() -> None:

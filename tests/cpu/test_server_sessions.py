@@ -65,6 +65,36 @@ async def test_the_header_names_a_session_for_the_administrator_alone() -> None:
         assert (await world.http.get("/v1/sessions/other")).json()["turns"] == 1, "its own key is what counts"
 
 
+async def test_only_a_generation_opens_the_session_that_the_header_names() -> None:
+    async with endpoint() as world:
+        named = {"x-session-id": "mine"}
+        for method, path in (("GET", "/v1/models"), ("GET", "/v1/sessions/mine"), ("POST", "/tokenize")):
+            await world.http.request(method, path, json={"prompt": "0"} if method == "POST" else None, headers=named)
+        assert len(world.store) == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "fields", "words"),
+    [
+        ({"max_turns": 2}, {"n": 3, "max_tokens": 4}, "max_turns"),
+        ({"max_tokens": 50}, {"n": 2, "max_tokens": 40}, "max_tokens"),
+    ],
+)
+async def test_all_choices_of_a_request_count_against_the_limits(
+    limits: dict[str, int], fields: dict[str, int], words: str, streamed: bool
+) -> None:
+    async with endpoint(limits=SessionLimits(**limits)) as world:
+        _, key = await opened(world)
+        for path, body in ((CHAT, ASK), ("/v1/completions", {"model": "policy", "prompt": "0123"})):
+            answer = await world.http.post(path, json={**body, **fields, "stream": streamed}, headers=bearer(key))
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "session_error"
+            assert words in answer.json()["error"]["message"]
+        assert world.engine.requests == []
+        answer = await world.http.post(CHAT, json={**ASK, **fields, "n": 1, "stream": streamed}, headers=bearer(key))
+        assert answer.status_code == 200
+
+
 async def test_completions_are_recorded_and_extend_by_tokens() -> None:
     async with endpoint() as world:
         name, key = await opened(world)

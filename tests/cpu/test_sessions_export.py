@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import tracemalloc
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +16,8 @@ from session_worlds import ask, assistant, choice, generation, new_session, samp
 
 from skyrl_train.errors import SessionError
 from skyrl_train.inference.requests import Generation
-from skyrl_train.inference.sessions import Session, SessionSequence
+from skyrl_train.inference.sessions import Session, SessionLimits, SessionSequence
+from skyrl_train.inference.sessions.export import to_sequences
 
 
 def test_turns_that_extend_each_other_make_one_sequence() -> None:
@@ -87,6 +91,81 @@ def test_a_session_must_be_finished_before_it_is_trained_on() -> None:
     session.close()
     with pytest.raises(SessionError, match="was closed"):
         session.sequences()
+
+
+def branched(prompt_tokens: int, branches: int, **limits: int) -> Session:
+    """A conversation of one turn, continued as often as asked, each time otherwise."""
+    session = new_session(limits=SessionLimits(**limits))
+    prompt = list(range(1000, 1000 + prompt_tokens))
+    for token_ids in (prompt, *([*prompt, 1, 2000 + branch] for branch in range(branches))):
+        plan = session.plan_completion(token_ids)
+        session.record_completion(plan, generation(token_ids, [1], version=1))
+    return session
+
+
+def test_many_branches_of_a_long_prompt_are_refused_before_they_are_sampled() -> None:
+    session = branched(3000, 33, max_exported_tokens=100_000)
+    with pytest.raises(
+        SessionError, match=r"trained on as 102\d+ of at most 100000 tokens \(max_exported_tokens\): each"
+    ):
+        session.plan_completion([*range(1000, 4000), 1, 5000])
+    session.finish(1.0)
+    sequences = session.sequences()
+    assert 97_000 < sum(len(each.prompt_token_ids) + len(each.response_ids) for each in sequences) <= 100_000
+
+
+def test_what_branches_repeat_is_shared() -> None:
+    session = branched(5000, 200)
+    session.finish()
+    tracemalloc.start()
+    try:
+        sequences = session.sequences()
+        size = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    repeated = sum(len(sequence.prompt_token_ids) for sequence in sequences)
+    assert size < 12 * repeated, "a reference each, not a number each"
+
+
+def test_the_responses_to_one_prompt_share_its_list() -> None:
+    session = new_session()
+    plan = session.plan([user("hi")])
+    for answer in "abc":
+        session.record(plan, choice(plan, answer))
+    session.finish()
+    first, *others = session.sequences()
+    assert all(other.prompt_token_ids is first.prompt_token_ids for other in others)
+    assert first.prompt_token_ids == plan.prompt_token_ids
+
+
+@pytest.mark.parametrize(("prompt_tokens", "elsewhere"), [(10, False), (20_000, True)])
+async def test_a_large_session_is_exported_while_the_loop_goes_on(
+    prompt_tokens: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def watched(*args: Any) -> list[SessionSequence]:
+        threads.append(threading.current_thread())
+        return to_sequences(*args)
+
+    monkeypatch.setattr("skyrl_train.inference.sessions.session.to_sequences", watched)
+    session = branched(prompt_tokens, 4)
+    with pytest.raises(SessionError, match="finish it first"):
+        await session.export()
+    session.finish(1.0)
+    exported = await session.export()
+    assert [thread is not threading.current_thread() for thread in threads] == [elsewhere]
+    assert exported == session.sequences()
+
+
+async def test_a_session_that_is_closed_while_it_is_exported_is_exported_whole() -> None:
+    session = branched(20_000, 4)
+    session.finish()
+    expected = session.sequences()
+    exporting = asyncio.create_task(session.export())
+    await asyncio.sleep(0)
+    session.close()
+    assert await exporting == expected
 
 
 @dataclass
@@ -199,6 +278,8 @@ def test_every_sampled_token_is_trained_once_after_the_tokens_it_was_sampled_aft
         masked = [place for place, mask in enumerate(sequence.loss_mask) if not mask]
         assert all((aligned[1][p], aligned[2][p], aligned[3][p]) == (0.0, -1, 0.0) for p in masked)
         assert sequence.loss_mask[0] == sequence.loss_mask[-1] == 1
+    exported = sum(len(sequence.prompt_token_ids) + len(sequence.response_ids) for sequence in sequences)
+    assert exported == session._turns.exported_tokens, "what the limit counts is what there is"
     statistics = session.statistics()
     assert statistics.branches == len(sequences)
     assert statistics.sampled_tokens == sum(trained.values())

@@ -158,6 +158,35 @@ def test_a_full_store_makes_room_by_itself() -> None:
     assert store.by_key(old.api_key) is None
 
 
+def test_idle_sessions_go_as_others_come_also_where_there_is_room() -> None:
+    store, clock = new_store(idle_expiry_s=10.0)
+    for _ in range(3):
+        store.open()
+    clock.now = 10.0
+    store.open()
+    assert len(store) == 1 and store.totals.expired == 3
+
+
+def test_reserved_sessions_ask_nobody_take_no_place_and_do_not_expire() -> None:
+    clock = Clock()
+    asked: list[None] = []
+    limits = SessionLimits(max_sessions=1, idle_expiry_s=10.0)
+    store = SessionStore(ReadableRenderer(), limits, admission=lambda: asked.append(None), clock=clock)
+    reserved = [store.open(reserved=True) for _ in range(3)]
+    assert not asked
+    store.open("other")
+    with pytest.raises(QuotaError, match="max_sessions"):
+        store.open()
+    clock.now = 100.0
+    assert store.expire() == ["other"]
+    for opened in reserved:
+        assert store.by_key(opened.api_key) is opened.session
+        store.close(opened.session.id)
+    store.open()
+    with pytest.raises(QuotaError, match="max_sessions"):
+        store.open()
+
+
 async def test_finishing_wakes_whoever_waits() -> None:
     store, _ = new_store()
     session = store.open().session

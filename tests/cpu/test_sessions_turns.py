@@ -318,19 +318,90 @@ def test_a_response_without_tokens_logprobs_or_versions_is_refused(lost: str) ->
     assert session.statistics().turns == 0
 
 
-@pytest.mark.parametrize(
-    ("limits", "name"), [(SessionLimits(max_turns=2), "max_turns"), (SessionLimits(max_tokens=10), "max_tokens")]
-)
+LIMITS = [  # two turns of five tokens fit, and nothing more
+    (SessionLimits(max_turns=2), "max_turns"),
+    (SessionLimits(max_tokens=10), "max_tokens"),
+    (SessionLimits(max_exported_tokens=10), "max_exported_tokens"),
+]
+
+
+@pytest.mark.parametrize(("limits", "name"), LIMITS)
 def test_a_session_that_has_used_its_turns_or_tokens_takes_no_request(limits: SessionLimits, name: str) -> None:
     session = new_session(limits=limits)
-    late = session.plan([user("late")])
+    late = session.plan([user("3")])
     ask(session, [user("1")], "a")
-    ask(session, [user("2")], "bcd")
-    session.record(late, choice(late, "what runs is still kept"))
-    for refused in (lambda: session.plan([user("3")]), lambda: session.plan_completion([1])):
-        with pytest.raises(SessionError, match=name):
+    ask(session, [user("2")], "b")
+    for refused in (
+        lambda: session.plan([user("3")]),
+        lambda: session.plan_completion([1]),
+        lambda: session.record(late, choice(late, "c")),
+    ):
+        with pytest.raises(SessionError, match=rf"\({name}\).*Finish it"):
             refused()
-    assert session.statistics().turns == 3
+    session.finish(1.0)
+    assert [sequence.turns for sequence in session.sequences()] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [
+        (SessionLimits(max_turns=2), "max_turns"),
+        (SessionLimits(max_tokens=6), "max_tokens"),  # one prompt of four tokens, held once
+        (SessionLimits(max_exported_tokens=10), "max_exported_tokens"),
+    ],
+)
+def test_several_responses_have_room_together_or_not_at_all(limits: SessionLimits, name: str) -> None:
+    session = new_session(limits=limits)
+    plan = session.plan([user("1")])
+    session.check_room(2, plan=plan)
+    with pytest.raises(SessionError, match=name):
+        session.check_room(3, plan=plan)
+    session.record(plan, choice(plan, "a"))
+    session.check_room(1, plan=plan)
+    with pytest.raises(SessionError, match=name):
+        session.check_room(2, plan=plan)
+    assert session.statistics().turns == 1
+
+
+def test_without_a_plan_turns_and_sampled_tokens_are_checked() -> None:
+    session = new_session(limits=SessionLimits(max_turns=4, max_tokens=8))
+    session.check_room(4)
+    session.check_room(1, sampled_tokens=8)
+    for responses, sampled in ((5, 0), (1, 9)):
+        with pytest.raises(SessionError, match="max_t"):
+            session.check_room(responses, sampled_tokens=sampled)
+    session.finish()
+    with pytest.raises(SessionError, match="has finished"):
+        session.check_room(1)
+
+
+def test_a_response_longer_than_the_room_that_is_left_is_not_kept() -> None:
+    session = new_session(limits=SessionLimits(max_tokens=10))
+    plan = session.plan([user("1")])
+    with pytest.raises(SessionError, match="would hold 11 of at most 10 tokens"):
+        session.record(plan, choice(plan, "x" * 7))
+    assert session.statistics().turns == session.statistics().sampled_tokens == 0
+    session.record(plan, choice(plan, "x" * 6))
+
+
+def test_a_conversation_that_goes_on_is_exported_once_and_each_branch_from_its_beginning() -> None:
+    session = new_session(limits=SessionLimits(max_exported_tokens=30))
+    ask(session, [user("1")], "a")
+    history = [user("1"), assistant("a"), user("2")]
+    plan = ask(session, history, "b")
+    assert session._turns.exported_tokens == session._turns.held_tokens == len(plan.prompt_token_ids) + 1
+    ask(session, history, "c")
+    assert session._turns.exported_tokens == 2 * (len(plan.prompt_token_ids) + 1)
+    with pytest.raises(SessionError, match="each branch repeats"):
+        session.plan(history)
+
+
+def test_the_responses_to_one_prompt_hold_it_once() -> None:
+    session = new_session()
+    plan = session.plan([user("x" * 1000)])
+    for answer in "abc":
+        session.record(plan, choice(plan, answer))
+    assert session._turns.held_tokens == len(plan.prompt_token_ids) + 3
 
 
 def test_a_long_conversation_is_rendered_and_looked_up_once_per_message() -> None:

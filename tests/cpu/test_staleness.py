@@ -233,3 +233,18 @@ def test_between_publications_nothing_is_admitted() -> None:
         m.advance(published=m.publication_due)
     assert due == [False, False, True]
     assert m.capacity() == 6
+
+
+def test_the_budget_is_spent_when_all_that_may_be_accepted_has_finished_and_open_again_after_a_step() -> None:
+    m = manager(2, 1, 0, 8, 10)
+    for ordinal in range(2):
+        m.admit(ordinal, 0)
+    assert m.capacity() == 0 and not m.budget_spent, "what runs has not finished"
+    for ordinal in range(2):
+        m.finish(ordinal)
+    assert m.budget_spent
+    batch = m.select([group(o, 0) for o in range(2)])
+    assert batch is not None
+    m.train(batch)
+    m.advance(published=True)
+    assert not m.budget_spent

@@ -49,6 +49,16 @@ async def test_depth_zero_is_the_synchronous_trainer(tmp_path: Path, policy: str
     assert all(row["async/lag_max"] == 0 for row in asynchronous.rows)
 
 
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+async def test_a_generator_knows_whether_there_is_room_for_more_than_it_was_asked_for(
+    tmp_path: Path, mode: str
+) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}")
+    await h.train()
+    assert all(h.generator.could_begin), "what the trainer asks for has its seat"
+    assert not h.generator.may_begin(), "all that will be trained was generated"
+
+
 async def test_generation_goes_on_while_the_policy_trains(tmp_path: Path) -> None:
     h = Harness(tmp_path)
     loop = asyncio.get_running_loop()

@@ -8,10 +8,14 @@ AgentTask ──Agent.run──> AgentResult
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
+
+_REDACTED = "<api key>"
+_TELLING_CHARACTERS = 8  # of a key in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,11 @@ class AgentTask:
         return self.base_url.removesuffix("/v1")
 
     def redact(self, text: str) -> str:
-        """``text`` without the key."""
-        return text.replace(self.api_key, "<api key>")
+        """``text`` without the key and without any part of it that is long enough to be told from chance.
+
+        Texts are cut somewhere before they are shown, and so may a key have been.
+        """
+        return _without_parts(text, self.api_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,18 @@ class Agent(Protocol):
         Raises:
             AgentError: the run failed, and the message says how.
         """
+
+
+def _without_parts(text: str, key: str) -> str:
+    size = min(_TELLING_CHARACTERS, len(key))
+    parts = "|".join(re.escape(key[place : place + size]) for place in range(len(key) - size + 1))
+    kept: list[str] = []
+    end = 0
+    for match in re.finditer(f"(?={parts})", text):  # looking ahead: parts of a key overlap
+        if match.start() > end or not kept:
+            kept += [text[end : match.start()], _REDACTED]
+        end = match.start() + size
+    return "".join([*kept, text[end:]])
 
 
 class AgentError(Exception):

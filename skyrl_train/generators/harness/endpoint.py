@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,11 +52,12 @@ class SessionEndpoint:
         agents_choose: bool,
     ) -> None:
         self._sampling = RunSampling(client, agents_choose=agents_choose)
-        self._store = SessionStore(client.renderer, _dataclass(SessionLimits, limits, "session_limits"))
+        self._limits = _dataclass(SessionLimits, limits, "session_limits")
+        self._store = SessionStore(client.renderer, self._limits, self._wait_of_others)
         service = ChatService(self._sampling, client.renderer)
-        self._server = EndpointServer(
-            create_app(service, client, self._store, _dataclass(ServerSettings, settings, "endpoint"))
-        )
+        self._settings = _dataclass(ServerSettings, settings, "endpoint")
+        self._server = EndpointServer(create_app(service, client, self._store, self._settings))
+        self._others_may_begin: Callable[[], bool] = lambda: True
         self._base_url: str | None = None
 
     async def start(self) -> None:
@@ -83,14 +84,25 @@ class SessionEndpoint:
             raise ConfigError("The harness generator was not started: await generator.start() before generate().")
         return self._base_url
 
+    @property
+    def admin_key(self) -> str | None:
+        """The key that opens further sessions, if there is one."""
+        return self._settings.admin_key
+
+    def pace(self, may_begin: Callable[[], bool]) -> None:
+        """Asked from now on before anyone but the run opens a session; where it says no, they are to come back later."""
+        self._others_may_begin = may_begin
+
+    def _wait_of_others(self) -> float | None:
+        return None if self._others_may_begin() else self._limits.retry_after_s
+
     @contextmanager
     def session(self, run: SamplingParams, seed: int | None) -> Iterator[RunSession]:
         """A session for the time of the context; what it still generates at its end is cancelled.
 
-        Raises:
-            QuotaError: more sessions than ``session_limits.max_sessions`` are open.
+        The run has admitted its sample: neither ``session_limits.max_sessions`` nor :meth:`pace` hold it up.
         """
-        opened = self._store.open()
+        opened = self._store.open(reserved=True)
         session_id = opened.session.id
         try:
             yield RunSession(opened, self._sampling.open(session_id, run, seed))

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,6 @@ class HarnessGenerator(GeneratorInterface):
         _check_positive("max_concurrency", max_concurrency)
         if failure_reward is not None and not math.isfinite(failure_reward):
             raise ConfigError(f"generator.kwargs.failure_reward={failure_reward}: must be a finite number, or null.")
-        self._agent = _build_agent(agent, command, environment)
         self._config = generator_config
         self._timeout_s = timeout_s
         self._failure_reward = failure_reward
@@ -91,8 +90,15 @@ class HarnessGenerator(GeneratorInterface):
         self._endpoint = SessionEndpoint(
             client,
             settings=dict(endpoint or {}),
-            limits={"max_sessions": max_concurrency, "idle_expiry_s": math.inf, **(session_limits or {})},
+            limits=dict(session_limits or {}),
             agents_choose=agents_choose_sampling,
+        )
+        self._agent = _build_agent(
+            agent,
+            command,
+            environment,
+            withheld=(generator_config.inference_engine.remote_api_key_variable,),
+            secrets=filter(None, (self._endpoint.admin_key,)),
         )
 
     async def start(self) -> None:
@@ -102,6 +108,14 @@ class HarnessGenerator(GeneratorInterface):
     async def aclose(self) -> None:
         """Closes the endpoint; requests in flight are cancelled."""
         await self._endpoint.stop()
+
+    def pace(self, may_begin: Callable[[], bool]) -> None:
+        """Sets what is asked before a program from outside opens a session beside the run's own.
+
+        Where ``may_begin()`` is false (the staleness budget is spent), it gets a 429 with ``Retry-After``. The run's own
+        samples were admitted with their group and are not held up; nor is any session that is open already.
+        """
+        self._endpoint.pace(may_begin)
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Runs an agent for every entry of ``input_batch``.
@@ -144,16 +158,15 @@ class HarnessGenerator(GeneratorInterface):
                     if usage.engine_error is not None:
                         raise usage.engine_error from None
                     if self._failure_reward is None or not session.statistics().turns:
-                        raise _rollout_error(error, task, trajectory_id) from error.__cause__
+                        raise _rollout_error(error, task, trajectory_id) from _printable(error.__cause__, task)
                     logger.warning("%s", _rollout_error(error, task, trajectory_id))
                     if not session.finished:  # an agent may end its session itself
                         session.set_reward(self._failure_reward)
                     failed = True
                 seconds = time.perf_counter() - started
                 session.finish()
-                return PlayedSession(
-                    session.sequences(), session.statistics(), seconds, usage.overridden, failed, result.metrics
-                )
+                sequences = await session.export()
+                return PlayedSession(sequences, session.statistics(), seconds, usage.overridden, failed, result.metrics)
 
     async def _run(self, task: AgentTask) -> AgentResult:
         """Runs the agent.
@@ -175,22 +188,29 @@ class HarnessGenerator(GeneratorInterface):
         except Exception as error:
             if limit.expired():
                 raise AgentError(f"it took longer than generator.kwargs.timeout_s={self._timeout_s:g} s") from None
-            raise AgentError(f"it raised {error!r} ({_place(error)})") from _without(task.api_key, error)
+            raise AgentError(f"it raised {error!r} ({_place(error)})") from error
 
 
-def _build_agent(agent: str | None, command: Sequence[str] | None, environment: Mapping[str, str] | None) -> Agent:
+def _build_agent(
+    agent: str | None,
+    command: Sequence[str] | None,
+    environment: Mapping[str, str] | None,
+    *,
+    withheld: Iterable[str],
+    secrets: Iterable[str],
+) -> Agent:
     if (agent is None) == (command is None):
         raise ConfigError(
             "The harness needs one agent: set generator.kwargs.agent (package.module:function or file.py:function) or "
             "generator.kwargs.command (a list: a program and its arguments)."
         )
     if command is not None:
-        return ProcessAgent(command, environment)
+        return ProcessAgent(command, environment, withheld=tuple(withheld), secrets=tuple(secrets))
     if environment is not None:
         raise ConfigError(
             "generator.kwargs.environment is for generator.kwargs.command; a function has none of its own."
         )
-    return FunctionAgent(import_name(str(agent), "generator.kwargs.agent"), str(agent))
+    return FunctionAgent(import_name(str(agent), "generator.kwargs.agent", "function"), str(agent))
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -233,6 +253,7 @@ def _place(error: BaseException) -> str:
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else "nowhere"
 
 
-def _without(key: str, error: Exception) -> Exception | None:
-    """``error`` as a cause that may be printed: not where it speaks of the key."""
-    return None if key in "".join(traceback.format_exception(error)) else error
+def _printable(cause: BaseException | None, task: AgentTask) -> BaseException | None:
+    """``cause`` where its traceback does not speak of the key."""
+    told = "" if cause is None else "".join(traceback.format_exception(cause))
+    return cause if told == task.redact(told) else None

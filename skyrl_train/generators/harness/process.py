@@ -7,6 +7,9 @@
 | its key | ``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY`` |
 | its session | ``SKYRL_SESSION_ID``, for ``POST /v1/sessions/{id}/reward`` |
 
+The rest of this process's environment is passed on, without the keys of this library: ``SKYRL_ADMIN_KEY``, the inference
+servers' key, and whatever variable has one of them for its value.
+
 It says what its run was worth in the last line of its standard output, as JSON, or posts the reward and prints none.
 """
 
@@ -17,7 +20,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +30,7 @@ from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentT
 
 _KEPT_BYTES = 65536  # of each output stream, its end
 _ERROR_LINES = 8
+_WITHHELD = ("SKYRL_ADMIN_KEY", "VLLM_API_KEY")  # of whoever serves, not of an agent
 _READ_TIMEOUT_S = 1.0  # for what is still in the pipes once the whole process group is gone
 
 
@@ -35,7 +39,9 @@ class ProcessAgent:
 
     Args:
         command: the program and its arguments; no shell.
-        environment: variables beside those of this process and the task's own.
+        environment: variables beside those of this process and the task's own; these are passed whatever they are.
+        withheld: further variables of this process that are not passed on.
+        secrets: further values that no variable of this process is passed on with.
         grace_s: between the request to end (SIGTERM) and the end (SIGKILL).
 
     Raises:
@@ -43,7 +49,13 @@ class ProcessAgent:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None, grace_s: float = 2.0
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        grace_s: float = 2.0,
+        withheld: Collection[str] = (),
+        secrets: Collection[str] = (),
     ) -> None:
         if not command or isinstance(command, str):
             raise ConfigError(
@@ -52,6 +64,8 @@ class ProcessAgent:
             )
         self._command = [str(word) for word in command]
         self._environment = {str(name): str(value) for name, value in (environment or {}).items()}
+        self._withheld = frozenset((*_WITHHELD, *withheld))
+        self._secrets = frozenset(secrets)
         self._grace_s = grace_s
 
     async def run(self, task: AgentTask) -> AgentResult:
@@ -63,11 +77,21 @@ class ProcessAgent:
         with tempfile.TemporaryDirectory(prefix="skyrl-agent-") as folder:
             prompt = Path(folder) / "prompt.json"
             prompt.write_text(json.dumps(_task_json(task)), encoding="utf-8")
-            status, out, err = await self._run(prompt, {**os.environ, **self._environment, **_variables(task, prompt)})
+            environment = {**self._inherited(), **self._environment, **_variables(task, prompt)}
+            status, *streams = await self._run(prompt, environment)
+        # Whole, before anything is cut out of them.
+        out, err = (task.redact(stream.decode(errors="replace")) for stream in streams)
         if status:
             how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
             raise AgentError(f"{self._command[0]} {how}; its last words: {_last_lines(err or out)}")
         return _read_reward(out)
+
+    def _inherited(self) -> dict[str, str]:
+        """The variables of this process that are no keys of this library."""
+        secrets = self._secrets | {os.environ[name] for name in self._withheld if os.environ.get(name)}
+        return {
+            name: value for name, value in os.environ.items() if name not in self._withheld and value not in secrets
+        }
 
     async def _run(self, prompt: Path, environment: Mapping[str, str]) -> tuple[int, bytes, bytes]:
         """Returns exit status and the ends of both output streams."""
@@ -183,8 +207,8 @@ def _kill_group(group: int, how: signal.Signals) -> None:
         return  # macOS says this of a group that has only zombies left
 
 
-def _read_reward(out: bytes) -> AgentResult:
-    lines = [line for line in out.decode(errors="replace").splitlines() if line.strip()]
+def _read_reward(out: str) -> AgentResult:
+    lines = [line for line in out.splitlines() if line.strip()]
     if not lines:
         return AgentResult(remark="it printed nothing")
     try:
@@ -194,6 +218,6 @@ def _read_reward(out: bytes) -> AgentResult:
     return to_result(value)
 
 
-def _last_lines(output: bytes) -> str:
-    lines = output.decode(errors="replace").strip().splitlines()[-_ERROR_LINES:]
+def _last_lines(output: str) -> str:
+    lines = output.strip().splitlines()[-_ERROR_LINES:]
     return "\n".join(["", *lines]) if lines else "none"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from skyrl_train.errors import EngineError
@@ -23,31 +23,53 @@ from skyrl_train.inference.requests import Generation, GenerationChunk, Generati
 _SAMPLED_AS = ("temperature", "top_p", "top_k", "min_p")
 _UNSET = SamplingParams()  # what a request has where its body is silent
 
+_Asked = tuple[int, int]  # digest of the prompt, number of the choice
+
 
 @dataclass(slots=True)
 class SessionSampling:
     """One session. ``overridden`` counts requests that asked for another distribution or for a seed of their own.
 
-    ``engine_error``: what the session's last request failed with, if it was the engines' fault; its agent sees only that
-    it failed.
+    A grammar (``response_format``) is followed, and counted: its log-probs are those of the masked distribution, which the
+    trainer does not evaluate.
+
+    ``faults``: of requests that failed by the engines' fault and were not answered when they were tried again, by what they
+    asked; the agent sees only that they failed.
     """
 
     run: SamplingParams
     seed: int | None
     overridden: int = 0
-    engine_error: EngineError | None = None
-    _asked: Counter[tuple[int, int]] = field(default_factory=Counter, repr=False)
+    faults: dict[_Asked, EngineError] = field(default_factory=dict)
+    _times: Counter[_Asked] = field(default_factory=Counter, repr=False)
 
-    def next_seed(self, request: GenerationRequest) -> int | None:
+    @property
+    def engine_error(self) -> EngineError | None:
+        """The latest fault of the engines that is not made up for."""
+        return next(reversed(self.faults.values()), None)
+
+    @contextmanager
+    def watched(self, asked: _Asked) -> Iterator[None]:
+        """Keeps the fault that a request ends with; a success makes up for one of the same request begun earlier."""
+        earlier = self.faults.get(asked)
+        try:
+            yield
+        except EngineError as error:
+            self.faults.pop(asked, None)  # the latest goes last
+            self.faults[asked] = error
+            raise
+        if earlier is not None and self.faults.get(asked) is earlier:
+            del self.faults[asked]
+
+    def next_seed(self, request: GenerationRequest, asked: _Asked) -> int | None:
         """The seed of a request: of the trajectory's seed, its prompt, and how often the session asked that before.
 
         Requests that run at the same time therefore have the same seeds in whichever order they arrive.
         """
         if self.seed is None:
             return request.params.seed
-        place = (_digest(request.prompt_token_ids), request.choice)
-        seed = mix(self.seed, place[0], self._asked[place])
-        self._asked[place] += 1
+        seed = mix(self.seed, asked[0], self._times[asked])
+        self._times[asked] += 1
         return seed
 
 
@@ -61,6 +83,7 @@ class RunSampling:
     | max_tokens | the smaller one |
     | stop strings, min_tokens | the request's where it has any, else the run's |
     | stop_token_ids, ignore_eos | both |
+    | grammar | the request's |
 
     Requests of other sessions, and of none, pass as they are.
 
@@ -95,15 +118,21 @@ class RunSampling:
     async def complete(self, request: GenerationRequest) -> Generation:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
         session = self._session(request)
-        with _watched(session):
-            return await self._generation.complete(self._as_configured(request, session))
+        if session is None:
+            return await self._generation.complete(request)
+        asked = _asked(request)
+        with session.watched(asked):
+            return await self._generation.complete(self._as_configured(request, session, asked))
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
         session = self._session(request)
-        chunks = self._generation.stream(self._as_configured(request, session))
+        asked = _asked(request)
+        if session is not None:
+            request = self._as_configured(request, session, asked)
+        chunks = self._generation.stream(request)
         try:
-            with _watched(session):
+            with nullcontext() if session is None else session.watched(asked):
                 async for chunk in chunks:
                     yield chunk
         finally:
@@ -112,19 +141,20 @@ class RunSampling:
     def _session(self, request: GenerationRequest) -> SessionSampling | None:
         return None if request.session_id is None else self._sessions.get(request.session_id)
 
-    def _as_configured(self, request: GenerationRequest, session: SessionSampling | None) -> GenerationRequest:
-        if session is None:
-            return request
-        asked, differs = run_params(request.params, session.run, agents_choose=self._agents_choose)
+    def _as_configured(self, request: GenerationRequest, session: SessionSampling, asked: _Asked) -> GenerationRequest:
+        params, differs = run_params(request.params, session.run, agents_choose=self._agents_choose)
         session.overridden += differs
-        seed = session.next_seed(request)
+        seed = session.next_seed(request, asked)
         if self._agents_choose and request.params.seed is not None:
             seed = request.params.seed
-        return replace(request, params=replace(asked, seed=seed))
+        return replace(request, params=replace(params, seed=seed))
 
 
 def run_params(asked: SamplingParams, run: SamplingParams, *, agents_choose: bool) -> tuple[SamplingParams, bool]:
-    """``asked`` as the run samples it, and whether the agent had asked for another distribution or a seed."""
+    """``asked`` as the run samples it, and whether the agent had asked for another distribution or a seed.
+
+    A grammar is kept, because an agent that asks for one cannot read anything else; it is another distribution.
+    """
     chosen = {name: getattr(asked, name) for name in _SAMPLED_AS if getattr(asked, name) != getattr(_UNSET, name)}
     kept = chosen if agents_choose else {}
     max_tokens = min(asked.max_tokens, run.max_tokens)
@@ -138,20 +168,11 @@ def run_params(asked: SamplingParams, run: SamplingParams, *, agents_choose: boo
         **{name: kept.get(name, getattr(run, name)) for name in _SAMPLED_AS},
     )
     differs = any(value != getattr(params, name) for name, value in chosen.items())
-    return params, differs or (asked.seed is not None and not agents_choose)
+    differs |= not agents_choose and (asked.seed is not None or asked.structured != run.structured)
+    return params, differs
 
 
-def _digest(token_ids: Sequence[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest(), "big")
-
-
-@contextmanager
-def _watched(session: SessionSampling | None) -> Iterator[None]:
-    try:
-        yield
-    except EngineError as error:
-        if session is not None:
-            session.engine_error = error
-        raise
-    if session is not None:
-        session.engine_error = None
+def _asked(request: GenerationRequest) -> _Asked:
+    """What a request and its repetitions have in common."""
+    digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big"), request.choice

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.server import sse
 from skyrl_train.inference.server.auth import Caller
-from skyrl_train.inference.server.connection import StallGuard, Watch, parse_json, read_body
+from skyrl_train.inference.server.connection import Body, Watch
 from skyrl_train.inference.server.errors import ClientGoneError, as_dialect_error
 from skyrl_train.inference.server.gateway import Gateway, gateway_of
 from skyrl_train.inference.sessions.single_flight import request_key
@@ -53,7 +53,7 @@ class Job:
     failed: Callable[[DialectError], bytes]
 
 
-Prepare = Callable[[Gateway, Caller, dict[str, Any]], Job]
+Prepare = Callable[[Gateway, Caller, Body], Awaitable[Job]]
 
 
 def error_response(error: DialectError, shape: ErrorShape) -> Response:
@@ -78,62 +78,57 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            caller = self._gateway.caller(self._request)
+            caller = self._gateway.caller(self._request, opens_session=True)
             with self._gateway.slot():
-                body = await self._body()
-                job = self._prepare(self._gateway, caller, body)
+                body = await self._gateway.body(self._request)
+                job = await self._prepare(self._gateway, caller, body)
+                key = b"" if caller.session is None else await body.read_by(self._key)
                 with self._gateway.watch(self._request.receive) as watch:
                     if job.streamed:
-                        await self._send_pieces(job, self._pieces(job, caller, body), watch, send)
+                        await self._send_pieces(job, self._pieces(job, caller, key), watch, send)
                         return
                     async with watch:
-                        whole = await self._whole(job, caller, body)
-            response = Response(whole, media_type="application/json")
+                        whole = await self._whole(job, caller, key)
+                await _send_whole(whole, send)
+            return
         except ClientGoneError:
             return
         except Exception as error:
             response = error_response(as_dialect_error(error), self._shape)
         await response(scope, receive, send)
 
-    async def _body(self) -> dict[str, Any]:
-        settings = self._gateway.settings
-        raw = await read_body(self._request, settings.max_body_bytes, settings.body_timeout_s)
-        return parse_json(raw, self._request.headers.get("content-type", ""))
-
-    async def _whole(self, job: Job, caller: Caller, body: Mapping[str, Any]) -> bytes:
+    async def _whole(self, job: Job, caller: Caller, key: bytes) -> bytes:
         if caller.session is None:
             return await job.whole()
-        key, is_retry = self._identity(body)
-        return await caller.session.single_flight.run(key, job.whole, is_retry=is_retry)
+        return await caller.session.single_flight.run(key, job.whole, is_retry=self._is_retry)
 
-    def _pieces(self, job: Job, caller: Caller, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    def _pieces(self, job: Job, caller: Caller, key: bytes) -> AsyncIterator[bytes]:
         if caller.session is None:
             return job.pieces()
-        key, is_retry = self._identity(body)
-        return caller.session.single_flight.stream(key, job.pieces, is_retry=is_retry)
+        return caller.session.single_flight.stream(key, job.pieces, is_retry=self._is_retry)
 
-    def _identity(self, body: Mapping[str, Any]) -> tuple[bytes, bool]:
-        is_retry = self._request.headers.get(RETRY_HEADER, "0") != "0"
-        return request_key(self._request.url.path, body), is_retry
+    @property
+    def _is_retry(self) -> bool:
+        return self._request.headers.get(RETRY_HEADER, "0") != "0"
+
+    def _key(self, fields: dict[str, Any]) -> bytes:
+        return request_key(self._request.url.path, fields)
 
     async def _send_pieces(self, job: Job, pieces: AsyncIterator[bytes], watch: Watch, send: Send) -> None:
         """Sends pieces as fast as the reader takes them: the next one is asked for when the last one has gone.
 
-        The response begins with the first piece, so that what fails before is an HTTP error.
+        The response begins with the first piece, so that what fails before is an HTTP error. A reader that stands still is
+        cut off by its connection (:mod:`~skyrl_train.inference.server.limits`), which the watch tells.
         """
         try:
             async with watch:
                 first = await anext(pieces)
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             try:
-                async with watch, StallGuard(watch, self._gateway.settings.write_timeout_s) as guard:
-                    guard.steps += 1
+                async with watch:
                     await send(_body(first))
-                    guard.steps += 1
                     async for piece in pieces:
-                        guard.steps += 1
                         await send(_body(piece))
-                        guard.steps += 1
             except ClientGoneError:
                 raise
             except Exception as error:
@@ -141,6 +136,14 @@ class Answer(Response):
             await send(_body(b"", more=False))
         finally:
             await pieces.aclose()  # type: ignore[attr-defined]
+
+
+async def _send_whole(whole: bytes, send: Send) -> None:
+    """Returns when the reader has taken nearly all of it, or was cut off: until then its place is not another's."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(whole)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send(_body(whole))
+    await send(_body(b"", more=False))
 
 
 def _body(body: bytes, more: bool = True) -> dict[str, Any]:

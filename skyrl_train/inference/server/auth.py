@@ -35,8 +35,11 @@ class Authenticator:
         self._store = store
         self._admin_digest = None if settings.admin_key is None else _digest(settings.admin_key)
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str], *, opens_session: bool = False) -> Caller:
         """Returns who sent ``headers`` (lower-case names).
+
+        Args:
+            opens_session: whether a session that the administrator's header names is opened where there is none.
 
         Raises:
             DialectError: 401 without a valid key.
@@ -51,11 +54,10 @@ class Authenticator:
         session_id = headers.get(SESSION_HEADER)
         if session_id is None:
             return Caller(True)
-        return Caller(True, self._named(session_id))
-
-    def _named(self, session_id: str) -> Session:
         session = self._store.get(session_id)
-        return session if session is not None else self._store.open(session_id).session
+        if session is None and opens_session:
+            session = self._store.open(session_id).session
+        return Caller(True, session)
 
     @staticmethod
     def _matches(key: str, digest: bytes) -> bool:

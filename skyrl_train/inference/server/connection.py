@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -13,6 +15,36 @@ from starlette.types import Receive
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.fields import MAX_DEPTH
 from skyrl_train.inference.server.errors import ClientGoneError
+
+T = TypeVar("T")
+
+LARGE_BODY = 32 << 10  # bytes; reading the fields of so many takes some milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request's body as JSON, and how many bytes it was."""
+
+    fields: dict[str, Any]
+    size: int
+
+    async def read_by(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """What ``read``, a pure function, makes of the fields; those of a large body do not hold the event loop up."""
+        return await asyncio.to_thread(read, self.fields) if self.size > LARGE_BODY else read(self.fields)
+
+
+async def read_json(request: Request, max_bytes: int, timeout_s: float) -> Body:
+    """The body of a request.
+
+    Raises:
+        DialectError: as for :func:`read_body` and :func:`parse_json`.
+        ClientGoneError: the caller left in the middle.
+    """
+    raw = await read_body(request, max_bytes, timeout_s)
+    content_type = request.headers.get("content-type", "")
+    if len(raw) <= LARGE_BODY:
+        return Body(parse_json(raw, content_type), len(raw))
+    return Body(await asyncio.to_thread(parse_json, raw, content_type), len(raw))
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -121,36 +153,3 @@ class Watch:
         if self._task is not None and self._reason is None:
             self._reason = reason
             self._task.cancel()
-
-
-class StallGuard:
-    """Gives up a reader that has not taken one piece for ``timeout_s`` (at most twice that) inside ``async with``.
-
-    One timer per stream and none per piece. ``steps`` counts up before a piece is sent and after: when it is odd, and was
-    the same when it was looked at last, the reader stands still.
-    """
-
-    def __init__(self, watch: Watch, timeout_s: float) -> None:
-        self.steps = 0
-        self._watch = watch
-        self._timeout_s = timeout_s
-        self._seen = 0
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> StallGuard:
-        self._look_later()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
-
-    def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look)
-
-    def _look(self) -> None:
-        if self.steps % 2 and self.steps == self._seen:
-            self._watch.interrupt(ClientGoneError())
-            return
-        self._seen = self.steps
-        self._look_later()

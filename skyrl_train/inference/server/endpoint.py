@@ -91,7 +91,7 @@ class EndpointServer:
         listener = _bind(settings)
         config = uvicorn.Config(
             self._app,
-            http=limited_protocol(settings.max_header_bytes),
+            http=limited_protocol(settings),
             ws="none",
             lifespan="off",
             log_config=None,

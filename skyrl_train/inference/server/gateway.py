@@ -18,9 +18,10 @@ from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.dialects.dialect import ResponseContext
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.openai_responses_history import ResponseHistories
+from skyrl_train.inference.dialects.sizes import check_counts
 from skyrl_train.inference.dialects.tokens import TokenTexts
 from skyrl_train.inference.server.auth import Authenticator, Caller
-from skyrl_train.inference.server.connection import Watch
+from skyrl_train.inference.server.connection import Body, Watch, read_json
 from skyrl_train.inference.server.metrics import ServerMetrics
 from skyrl_train.inference.server.settings import ServerSettings
 from skyrl_train.inference.sessions.store import SessionStore
@@ -52,14 +53,25 @@ class Gateway:
         self.changed = Signal()  # requests came or went
         self._stopping = False
 
-    def caller(self, request: Request) -> Caller:
-        """Who sent a request.
+    def caller(self, request: Request, *, opens_session: bool = False) -> Caller:
+        """Who sent a request; ``opens_session`` where it is one that a new session may begin with.
 
         Raises:
             DialectError: 401 without a valid key.
             QuotaError: it names a new session, and there is no room for it.
         """
-        return self._authenticator.caller(request.headers)
+        return self._authenticator.caller(request.headers, opens_session=opens_session)
+
+    async def body(self, request: Request) -> Body:
+        """A request's body, within the endpoint's limits and with no more entries than the context could hold.
+
+        Raises:
+            DialectError: it is too large, too slow, no JSON object, or more than fits the context.
+            ClientGoneError: the caller left in the middle.
+        """
+        body = await read_json(request, self.settings.max_body_bytes, self.settings.body_timeout_s)
+        check_counts(body.fields, self.client.capabilities.max_model_len)
+        return body
 
     def adapter(self, model: str) -> str | None:
         """The LoRA adapter that ``model`` names; None for the policy.

@@ -23,8 +23,10 @@ class ServerSettings:
         max_body_bytes: of a request.
         max_header_bytes: of a request's line and headers together.
         max_in_flight: generations at once; more are answered with 429.
+        max_connections: open at once, idle ones included; more are answered with 503 and closed.
+        head_timeout_s: how long a request's line and headers may take to arrive, and how long a new connection may be silent.
         body_timeout_s: how long a request's body may take to arrive.
-        write_timeout_s: how long a reader may stand still before its generation is cancelled (up to twice that).
+        write_timeout_s: how long a reader may stand still before its connection is closed and its generation cancelled.
         keep_alive_s: how long an idle connection is kept.
         docs: serve a page about the API at /docs (it loads scripts from elsewhere).
     """
@@ -37,6 +39,8 @@ class ServerSettings:
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
     max_in_flight: int = 16_384
+    max_connections: int = 32_768
+    head_timeout_s: float = 30.0
     body_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     keep_alive_s: int = 75

@@ -39,26 +39,59 @@ def to_sequences(tree: TurnTree, reward: float, turn_rewards: Mapping[int, float
 
     ``reward``, the session's, is added to the last token of the last sequence, which is the last token of the turn
     recorded last; all rewards of all sequences together are the session's return.
+
+    Takes nothing but a tree that no longer changes, so that it may run in any thread. Sequences with equal prompts share
+    the list: it must not be changed.
     """
     sequences: list[SessionSequence] = []
     trained: set[int] = set()
+    tokens = _Tokens(tree)
     for leaf in tree.turns:
         if leaf.children:
             continue
         # Where a turn is trained already, so are all before it: what is left is the path's end.
-        turns = [turn for turn in tree.path(leaf.index) if turn.index not in trained]
+        path = tree.path(leaf.index)
+        begin = next(place for place, turn in enumerate(path) if turn.index not in trained)
+        turns = path[begin:]
         trained.update(turn.index for turn in turns)
-        sequences.append(_to_sequence(tree.prompt(turns[0].index), turns, turn_rewards))
+        sequences.append(_to_sequence(tokens, path[:begin], turns, turn_rewards))
     if sequences:
         sequences[-1].rewards[-1] += reward
     return sequences
 
 
-def _to_sequence(prompt: list[int], turns: list[Turn], turn_rewards: Mapping[int, float]) -> SessionSequence:
+class _Tokens:
+    """The tokens of a tree as lists. Every number is made once: what sequences repeat are references to it."""
+
+    def __init__(self, tree: TurnTree) -> None:
+        self._contexts = {id(context): token_list(context) for context in {turn.context for turn in tree.turns}}
+        self.responses = [token_list(turn.response) for turn in tree.turns]
+        self._prompts: dict[tuple[int | None, int], list[int]] = {}
+
+    def context(self, turn: Turn) -> list[int]:
+        return self._contexts[id(turn.context)]
+
+    def prompt(self, before: list[Turn], turn: Turn) -> list[int]:
+        """The prompt of ``turn``, which follows the turns ``before``."""
+        key = turn.parent, id(turn.context)
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = []
+            for earlier in before:
+                prompt += self.context(earlier)
+                prompt += self.responses[earlier.index]
+            prompt += self.context(turn)
+        return prompt
+
+
+def _to_sequence(
+    tokens: _Tokens, before: list[Turn], turns: list[Turn], turn_rewards: Mapping[int, float]
+) -> SessionSequence:
+    prompt = tokens.prompt(before, turns[0])
     sequence = SessionSequence(prompt, [], [], [], [], [], turns[-1].stop_reason, [turn.index for turn in turns])
     for turn in turns:
         if turn is not turns[0]:
-            context = token_list(turn.context)
+            context = tokens.context(turn)
             between = len(context)
             sequence.response_ids.extend(context)
             sequence.loss_mask.extend([0] * between)
@@ -66,7 +99,7 @@ def _to_sequence(prompt: list[int], turns: list[Turn], turn_rewards: Mapping[int
             sequence.versions.extend([-1] * between)
             sequence.rewards.extend([0.0] * between)
         sampled = turn.sampled_tokens
-        sequence.response_ids.extend(token_list(turn.response))
+        sequence.response_ids.extend(tokens.responses[turn.index])
         sequence.loss_mask.extend([1] * sampled)
         sequence.logprobs.extend(logprob_list(turn.logprobs))
         sequence.versions.extend(token_list(turn.versions))

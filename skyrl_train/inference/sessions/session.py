@@ -1,13 +1,14 @@
 """One session: what a program's requests and the responses to them were, token for token (SEMANTICS 3).
 
     plan(messages) ──> prompt tokens ──sampled by the engines──> record(plan, choice)      any number at once
-    set_reward ──> finish ──> sequences()
+    set_reward ──> finish ──> sequences(), export()
 
 A plan changes nothing: a request that fails or is cancelled leaves no trace.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,12 @@ from skyrl_train.inference.chat.requests import ChatChoice
 from skyrl_train.inference.requests import Generation
 from skyrl_train.inference.sessions.canonical import CanonicalMessage, canonical_messages, setting_digest
 from skyrl_train.inference.sessions.export import SessionSequence, to_sequences
-from skyrl_train.inference.sessions.limits import SessionLimits
+from skyrl_train.inference.sessions.limits import SessionLimits, SessionUse
 from skyrl_train.inference.sessions.single_flight import KeptFlights, SingleFlight
 from skyrl_train.inference.sessions.tree import MessageTree
-from skyrl_train.inference.sessions.turns import TurnTree, token_list
+from skyrl_train.inference.sessions.turns import TurnTree, differing_tokens, token_list
+
+_AT_ONCE_TOKENS = 50_000  # exported on the caller's thread, within a millisecond or two
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,20 @@ class Session:
         template cannot be extended, everything is rendered, and the turn begins a new branch.
 
         Raises:
-            SessionError: the session has ended, or has used its turns or tokens.
+            SessionError: the session has ended, or has no room for a response (see :meth:`check_room`).
             ConfigError: the template refuses the messages.
         """
         self._take_request()
+        plan = self._plan_chat(messages, tools, template_kwargs)
+        self.check_room(plan=plan)
+        return plan
+
+    def _plan_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> TurnPlan:
         kwargs = dict(template_kwargs or {})
         setting, canonical = setting_digest(tools, kwargs), canonical_messages(messages)
         match = self._messages.match(setting, canonical)
@@ -193,13 +206,38 @@ class Session:
         self._take_request()
         prompt = list(prompt_token_ids)
         parent = self._turns.longest_prefix(prompt)
-        return TurnPlan(prompt) if parent is None else TurnPlan(prompt, parent.end, parent.index)
+        plan = TurnPlan(prompt) if parent is None else TurnPlan(prompt, parent.end, parent.index)
+        self.check_room(plan=plan)
+        return plan
+
+    def check_room(self, responses: int = 1, *, plan: TurnPlan | None = None, sampled_tokens: int = 0) -> None:
+        """Checks that so many further responses fit the session's limits; keeps nothing for them.
+
+        Whoever wants several responses asks before they are sampled, and again with what was sampled before the first of
+        them is recorded: either all of them are kept or none.
+
+        Args:
+            plan: what they answer. Without it only their own tokens count.
+            sampled_tokens: of all of them together; at least one each is counted.
+
+        Raises:
+            SessionError: the session has ended, or they do not fit; the message names the limit.
+        """
+        self._check_open()
+        held = exported = max(responses, sampled_tokens)
+        if plan is not None:
+            more = self._turns.growth(plan.parent, plan.prompt_token_ids, responses)
+            held, exported = held + more[0], exported + more[1]
+        turns = self._turns
+        use = SessionUse(len(turns.turns) + responses, turns.held_tokens + held, turns.exported_tokens + exported)
+        if (exceeded := self._limits.exceeded(use)) is not None:
+            raise SessionError(f"Session {self.id!r} {exceeded}")
 
     def record(self, plan: TurnPlan, choice: ChatChoice) -> int:
         """Keeps an answer to a planned prompt, and returns the index of the turn. A plan may have many answers.
 
         Raises:
-            SessionError: the session has ended, or the answer is to another prompt.
+            SessionError: the session has ended, the answer does not fit its limits, or it is to another prompt.
             EngineError: the answer has no tokens, or some of them no log-prob or version.
         """
         turn = self.record_completion(plan, choice.generation)
@@ -214,6 +252,7 @@ class Session:
         self._check_open()
         if generation.prompt_token_ids != plan.prompt_token_ids:
             raise SessionError(f"Session {self.id!r} was given a response to another prompt than the one it planned.")
+        self.check_room(plan=plan, sampled_tokens=len(generation.token_ids))
         branches = self._turns.branches
         turn = self._turns.add(plan.parent, generation)
         if turn.parent is not None and self._turns.turns[turn.parent].children == (turn.index,):
@@ -247,13 +286,8 @@ class Session:
         return prompt if prompt[: len(known)] == known else None
 
     def _take_request(self) -> None:
-        self._check_open()
+        self.check_room()  # before anything is rendered
         self.last_used = self._clock()
-        limits = self._limits
-        if len(self._turns.turns) >= limits.max_turns:
-            raise SessionError(f"Session {self.id!r} has used its {limits.max_turns} turns (max_turns). Finish it.")
-        if self._turns.held_tokens >= limits.max_tokens:
-            raise SessionError(f"Session {self.id!r} has used its {limits.max_tokens} tokens (max_tokens). Finish it.")
 
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:
@@ -323,9 +357,27 @@ class Session:
     def sequences(self) -> list[SessionSequence]:
         """The finished session as training data: see :mod:`~skyrl_train.inference.sessions.export`.
 
+        Takes time in proportion to ``max_exported_tokens``: on an event loop, :meth:`export` is for that.
+
         Raises:
             SessionError: the session has not finished, is gone, or nothing was sampled in it.
         """
+        self._check_exportable()
+        return to_sequences(self._turns, self._reward, self._turn_rewards)
+
+    async def export(self) -> list[SessionSequence]:
+        """:meth:`sequences`, of a large session built in a thread while the event loop goes on.
+
+        Raises:
+            SessionError: as for :meth:`sequences`.
+        """
+        self._check_exportable()
+        if self._turns.exported_tokens <= _AT_ONCE_TOKENS:
+            return to_sequences(self._turns, self._reward, self._turn_rewards)
+        # Nothing is recorded in a finished session, and one that is closed meanwhile gets another tree.
+        return await asyncio.to_thread(to_sequences, self._turns, self._reward, self._turn_rewards)
+
+    def _check_exportable(self) -> None:
         if self._state is not _State.FINISHED:
             what = "has not finished; finish it first" if self._state is _State.OPEN else f"{self._why}; it is gone"
             raise SessionError(f"Session {self.id!r} {what}.")
@@ -334,13 +386,12 @@ class Session:
                 f"Session {self.id!r} sampled nothing, so there is nothing to train on. Does the program send its "
                 "requests to this endpoint, and did one of them succeed?"
             )
-        return to_sequences(self._turns, self._reward, self._turn_rewards)
 
     def statistics(self) -> SessionStatistics:
         """Counts what happened so far. Encodes the answers that were extended since the last call, to find drift."""
         for turn in self._extended:
             sampled = token_list(self._turns.turns[turn].response)
-            self._drifted_tokens += _differing(sampled, self._renderer.retokenise(sampled))
+            self._drifted_tokens += differing_tokens(sampled, self._renderer.retokenise(sampled))
         self._extended.clear()
         oldest, newest = self._versions or (None, None)
         return SessionStatistics(
@@ -354,12 +405,3 @@ class Session:
             restarts=self._restarts,
             finished=self.finished,
         )
-
-
-def _differing(tokens: list[int], others: list[int]) -> int:
-    """How many of ``tokens`` lie between the first and the last that ``others`` does not have in the same place."""
-    shorter = min(len(tokens), len(others))
-    begin = next((place for place in range(shorter) if tokens[place] != others[place]), shorter)
-    most = shorter - begin
-    end = next((place for place in range(most) if tokens[-1 - place] != others[-1 - place]), most)
-    return len(tokens) - begin - end

@@ -30,8 +30,8 @@ class SessionStore:
     """Keeps sessions until they are closed or idle for too long.
 
     Args:
-        admission: asked before a session is opened; seconds to wait, or None to go ahead. This is where the staleness
-            budget pushes back.
+        admission: asked before a session is opened, unless it is reserved; seconds to wait, or None to go ahead. This is
+            where the staleness budget pushes back.
         clock: seconds, for idle sessions and late retries.
     """
 
@@ -47,6 +47,8 @@ class SessionStore:
         self._admission = admission
         self._clock = clock
         self._sessions: dict[str, Session] = {}
+        self._reserved: set[str] = set()
+        self._next_sweep = clock() + self._limits.idle_expiry_s
         self._keys = KeyRing()
         self._kept = KeptFlights(self._limits.max_kept_responses, self._limits.retry_window_s, clock)
         self._totals = SessionTotals()
@@ -59,8 +61,12 @@ class SessionStore:
         """What all sessions did so far (a copy)."""
         return replace(self._totals)
 
-    def open(self, session_id: str | None = None) -> OpenedSession:
+    def open(self, session_id: str | None = None, *, reserved: bool = False) -> OpenedSession:
         """Opens a session under a given or a random name.
+
+        Args:
+            reserved: its opener has admitted it already, bounds how many there are, and closes it: it asks nobody, takes
+                no place, and does not expire.
 
         Raises:
             QuotaError: all places are taken, or admission says to wait.
@@ -72,7 +78,10 @@ class SessionStore:
             raise SessionError(f"{session_id!r:.80} cannot name a session; use 1 to 200 printable ASCII characters.")
         elif session_id in self._sessions:
             raise SessionError(f"Session {session_id!r} exists already. Close it, or take another name.")
-        self._admit()
+        if reserved:
+            self._reserved.add(session_id)
+        else:
+            self._admit()
         session = Session(
             session_id, self._renderer, self._limits, clock=self._clock, kept=self._kept, totals=self._totals
         )
@@ -108,14 +117,17 @@ class SessionStore:
     def expire(self) -> list[str]:
         """Drops sessions that had no request for ``idle_expiry_s``, finished ones too; returns their names.
 
-        Happens by itself when all places are taken; call it now and then to have the memory earlier.
+        Reserved ones stay. Happens by itself when a session is opened: when all places are taken, and otherwise once per
+        ``idle_expiry_s``.
         """
         self._kept.expire()
-        before = self._clock() - self._limits.idle_expiry_s
+        now = self._clock()
+        self._next_sweep = now + self._limits.idle_expiry_s
+        before = now - self._limits.idle_expiry_s
         idle = [
             session.id
             for session in self._sessions.values()
-            if session.last_used <= before and not session.single_flight.running
+            if session.last_used <= before and not session.single_flight.running and session.id not in self._reserved
         ]
         for session_id in idle:
             self._drop(session_id, f"expired after {self._limits.idle_expiry_s:g} s without a request")
@@ -123,11 +135,13 @@ class SessionStore:
         return idle
 
     def _admit(self) -> None:
+        if self._clock() >= self._next_sweep:
+            self.expire()
         wait_s = None if self._admission is None else self._admission()
         if wait_s is not None:
             self._totals.refused += 1
             raise QuotaError("Training has to catch up before a new sample may begin.", retry_after_s=wait_s)
-        if len(self._sessions) >= self._limits.max_sessions and not self.expire():
+        if len(self._sessions) - len(self._reserved) >= self._limits.max_sessions and not self.expire():
             self._totals.refused += 1
             raise QuotaError(
                 f"All {self._limits.max_sessions} sessions (max_sessions) are open. Close one, or come back later.",
@@ -137,5 +151,6 @@ class SessionStore:
     def _drop(self, session_id: str, why: str) -> None:
         session = self._sessions.pop(session_id, None)
         if session is not None:
+            self._reserved.discard(session_id)
             self._keys.revoke(session_id)
             session.close(why)

@@ -8,6 +8,7 @@
 A turn extends another exactly if its prompt begins with the other's prompt and response, token for token.
 
 Numbers are packed into bytes: a list of them takes nine times as much, and the garbage collector would look through it.
+Equal contexts are one object: the responses to one prompt hold it once.
 """
 
 from __future__ import annotations
@@ -60,14 +61,25 @@ def logprob_list(packed: bytes) -> list[float]:
     return array("d", packed).tolist()
 
 
+def differing_tokens(tokens: list[int], others: list[int]) -> int:
+    """How many of ``tokens`` lie between the first and the last that ``others`` does not have in the same place."""
+    shorter = min(len(tokens), len(others))
+    begin = next((place for place in range(shorter) if tokens[place] != others[place]), shorter)
+    most = shorter - begin
+    end = next((place for place in range(most) if tokens[-1 - place] != others[-1 - place]), most)
+    return len(tokens) - begin - end
+
+
 class TurnTree:
     """All turns of a session, in the order recorded: a parent comes before its children."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.held_tokens = 0  # contexts and responses, each once
+        self.exported_tokens = 0  # of all branches from their conversations' beginnings
         self.branches = 0  # turns that nothing extends: the sequences that they will be
         self._roots: list[int] = []
+        self._contexts: dict[bytes, bytes] = {}
 
     def add(self, parent: int | None, generation: Generation) -> Turn:
         """Keeps a response to a prompt that begins with the tokens of ``parent``.
@@ -83,10 +95,12 @@ class TurnTree:
             )
         extended = None if parent is None else self.turns[parent]
         begin, end = 0 if extended is None else extended.end, len(generation.prompt_token_ids) + sampled
+        held, exported = self.growth(parent, generation.prompt_token_ids, 1)
+        context = _packed(generation.prompt_token_ids[begin:])
         turn = Turn(
             index=len(self.turns),
             parent=parent,
-            context=_packed(generation.prompt_token_ids[begin:]),
+            context=self._contexts.setdefault(context, context),
             response=_packed(generation.token_ids),
             logprobs=array("d", generation.logprobs).tobytes(),
             versions=_packed(generation.versions),
@@ -100,8 +114,19 @@ class TurnTree:
             self.branches += bool(extended.children)
             extended.children += (turn.index,)
         self.turns.append(turn)
-        self.held_tokens += end - begin
+        self.held_tokens += held + sampled
+        self.exported_tokens += exported + sampled
         return turn
+
+    def growth(self, parent: int | None, prompt: Sequence[int], responses: int) -> tuple[int, int]:
+        """By how much responses to ``prompt`` would raise ``held_tokens`` and ``exported_tokens``, their own tokens aside."""
+        extended = None if parent is None else self.turns[parent]
+        begin = 0 if extended is None else extended.end
+        held = 0 if _packed(prompt[begin:]) in self._contexts else len(prompt) - begin
+        repeated = (
+            0 if extended is None or extended.children else begin
+        )  # the first to extend a turn goes on its branch
+        return held, responses * len(prompt) - repeated
 
     def path(self, index: int) -> list[Turn]:
         """The turns from a conversation's first to this one."""

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from skyrl_train.inference.dialects import anthropic_messages
 from skyrl_train.inference.server.answer import error_response
-from skyrl_train.inference.server.connection import parse_json, read_body
 from skyrl_train.inference.server.errors import as_dialect_error
 from skyrl_train.inference.server.gateway import gateway_of
 from skyrl_train.inference.server.openapi import body_docs, generation_docs
@@ -36,8 +35,7 @@ async def count_tokens(request: Request) -> Response:
 async def _count(request: Request) -> dict[str, int]:
     gateway = gateway_of(request)
     caller = gateway.caller(request)
-    raw = await read_body(request, gateway.settings.max_body_bytes, gateway.settings.body_timeout_s)
-    call = anthropic_messages.parse_count(parse_json(raw, request.headers.get("content-type", "")))
+    call = await (await gateway.body(request)).read_by(anthropic_messages.parse_count)
     gateway.adapter(call.model)
-    prompt, _ = gateway.service.prompt(call.request, caller.session)
+    prompt, _ = await gateway.service.prompt(call.request, caller.session)
     return anthropic_messages.count_response(len(prompt))

@@ -13,6 +13,7 @@ from skyrl_train.inference.dialects import openai_chat
 from skyrl_train.inference.dialects.dialect import ChatDialect, Frame
 from skyrl_train.inference.server.answer import Answer, Job, Prepare
 from skyrl_train.inference.server.auth import Caller
+from skyrl_train.inference.server.connection import Body
 from skyrl_train.inference.server.gateway import Gateway
 from skyrl_train.inference.server.openapi import generation_docs
 from skyrl_train.inference.server.sse import encode
@@ -33,8 +34,8 @@ def chat_answer(request: Request, dialect: ChatDialect) -> Response:
 def chat_job(dialect: ChatDialect) -> Prepare:
     """Reads bodies of one dialect, and answers in it."""
 
-    def prepare(gateway: Gateway, caller: Caller, body: dict[str, object]) -> Job:
-        call = dialect.parse(body)
+    async def prepare(gateway: Gateway, caller: Caller, body: Body) -> Job:
+        call = await body.read_by(dialect.parse)
         request = gateway.chat_request(call.model, call.request)
         context = gateway.context()
         stream = call.stream(context)

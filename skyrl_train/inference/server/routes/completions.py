@@ -14,6 +14,7 @@ from skyrl_train.inference.dialects.errors import openai_error
 from skyrl_train.inference.requests import Generation
 from skyrl_train.inference.server.answer import Answer, Job
 from skyrl_train.inference.server.auth import Caller
+from skyrl_train.inference.server.connection import Body
 from skyrl_train.inference.server.gateway import Gateway
 from skyrl_train.inference.server.openapi import generation_docs
 from skyrl_train.inference.server.sse import encode
@@ -26,8 +27,8 @@ async def create_completion(request: Request) -> Response:
     return Answer(request, _prepare, openai_error)
 
 
-def _prepare(gateway: Gateway, caller: Caller, body: dict[str, object]) -> Job:
-    call = openai_completions.parse(body)
+async def _prepare(gateway: Gateway, caller: Caller, body: Body) -> Job:
+    call = await body.read_by(openai_completions.parse)
     adapter = gateway.adapter(call.model)
     gateway.check_top_logprobs(call.params.top_logprobs, "logprobs")
     context = gateway.context()

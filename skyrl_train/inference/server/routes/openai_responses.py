@@ -9,6 +9,7 @@ from skyrl_train.inference.dialects import openai_responses
 from skyrl_train.inference.dialects.openai_responses_history import SessionResponses
 from skyrl_train.inference.server.answer import Answer, Job
 from skyrl_train.inference.server.auth import Caller
+from skyrl_train.inference.server.connection import Body
 from skyrl_train.inference.server.gateway import Gateway
 from skyrl_train.inference.server.openapi import generation_docs
 from skyrl_train.inference.server.routes.chat import chat_job
@@ -21,6 +22,6 @@ async def create_response(request: Request) -> Response:
     return Answer(request, _prepare, openai_responses.error)
 
 
-def _prepare(gateway: Gateway, caller: Caller, body: dict[str, object]) -> Job:
+async def _prepare(gateway: Gateway, caller: Caller, body: Body) -> Job:
     history = None if caller.session is None else gateway.response_histories.of(caller.session)
-    return chat_job(SessionResponses(history))(gateway, caller, body)
+    return await chat_job(SessionResponses(history))(gateway, caller, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -13,11 +14,12 @@ from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.fields import Boolean, Field, Integer, ListOf, Mappings, Support, Text, read_fields
 from skyrl_train.inference.dialects.openai_fields import MODEL
 from skyrl_train.inference.dialects.openai_messages import MESSAGES, TOOLS
+from skyrl_train.inference.dialects.sizes import check_characters
 from skyrl_train.inference.fleet import EngineState
-from skyrl_train.inference.server.connection import parse_json, read_body
 from skyrl_train.inference.server.gateway import Gateway, gateway_of
 from skyrl_train.inference.server.metrics import CONTENT_TYPE
 from skyrl_train.inference.server.openapi import ERRORS, body_docs, json_docs
+from skyrl_train.inference.text_length import LONG_TEXT
 
 router = APIRouter()
 
@@ -58,12 +60,13 @@ async def tokenize(request: Request) -> Response:
     if ("prompt" in values) == ("messages" in values):
         raise DialectError("Give exactly one of prompt and messages.", "prompt", "invalid_value")
     if "messages" in values:
-        tokens = gateway.client.renderer.render(
+        tokens = await gateway.service.render(
             values["messages"],
             tools=values.get("tools", ()),
             template_kwargs=values.get("chat_template_kwargs", {}),
         )
     else:
+        check_characters(values["prompt"], gateway.client.capabilities.max_model_len, "prompt")
         special = values.get("add_special_tokens", True)
         tokens = await encode_text(gateway.client, values["prompt"], special)
     limit = gateway.client.capabilities.max_model_len
@@ -74,8 +77,13 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     gateway = gateway_of(request)
     values = await _read(gateway, request, DETOKENIZE_FIELDS)
-    check_vocabulary(gateway.client, values["tokens"], "tokens")
-    return _json({"prompt": gateway.client.tokenizer.decode(values["tokens"], skip_special_tokens=False)})
+    tokens, tokenizer = values["tokens"], gateway.client.tokenizer
+    check_vocabulary(gateway.client, tokens, "tokens")
+
+    def decode() -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+    return _json({"prompt": await asyncio.to_thread(decode) if len(tokens) > LONG_TEXT else decode()})
 
 
 @router.get("/health", **json_docs("Whether an engine serves; needs no key.", ("status", "policy_version", "engines")))
@@ -103,8 +111,7 @@ async def metrics(request: Request) -> Response:
 
 async def _read(gateway: Gateway, request: Request, fields: tuple[Field, ...]) -> dict[str, Any]:
     gateway.caller(request)
-    raw = await read_body(request, gateway.settings.max_body_bytes, gateway.settings.body_timeout_s)
-    values = read_fields(fields, parse_json(raw, request.headers.get("content-type", "")))
+    values = await (await gateway.body(request)).read_by(lambda body: read_fields(fields, body))
     if "model" in values:
         gateway.adapter(values["model"])
     return values

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.fields import Field, Integer, Number, Support, Text, read_fields
 from skyrl_train.inference.server.auth import Caller
-from skyrl_train.inference.server.connection import parse_json, read_body
 from skyrl_train.inference.server.gateway import Gateway, gateway_of
 from skyrl_train.inference.server.openapi import body_docs, json_docs
 from skyrl_train.inference.sessions.session import Session
@@ -70,9 +69,10 @@ async def finish_session(request: Request, session_id: str) -> Response:
 @router.get("/{session_id}/sequences", **json_docs("A finished session as training data.", ("id", "sequences")))
 async def export_session(request: Request, session_id: str) -> Response:
     _, session = _session(request, session_id)
-    sequences = session.sequences()
+    sequences = await session.export()
     body = await run_in_threadpool(
-        lambda: orjson.dumps({"id": session.id, "sequences": [asdict(sequence) for sequence in sequences]})
+        # One sequence at a time: a single large dump would hold the interpreter lock for all of it.
+        lambda: b'{"id":%b,"sequences":[%b]}' % (orjson.dumps(session.id), b",".join(map(orjson.dumps, sequences)))
     )
     return Response(body, media_type="application/json")
 
@@ -95,8 +95,7 @@ def _session(request: Request, session_id: str) -> tuple[Gateway, Session]:
 
 
 async def _read(gateway: Gateway, request: Request, fields: tuple[Field, ...]) -> dict[str, Any]:
-    raw = await read_body(request, gateway.settings.max_body_bytes, gateway.settings.body_timeout_s)
-    return read_fields(fields, parse_json(raw, request.headers.get("content-type", "")))
+    return read_fields(fields, (await gateway.body(request)).fields)
 
 
 def _statistics(session: Session) -> dict[str, Any]:
