@@ -1,0 +1,90 @@
+"""Continuation with a real engine in a thread: any schedule of interruptions gives the uninterrupted response."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.interface import PauseMode, SamplingParams
+from skyrl_train.inference.requests import Generation, GenerationRequest
+from skyrl_train.models.folder import load_model, load_tokenizer
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.publication.publisher import WeightPublisher
+from skyrl_train.publication.shared_memory import SharedMemoryTransport
+
+
+class World:
+    """A client with two engines, whose weights are published again and again and never change."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = load_model(folder, "float32", "cpu")
+        self.engines = [EmbeddedEngine(folder, placement="thread", max_num_seqs=4, seed=index) for index in range(2)]
+        self.client = InferenceEngineClient(self.engines, load_tokenizer(folder), folder)
+        self.transport = SharedMemoryTransport()
+        self.version = -1
+
+    async def publish(self, mode: PauseMode) -> None:
+        self.version += 1
+        publisher = WeightPublisher(self.client, self.transport, mode)
+        await publisher.publish(self.model.named_parameters(), self.version)
+
+    async def play(self, params: SamplingParams, events: list[Any], session: str) -> Generation:
+        """Streams a response; after each piece the next event happens, if there is one."""
+        waiting = list(events)
+        async for chunk in self.client.stream(GenerationRequest([3, 4, 5], params, session)):
+            if chunk.generation is not None:
+                return chunk.generation
+            if waiting and (event := waiting.pop(0)) is not None:
+                await self.publish(event)
+        raise AssertionError("a stream ends with its generation")
+
+
+@pytest_asyncio.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    build_model_folder(BuildModelConfig(), tmp_path / "model", seed=0)
+    world = World(str(tmp_path / "model"))
+    await world.client.start()
+    await world.publish(PauseMode.KEEP)
+    yield world
+    await world.client.teardown()
+    world.transport.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("schedule", range(3))
+async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
+    world: World, schedule: int, temperature: float
+) -> None:
+    draw = random.Random(schedule)
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=schedule, ignore_eos=True)
+    expected = await world.play(params, [], "a")
+    modes = [PauseMode.ABORT, PauseMode.ABORT, PauseMode.KEEP, PauseMode.RECOMPUTE, None, None]
+    got = await world.play(params, [draw.choice(modes) for _ in range(20)], "a")
+    assert got.token_ids == expected.token_ids
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
+    assert got.versions == sorted(got.versions) and got.versions[-1] > got.versions[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_the_death_of_its_engine_does_not_change_a_response(world: World, temperature: float) -> None:
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True)
+    expected = await world.play(params, [], "b")
+    pieces = 0
+    async for chunk in world.client.stream(GenerationRequest([3, 4, 5], params, "c")):
+        pieces += 1
+        if pieces == 3:
+            serving = [engine for engine in world.engines if (await engine.health()).running]
+            await serving[0].teardown()
+        if chunk.generation is not None:
+            assert chunk.generation.segments == 2
+            assert chunk.generation.token_ids == expected.token_ids
+            np.testing.assert_allclose(chunk.generation.logprobs, expected.logprobs, atol=1e-5)
