@@ -67,21 +67,7 @@ async def build_trainer(
     """
     model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
     tokenizer = load_tokenizer(model_path)
-    engine_config = config.generator.inference_engine
-    client = InferenceEngineClient(
-        [
-            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
-            for index in range(engine_config.num_engines)
-        ],
-        tokenizer,
-        model_path,
-        pause_timeout_s=config.generator.pause_timeout_s,
-        engine_wait_timeout_s=engine_config.fleet.wait_timeout_s,
-        limits=fleet_limits(engine_config),
-        probe_interval_s=engine_config.fleet.probe_interval_s,
-        tool_parser=config.generator.chat.tool_parser,
-        reasoning_parser=config.generator.chat.reasoning_parser,
-    )
+    client = build_client(config, plan, tokenizer, model_path, workers)
     generator = build_generator(config, plan, client, tokenizer, model_path)
     starting = asyncio.ensure_future(client.start())  # engines import and load while the backend does
     try:
@@ -142,6 +128,31 @@ def prepare_model(config: RunConfig, folder: Path) -> str:
         return config.trainer.policy.model.path
     build_model_folder(config.trainer.policy.model.build, folder, config.trainer.seed)
     return str(folder)
+
+
+def build_client(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    workers: Sequence[WorkerProcess] = (),
+) -> InferenceEngineClient:
+    """The client with its engines, none of them started."""
+    engine, chat = config.generator.inference_engine, config.generator.chat
+    return InferenceEngineClient(
+        [
+            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
+            for index in range(engine.num_engines)
+        ],
+        tokenizer,
+        model_path,
+        pause_timeout_s=config.generator.pause_timeout_s,
+        engine_wait_timeout_s=engine.fleet.wait_timeout_s,
+        limits=fleet_limits(engine),
+        probe_interval_s=engine.fleet.probe_interval_s,
+        tool_parser=chat.tool_parser,
+        reasoning_parser=chat.reasoning_parser,
+    )
 
 
 def build_generator(

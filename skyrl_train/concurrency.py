@@ -48,12 +48,17 @@ class Gate:
 
     def __init__(self) -> None:
         self._open = True
-        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
+        self._waiters: dict[asyncio.Future[bool], None] = {}  # in the order in which they came
 
     @property
     def is_open(self) -> bool:
         """Whether callers go through."""
         return self._open
+
+    @property
+    def waiting(self) -> int:
+        """Callers that wait."""
+        return len(self._waiters)
 
     def close(self) -> None:
         """Callers wait from now on, those included that an earlier opening has not let through yet."""
@@ -65,15 +70,24 @@ class Gate:
             self._open = True
             self._let_through()
 
-    async def passed(self) -> None:
-        """Returns when the gate is open; at once if it is."""
+    def turn_away(self) -> None:
+        """Sends those away who wait now; the gate stays as it is."""
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(False)
+
+    async def passed(self) -> bool:
+        """Returns True when the gate is open, at once if it is; False when turned away."""
         while not self._open:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters[waiter] = None
             try:
-                await waiter
+                if not await waiter:
+                    return False
             finally:
                 self._waiters.pop(waiter, None)
+        return True
 
     def _let_through(self) -> None:
         if not self._open:
@@ -81,7 +95,7 @@ class Gate:
         for waiter in list(itertools.islice(self._waiters, self.PER_TURN)):
             del self._waiters[waiter]
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(True)
         if self._waiters:
             asyncio.get_running_loop().call_soon(self._let_through)
 

@@ -66,12 +66,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
-    try:
-        from skyrl_train.inference.server import app  # noqa: F401  # what it needs is an optional extra
-    except ImportError as error:
-        raise ConfigError(
-            f"serving needs a package that is not here ({error}). Install skyrl-train[server]."
-        ) from error
     from skyrl_train.inference.server.settings import ServerSettings
 
     admin_key = os.environ.get(KEY_VARIABLE)

@@ -166,6 +166,32 @@ class TokenChunk:
     top_logprobs: TopLogprobs | None = None
 
 
+def output_of(chunks: Sequence[TokenChunk], texts: Sequence[str] | None = None) -> InferenceEngineOutput:
+    """Whole responses as an output; without ``texts`` they are empty, as engines return them."""
+    output = InferenceEngineOutput(
+        responses=list(texts) if texts is not None else [""] * len(chunks),
+        response_ids=[chunk.token_ids for chunk in chunks],
+        stop_reasons=[str(chunk.stop_reason) for chunk in chunks],
+        response_logprobs=[chunk.logprobs for chunk in chunks],
+        response_versions=[chunk.versions for chunk in chunks],
+    )
+    if any(chunk.top_logprobs is not None for chunk in chunks):
+        output["response_top_logprobs"] = [chunk.top_logprobs or [] for chunk in chunks]
+    return output
+
+
+def only_chunk(output: InferenceEngineOutput) -> TokenChunk:
+    """The response of an output that has one; what :func:`output_of` made an output of."""
+    top_logprobs = output.get("response_top_logprobs")
+    return TokenChunk(
+        output["response_ids"][0],
+        output["response_logprobs"][0],
+        output["response_versions"][0],
+        StopReason(output["stop_reasons"][0]),
+        None if top_logprobs is None else top_logprobs[0],
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
     """What an engine can do; the client and the trainers ask here instead of probing.

@@ -83,7 +83,6 @@ class FleetSupervisor:
                 fleet.restarting(number)
                 self._begin(number, self._restart(number))
             elif fleet.state(number) is EngineState.STALE:
-                fleet.catching_up(number)
                 self._begin(number, self._update(number))
         if self._clock() >= self._next_probe_at:
             self._next_probe_at = self._clock() + self._interval_s

@@ -38,19 +38,17 @@ from skyrl_train.inference.interface import (
     SamplingParams,
     StopReason,
     TokenChunk,
+    output_of,
 )
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 from skyrl_train.inference.response_text import ResponseText
+from skyrl_train.inference.segments import run_segment
 from skyrl_train.inference.supervisor import FleetSupervisor
 from skyrl_train.inference.updates import FleetUpdates
 from skyrl_train.inference.weight_update import WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# Of a response that nobody reads in pieces, so many tokens at most are lost with an engine that dies.
-KEPT_TOKENS = 64
 
 
 class TokenClient:
@@ -182,16 +180,10 @@ class TokenClient:
             for prompt, session_id in zip(prompts, session_ids, strict=True)
             for choice in range(params.n)
         )
-        output = InferenceEngineOutput(
-            responses=[g.text for g in done],
-            response_ids=[g.token_ids for g in done],
-            stop_reasons=[str(g.stop_reason) for g in done],
-            response_logprobs=[g.logprobs for g in done],
-            response_versions=[g.versions for g in done],
+        return output_of(
+            [TokenChunk(g.token_ids, g.logprobs, g.versions, g.stop_reason, g.top_logprobs) for g in done],
+            [g.text for g in done],
         )
-        if params.top_logprobs:
-            output["response_top_logprobs"] = [g.top_logprobs or [] for g in done]
-        return output
 
     async def complete(self, request: GenerationRequest) -> Generation:
         """Samples one response to its end, whatever happens underneath. Cancelling the caller cancels it.
@@ -299,7 +291,7 @@ class TokenClient:
                 if not self._updates.gate.is_open:  # it closed while this task waited for an engine
                     response.unsent()
                     continue
-                running = _run_segment(
+                running = run_segment(
                     self._pool.engine(lease.engine),
                     self._engine_input(segment, response, request),
                     response,
@@ -390,38 +382,3 @@ class TokenClient:
     async def unload_adapter(self, name: str) -> None:
         """Forgets an adapter. Unknown names are ignored."""
         await self._updates.unload_adapter(name)
-
-
-async def _run_segment(
-    engine: InferenceEngineInterface,
-    engine_input: InferenceEngineInput,
-    response: Continuation,
-    number: int,
-    on_progress: Callable[[], None] | None,
-) -> None:
-    if on_progress is None and not response.needs_stream:
-        if not engine.capabilities.chunked_streaming:
-            response.add(_whole(await engine.generate(engine_input)), number)
-            return
-        engine_input["chunk_tokens"] = KEPT_TOKENS
-    stream = engine.stream(engine_input)
-    try:
-        async for chunk in stream:
-            response.add(chunk, number)
-            if on_progress is not None:
-                on_progress()
-            if response.stop_reason is not None:
-                break
-    finally:
-        await stream.aclose()  # type: ignore[attr-defined]  # leaving early aborts the request in the engine
-
-
-def _whole(output: InferenceEngineOutput) -> TokenChunk:
-    top_logprobs = output.get("response_top_logprobs")
-    return TokenChunk(
-        output["response_ids"][0],
-        output["response_logprobs"][0],
-        output["response_versions"][0],
-        StopReason(output["stop_reasons"][0]),
-        None if top_logprobs is None else top_logprobs[0],
-    )

@@ -52,3 +52,26 @@ async def test_a_gate_that_closes_again_keeps_those_that_are_not_through_and_los
     gate.open()
     await settle()
     assert sorted(passed) == list(range(len(tasks) - 1))
+
+
+async def test_a_closed_gate_holds_until_it_opens_or_turns_away() -> None:
+    gate = Gate()
+    assert await gate.passed()
+    gate.close()
+    first = asyncio.create_task(gate.passed())
+    await asyncio.sleep(0)
+    assert gate.waiting == 1
+    gate.turn_away()
+    assert await first is False
+    second = asyncio.create_task(gate.passed())
+    await asyncio.sleep(0)
+    gate.open()
+    gate.close()  # before its turn comes: it waits on
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (second.done(), gate.waiting) == (False, 1)
+    gate.open()
+    assert await second is True
+    third = asyncio.create_task(gate.passed())
+    await third
+    assert gate.waiting == 0

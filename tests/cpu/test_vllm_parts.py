@@ -27,7 +27,7 @@ from skyrl_train.inference.engines.vllm.environment import environment
 from skyrl_train.inference.engines.vllm.frontend import OutputQueue
 from skyrl_train.inference.engines.vllm.messages import from_message, to_message
 from skyrl_train.inference.engines.vllm.model_tensors import ModelTensors, check_update
-from skyrl_train.inference.engines.vllm.requests import Asked, Flight, Gate
+from skyrl_train.inference.engines.vllm.requests import Asked, Flight
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
 
@@ -137,29 +137,6 @@ def test_another_environment_waits_for_its_turn() -> None:
     thread.join(10)
     assert seen == ["b"]
     assert "SKYRL_TEST_VARIABLE" not in os.environ
-
-
-async def test_a_closed_gate_holds_until_it_opens_or_turns_away() -> None:
-    gate = Gate()
-    assert await gate.enter()
-    gate.close()
-    first = asyncio.create_task(gate.enter())
-    await asyncio.sleep(0)
-    assert gate.waiting == 1
-    gate.turn_away()
-    assert await first is False
-    second = asyncio.create_task(gate.enter())
-    await asyncio.sleep(0)
-    gate.open()
-    gate.close()  # before its turn comes: it waits on
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert (second.done(), gate.waiting) == (False, 1)
-    gate.open()
-    assert await second is True
-    third = asyncio.create_task(gate.enter())
-    await third
-    assert gate.waiting == 0
 
 
 @given(st.lists(st.integers(0, 30), max_size=6), st.lists(st.integers(1, 9), max_size=8))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyrl_train.generators.base import GeneratorOutput, TrajectoryID
 from skyrl_train.inference.sessions.export import SessionSequence
-from skyrl_train.inference.sessions.session import SessionStatistics
+from skyrl_train.inference.sessions.statistics import SessionStatistics
 
 
 @dataclass(frozen=True, slots=True)

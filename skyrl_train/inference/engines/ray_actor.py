@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, SkyRLError
+from skyrl_train.inference.engines.pending import Pending
 from skyrl_train.inference.engines.ray_host import (
     Batch,
     Cancel,
@@ -120,14 +121,12 @@ class RayEngine(InferenceEngineInterface):
         self._actor: Any = None
         self._started: Started | None = None
         self._version = -1
-        self._gone: str | None = "it was not started; call start() first"
+        self._pending = Pending("The engine in a Ray actor")
         self._far = False
         self._reading: asyncio.Task[None] | None = None
         self._ids = itertools.count(1)
         self._sequence = itertools.count()
         self._outbox: list[Command] = []
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._streams: dict[int, asyncio.Queue[TokenChunk | SkyRLError | None]] = {}
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -137,7 +136,7 @@ class RayEngine(InferenceEngineInterface):
             EngineDeadError: the engine was never started.
         """
         if self._started is None:
-            raise self._dead()
+            raise self._pending.error()
         return self._started.capabilities
 
     @property
@@ -177,7 +176,8 @@ class RayEngine(InferenceEngineInterface):
         if isinstance(started, Failed):
             await self.teardown()
             raise started.error()
-        self._started, self._version, self._gone = started, started.policy_version, None
+        self._started, self._version = started, started.policy_version
+        self._pending.begin()
         self._far = node != ray.get_runtime_context().get_node_id()
         self._reading = asyncio.create_task(self._read(), name="ray-engine-reader")
 
@@ -186,10 +186,10 @@ class RayEngine(InferenceEngineInterface):
         return output
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
-        self._raise_if_dead()
+        self._pending.raise_if_dead()
         stream_id = next(self._ids)
         queue: asyncio.Queue[TokenChunk | SkyRLError | None] = asyncio.Queue()
-        self._streams[stream_id] = queue
+        self._pending.streams[stream_id] = queue
         item: TokenChunk | SkyRLError | None = TokenChunk([], [], [])
         try:
             self._send(Run(stream_id, "stream", (_plain(engine_input),)))
@@ -198,7 +198,7 @@ class RayEngine(InferenceEngineInterface):
             if item is not None:
                 raise item
         finally:
-            del self._streams[stream_id]
+            del self._pending.streams[stream_id]
             if isinstance(item, TokenChunk):  # left before its end: this aborts the request in the engine
                 self._send(Cancel((stream_id,)))
 
@@ -224,12 +224,12 @@ class RayEngine(InferenceEngineInterface):
         if not (self._far and update.transport == SHARED_MEMORY):
             await self._call("receive_weights", update)
             return
-        self._raise_if_dead()
+        self._pending.raise_if_dead()
         try:
             await self._relay(update)
         except RayError as error:
-            self._die(f"its actor ended: {_first_line(error)}")
-            self._raise_if_dead()
+            self._pending.die(f"its actor ended: {_first_line(error)}")
+            self._pending.raise_if_dead()
         await self._call("receive_relayed", update)
 
     async def load_weights(self, update: WeightUpdate) -> None:
@@ -255,8 +255,8 @@ class RayEngine(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         """Lets the hosted engine clean up, then kills the actor. Idempotent; pending calls raise ``EngineDeadError``."""
-        serving = self._gone is None
-        self._die("it was torn down")
+        serving = self._pending.alive
+        self._pending.die("it was torn down")
         actor, self._actor = self._actor, None
         if self._reading is not None:
             self._reading.cancel()
@@ -297,10 +297,10 @@ class RayEngine(InferenceEngineInterface):
                 for event in batch.events:
                     self._deliver(event)
         except RayError as error:
-            self._die(f"its actor ended: {_first_line(error)}")
+            self._pending.die(f"its actor ended: {_first_line(error)}")
 
     def _deliver(self, event: Event) -> None:
-        queue, call = self._streams.get(event.id), self._calls.get(event.id)
+        queue, call = self._pending.streams.get(event.id), self._pending.calls.get(event.id)
         match event:
             case Tokens(_, chunk):
                 if queue is not None:
@@ -317,9 +317,9 @@ class RayEngine(InferenceEngineInterface):
                     call.set_exception(event.error())
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        self._raise_if_dead()
+        self._pending.raise_if_dead()
         call_id = next(self._ids)
-        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        reply = self._pending.calls[call_id] = asyncio.get_running_loop().create_future()
         self._send(Run(call_id, method, arguments))
         try:
             return await reply
@@ -327,7 +327,7 @@ class RayEngine(InferenceEngineInterface):
             self._send(Cancel((call_id,)))
             raise
         finally:
-            del self._calls[call_id]
+            del self._pending.calls[call_id]
 
     def _send(self, command: Command) -> None:
         """Commands of one turn of the loop travel together."""
@@ -337,7 +337,7 @@ class RayEngine(InferenceEngineInterface):
 
     def _flush(self) -> None:
         commands, self._outbox = self._outbox, []
-        if commands and self._gone is None:
+        if commands and self._pending.alive:
             self._actor.send.remote(next(self._sequence), commands)
 
     async def _relay(self, update: WeightUpdate) -> None:
@@ -355,23 +355,6 @@ class RayEngine(InferenceEngineInterface):
             await (
                 await asyncio.to_thread(self._actor.write_weights.remote, update.num_bytes, offset, np.asarray(part))
             )
-
-    def _die(self, reason: str) -> None:
-        """Everything pending fails, now and from now on."""
-        if self._gone is None:
-            self._gone = reason
-        for queue in self._streams.values():
-            queue.put_nowait(self._dead())
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(self._dead())
-
-    def _raise_if_dead(self) -> None:
-        if self._gone is not None:
-            raise self._dead()
-
-    def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"The engine in a Ray actor is gone: {self._gone}.")
 
 
 def connect() -> None:

@@ -12,8 +12,9 @@ from skyrl_train.errors import QuotaError, SessionError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.sessions.keys import KeyRing
 from skyrl_train.inference.sessions.limits import SessionLimits
-from skyrl_train.inference.sessions.session import Session, SessionTotals
+from skyrl_train.inference.sessions.session import Session
 from skyrl_train.inference.sessions.single_flight import KeptFlights
+from skyrl_train.inference.sessions.statistics import SessionTotals
 
 _SESSION_ID = re.compile(r"[!-~]{1,200}")
 

@@ -29,6 +29,7 @@ from skyrl_train.inference.engines.embedded.messages import (
     Reply,
     Tokens,
 )
+from skyrl_train.inference.engines.pending import Pending
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     EngineHealth,
@@ -38,6 +39,7 @@ from skyrl_train.inference.interface import (
     PauseMode,
     SamplingParams,
     TokenChunk,
+    output_of,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
 
@@ -100,10 +102,8 @@ class EmbeddedEngine(InferenceEngineInterface):
             chunked_streaming=True,
         )
         self._version = -1
-        self._gone: str | None = "it was not started; call start() first"
+        self._pending = Pending("The embedded engine")
         self._ids = itertools.count(READY_CALL + 1)
-        self._requests: dict[int, asyncio.Queue[TokenChunk | SkyRLError]] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -134,9 +134,9 @@ class EmbeddedEngine(InferenceEngineInterface):
         """
         if self._host is not None:
             await self.teardown()
-        self._requests, self._calls = {}, {}
-        ready = self._calls[READY_CALL] = asyncio.get_running_loop().create_future()
-        self._gone, self._version = None, -1
+        self._pending.begin()
+        ready = self._pending.calls[READY_CALL] = asyncio.get_running_loop().create_future()
+        self._version = -1
         host = self._host = self._new_host()
         try:
             await host.start(self._on_events, functools.partial(self._on_gone, host))
@@ -153,16 +153,7 @@ class EmbeddedEngine(InferenceEngineInterface):
             chunks = [await self._next_chunk(request_id) for request_id in ids]
         finally:
             self._forget(ids)
-        output = InferenceEngineOutput(
-            responses=[""] * len(chunks),
-            response_ids=[chunk.token_ids for chunk in chunks],
-            stop_reasons=[str(chunk.stop_reason) for chunk in chunks],
-            response_logprobs=[chunk.logprobs for chunk in chunks],
-            response_versions=[chunk.versions for chunk in chunks],
-        )
-        if params.top_logprobs:
-            output["response_top_logprobs"] = [chunk.top_logprobs or [] for chunk in chunks]
-        return output
+        return output_of(chunks)
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
         prompts, params = _requests(engine_input)
@@ -215,43 +206,43 @@ class EmbeddedEngine(InferenceEngineInterface):
         return health
 
     async def teardown(self) -> None:
-        self._die("it was torn down")
+        self._pending.die("it was torn down")
         if self._host is not None:
             await self._host.stop()
         elif self._worker is not None:
             await asyncio.to_thread(self._worker.stop)
 
     def _submit(self, prompt: list[int], params: SamplingParams, stream_every: int) -> int:
-        self._raise_if_dead()
+        self._pending.raise_if_dead()
         request_id = next(self._ids)
-        self._requests[request_id] = asyncio.Queue()
+        self._pending.streams[request_id] = asyncio.Queue()
         self._send(Add(request_id, prompt, params, stream_every))
         return request_id
 
     async def _next_chunk(self, request_id: int) -> TokenChunk:
-        item = await self._requests[request_id].get()
+        item = await self._pending.streams[request_id].get()
         if isinstance(item, TokenChunk):
             if item.stop_reason is not None:
-                del self._requests[request_id]
+                del self._pending.streams[request_id]
             return item
-        del self._requests[request_id]
+        del self._pending.streams[request_id]
         raise item
 
     def _forget(self, request_ids: list[int]) -> None:
         """Aborts in the engine what is still unanswered here: its caller has gone."""
-        abandoned = tuple(i for i in request_ids if self._requests.pop(i, None) is not None)
-        if abandoned and self._gone is None:
+        abandoned = tuple(i for i in request_ids if self._pending.streams.pop(i, None) is not None)
+        if abandoned and self._pending.alive:
             self._send(Abort(abandoned))
 
     async def _call(self, method: Method, argument: Any = None) -> Any:
-        self._raise_if_dead()
+        self._pending.raise_if_dead()
         call_id = next(self._ids)
-        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        reply = self._pending.calls[call_id] = asyncio.get_running_loop().create_future()
         self._send(Call(call_id, method, argument))
         try:
             return await reply
         finally:
-            self._calls.pop(call_id, None)
+            self._pending.calls.pop(call_id, None)
 
     def _on_events(self, events: list[Event]) -> None:
         for event in events:
@@ -261,7 +252,7 @@ class EmbeddedEngine(InferenceEngineInterface):
                 case Refused(request_id, message):
                     self._put(request_id, RequestError(message))
                 case Reply(call_id, value, error):
-                    call = self._calls.get(call_id)
+                    call = self._pending.calls.get(call_id)
                     if call is None or call.done():
                         continue
                     if error is None:
@@ -269,10 +260,10 @@ class EmbeddedEngine(InferenceEngineInterface):
                     else:
                         call.set_exception(EngineError(error))
                 case Died(message):
-                    self._die(message)
+                    self._pending.die(message)
 
     def _put(self, request_id: int, item: TokenChunk | SkyRLError) -> None:
-        queue = self._requests.get(request_id)
+        queue = self._pending.streams.get(request_id)
         if queue is not None:
             queue.put_nowait(item)
 
@@ -282,24 +273,7 @@ class EmbeddedEngine(InferenceEngineInterface):
 
     def _on_gone(self, host: Host) -> None:
         if host is self._host:  # a last word of an earlier life comes late
-            self._die("its worker ended; look above for its last words")
-
-    def _die(self, reason: str) -> None:
-        """Everything pending fails, now and from now on."""
-        if self._gone is None:
-            self._gone = reason
-        for queue in self._requests.values():
-            queue.put_nowait(self._dead())
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(self._dead())
-
-    def _raise_if_dead(self) -> None:
-        if self._gone is not None:
-            raise self._dead()
-
-    def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"The embedded engine is gone: {self._gone}.")
+            self._pending.die("its worker ended; look above for its last words")
 
 
 def _requests(engine_input: InferenceEngineInput) -> tuple[list[list[int]], SamplingParams]:

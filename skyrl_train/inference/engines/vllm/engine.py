@@ -39,6 +39,7 @@ from skyrl_train.inference.interface import (
     PauseMode,
     SamplingParams,
     TokenChunk,
+    output_of,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
 
@@ -161,16 +162,7 @@ class VLLMEngine(InferenceEngineInterface):
         """See the interface. All prompts share the sampling parameters, a given seed included."""
         traffic, asked = self._asked(engine_input, stream=False)
         chunks = await gather_or_cancel(_only_chunk(traffic, one) for one in asked)
-        output = InferenceEngineOutput(
-            responses=[""] * len(chunks),
-            response_ids=[chunk.token_ids for chunk in chunks],
-            stop_reasons=[str(chunk.stop_reason) for chunk in chunks],
-            response_logprobs=[chunk.logprobs for chunk in chunks],
-            response_versions=[chunk.versions for chunk in chunks],
-        )
-        if asked and asked[0].params.top_logprobs:
-            output["response_top_logprobs"] = [chunk.top_logprobs or [] for chunk in chunks]
-        return output
+        return output_of(chunks)
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
         traffic, asked = self._asked(engine_input, stream=True)

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.concurrency import Gate, gather_or_cancel
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.remote_connection import Connection
 from skyrl_train.inference.engines.vllm.remote_facts import Facts
@@ -29,7 +29,7 @@ from skyrl_train.inference.engines.vllm.remote_flight import RemoteFlight
 from skyrl_train.inference.engines.vllm.remote_link import ServerLink, gone, wait_for_server
 from skyrl_train.inference.engines.vllm.remote_weights import RemoteWeights
 from skyrl_train.inference.engines.vllm.remote_wire import Spans, asked_of, external_id, parse_version
-from skyrl_train.inference.engines.vllm.requests import Asked, Gate
+from skyrl_train.inference.engines.vllm.requests import Asked
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     EngineHealth,
@@ -39,6 +39,7 @@ from skyrl_train.inference.interface import (
     PauseMode,
     StopReason,
     TokenChunk,
+    output_of,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
 
@@ -156,16 +157,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         """See the interface. All prompts share the sampling parameters, a given seed included."""
         asked = asked_of(engine_input, self._serving(), stream=False)
         chunks = await gather_or_cancel(self._whole(one) for one in asked)
-        output = InferenceEngineOutput(
-            responses=[""] * len(chunks),
-            response_ids=[chunk.token_ids for chunk in chunks],
-            stop_reasons=[str(chunk.stop_reason) for chunk in chunks],
-            response_logprobs=[chunk.logprobs for chunk in chunks],
-            response_versions=[chunk.versions for chunk in chunks],
-        )
-        if asked and asked[0].params.top_logprobs:
-            output["response_top_logprobs"] = [chunk.top_logprobs or [] for chunk in chunks]
-        return output
+        return output_of(chunks)
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
         asked = asked_of(engine_input, self._serving(), stream=True)
@@ -183,7 +175,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         """The parts of one answer; a request may be sent more than once before its first token."""
         interrupted = TokenChunk([], [], [], StopReason.ABORT, [] if asked.params.top_logprobs else None)
         while True:
-            if not await self._gate.enter():
+            if not await self._gate.passed():
                 yield interrupted
                 return
             flight = self._take_off(asked)

@@ -1,8 +1,7 @@
-"""One request inside vLLM, its tokens' versions, and the gate before it. Knows nothing of vLLM's calls."""
+"""One request inside vLLM, and its tokens' versions. Knows nothing of vLLM's calls."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,50 +16,6 @@ _STOP_REASONS = {
     "length": StopReason.LENGTH,
     "abort": StopReason.ABORT,
 }
-
-
-class Gate:
-    """Where requests wait while the engine is paused."""
-
-    def __init__(self) -> None:
-        self._open = True
-        self._waiting: set[asyncio.Future[bool]] = set()
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait here."""
-        return len(self._waiting)
-
-    def open(self) -> None:
-        """Lets everybody in."""
-        self._open = True
-        self._settle(True)
-
-    def close(self) -> None:
-        """Whoever comes now waits."""
-        self._open = False
-
-    def turn_away(self) -> None:
-        """Sends those away who wait."""
-        self._settle(False)
-
-    async def enter(self) -> bool:
-        """Returns True once the gate is open, False when turned away."""
-        while not self._open:  # it may have closed again before this task's turn
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.add(waiter)
-            try:
-                if not await waiter:
-                    return False
-            finally:
-                self._waiting.discard(waiter)
-        return True
-
-    def _settle(self, answer: bool) -> None:
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(answer)
-        self._waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from skyrl_train.concurrency import Gate
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.engines.vllm.frontend import Frontend
-from skyrl_train.inference.engines.vllm.requests import Asked, Flight, Gate
+from skyrl_train.inference.engines.vllm.requests import Asked, Flight
 from skyrl_train.inference.interface import StopReason, TokenChunk
 
 _ABORT_ROUNDS = 100  # between two steps each; an abort takes two
@@ -66,7 +67,7 @@ class Traffic:
     async def chunks(self, asked: Asked) -> AsyncIterator[TokenChunk]:
         """The outputs of one request, which may be handed to vLLM more than once before its first token."""
         while True:
-            if not await self.gate.enter():
+            if not await self.gate.passed():
                 yield TokenChunk([], [], [], StopReason.ABORT, [] if asked.params.top_logprobs else None)
                 return
             flight = await self._take_off(asked)
