@@ -1,11 +1,18 @@
 """Our endpoint in front of a vLLM engine against vLLM's own OpenAI server, with the same engine arguments and the same load.
 
-    python benchmarks/endpoint_vs_vllm.py [--requests 64] [--tokens 64] [--rounds 5] [--width 128] [--logprobs]
+    python benchmarks/endpoint_vs_vllm.py [--requests 64] [--tokens 64] [--rounds 5] [--width 128]
+        [--logprobs | --hidden-logprobs]
 
 Both servers run on the CPU and stay up; rounds alternate between them, whole answers and streams. A round keeps
 ``--requests`` chat completions in flight until four times as many have ended. Printed: tokens per second and the p99 of the
 latency of a request, per server (medians over the rounds), and the ratios ours / theirs. Our engine computes a log-prob
-for every token whether or not the answer shows it; vLLM's server only with ``--logprobs``, which asks both to show them.
+for every token whether or not the answer shows it. For vLLM's server:
+
+| | its engine computes log-probs | answers show them, of both servers |
+|---|---|---|
+| (nothing) | no | no |
+| ``--hidden-logprobs`` | yes, in the form that ours asks for | no |
+| ``--logprobs`` | yes | yes |
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import argparse
 import asyncio
 import json
 import os
+import runpy
 import signal
 import socket
 import statistics
@@ -23,11 +31,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.models.tiny import build_model_folder
 
 CONTEXT = 256
+THEIRS = "vllm.entrypoints.openai.api_server"
+LAUNCH_THEIRS = "launch-theirs-with-hidden-logprobs"  # as the first argument, this file is that server
 START_S = 600.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -60,7 +71,7 @@ def start(command: list[str], port: int, model: str, log: Path) -> Served:
     """Starts a server in a session of its own, so that its engine process ends with it."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)],
+            [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port)],
             env={**os.environ, **ENVIRONMENT},
             stdout=output,
             stderr=output,
@@ -71,19 +82,36 @@ def start(command: list[str], port: int, model: str, log: Path) -> Served:
 
 def start_ours(folder: str, requests: int, log: Path) -> Served:
     """The endpoint over ``VLLMEngine``."""
-    command = ["skyrl_train.entrypoints.serve", "--model", folder, "--backend", "vllm", "--open"]
+    command = ["-m", "skyrl_train.entrypoints.serve", "--model", folder, "--backend", "vllm", "--open"]
     sizes = ["--max-num-seqs", str(requests), "--max-model-len", str(CONTEXT)]
     return start([*command, *sizes], free_port(), "policy", log)
 
 
-def start_theirs(folder: str, requests: int, log: Path) -> Served:
+def start_theirs(folder: str, requests: int, log: Path, hidden_logprobs: bool) -> Served:
     """vLLM's own server, with what ``VLLMEngine`` sets."""
     sizes = ["--max-num-seqs", str(requests), "--max-model-len", str(CONTEXT)]
     engine = ["--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
     quiet = ["--disable-log-stats", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
     cache = ["--scheduling-policy", "priority", "--kv-cache-memory-bytes", str(1 << 28)]
-    command = ["vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "policy"]
+    program = [__file__, LAUNCH_THEIRS] if hidden_logprobs else ["-m", THEIRS]
+    command = [*program, "--model", folder, "--served-model-name", "policy"]
     return start([*command, *sizes, *engine, *quiet, *cache], free_port(), "policy", log)
+
+
+def serve_theirs_with_hidden_logprobs(arguments: list[str]) -> None:
+    """vLLM's own server, which asks its engine for log-probs that no answer shows. It has no setting for that."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    as_asked = ChatCompletionRequest.to_sampling_params
+
+    def with_logprobs(request: Any, *args: Any, **kwargs: Any) -> Any:
+        params = as_asked(request, *args, **kwargs)
+        params.logprobs, params.flat_logprobs = 0, True
+        return params
+
+    ChatCompletionRequest.to_sampling_params = with_logprobs
+    sys.argv = [THEIRS, *arguments]
+    runpy.run_module(THEIRS, run_name="__main__")
 
 
 async def wait_until_up(server: Served, log: Path) -> None:
@@ -202,7 +230,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=128, help="of the model's two layers")
-    parser.add_argument("--logprobs", action="store_true", help="answers show the log-prob of each token")
+    logprobs = parser.add_mutually_exclusive_group()
+    logprobs.add_argument("--logprobs", action="store_true", help="answers show the log-prob of each token")
+    logprobs.add_argument("--hidden-logprobs", action="store_true", help="vLLM's engine computes them as ours does")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model, logs = Path(folder) / "model", (Path(folder) / "ours.log", Path(folder) / "theirs.log")
@@ -210,7 +240,7 @@ def main() -> None:
         build_model_folder(build, model, seed=0)
         servers = [start_ours(str(model), options.requests, logs[0])]
         try:
-            servers.append(start_theirs(str(model), options.requests, logs[1]))
+            servers.append(start_theirs(str(model), options.requests, logs[1], options.hidden_logprobs))
             asyncio.run(run(servers, logs, options))
         finally:
             for server in servers:
@@ -226,4 +256,7 @@ async def run(servers: list[Served], logs: tuple[Path, Path], options: argparse.
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [LAUNCH_THEIRS]:
+        serve_theirs_with_hidden_logprobs(sys.argv[2:])
+    else:
+        main()

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +22,9 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode
 from skyrl_train.engine_factory import build_engine, fleet_limits
+from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError
+from skyrl_train.evaluation.engines import OwnEngines
 from skyrl_train.fully_async_trainer import FullyAsyncTrainer
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
@@ -33,14 +35,20 @@ from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.tracking import tracker_names
+from skyrl_train.one_step_off_trainer import OneStepOffTrainer
+from skyrl_train.partial_rollout_trainer import PartialRolloutTrainer
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.rollout.dataset import PromptDataset
+from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
 from skyrl_train.trainer import PPOTrainer, TrainerParts
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.schedule import SCHEDULES
+
+if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
+    from skyrl_train.rollout.streaming import StreamingPrompts
 
 # By import path: what a generator needs is imported only where it is used.
 BUILT_IN_GENERATORS = {
@@ -52,10 +60,11 @@ BUILT_IN_GENERATORS = {
 async def build_trainer(
     config: RunConfig,
     plan: Plan,
-    dataset: PromptDataset,
+    dataset: PromptDataset | StreamingPrompts,
     run_folder: RunFolder,
     reporter: Reporter,
     workers: Sequence[WorkerProcess] = (),
+    evaluation_prompts: Sequence[PromptRecord] = (),
 ) -> PPOTrainer:
     """Builds everything and starts the engines; the trainer's ``train`` tears it down again.
 
@@ -67,9 +76,14 @@ async def build_trainer(
     """
     model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
     tokenizer = load_tokenizer(model_path)
-    client = build_client(config, plan, tokenizer, model_path, workers)
-    generator = build_generator(config, plan, client, tokenizer, model_path)
-    starting = asyncio.ensure_future(client.start())  # engines import and load while the backend does
+    number, own = config.generator.inference_engine.num_engines, config.trainer.eval.num_engines
+    client = build_client(config, plan, tokenizer, model_path, range(number), workers)
+    clients = [client]
+    if own:
+        clients.append(build_client(config, plan, tokenizer, model_path, range(number, number + own), workers))
+    generators = [build_generator(config, plan, each, tokenizer, model_path) for each in clients]
+    # Engines import and load while the backend does.
+    starting = asyncio.gather(*(each.start() for each in clients))
     try:
         backend = await asyncio.to_thread(
             LocalBackend,
@@ -83,16 +97,22 @@ async def build_trainer(
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        await client.teardown()
+        await asyncio.gather(*(each.teardown() for each in clients))
         raise
+    publishers = [
+        WeightPublisher(each, build_transport(config), PauseMode(config.generator.pause_mode)) for each in clients
+    ]
     parts = TrainerParts(
         client=client,
-        generator=generator,
+        generator=generators[0],
         backend=backend,
-        publisher=WeightPublisher(client, build_transport(config), PauseMode(config.generator.pause_mode)),
+        publisher=publishers[0],
         dataset=dataset,
         checkpoints=CheckpointStore(run_folder.checkpoints, config.trainer.max_ckpts_to_keep),
         reporter=reporter,
+        evaluation_engines=OwnEngines(generators[1], clients[1], publishers[1], backend.named_weights) if own else None,
+        evaluation_prompts=evaluation_prompts,
+        spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
         export_folder=run_folder.path / "policy",
     )
     return trainer_class(config.trainer.mode)(config, plan, parts)
@@ -105,6 +125,7 @@ def known_names() -> dict[str, list[str]]:
         "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
         "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
         "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
+        "trainer.fully_async.straggler_policy": STRAGGLER_POLICIES.names(),
         "trainer.trackers": tracker_names(),
     }
 
@@ -119,7 +140,12 @@ def check_model_path(config: RunConfig) -> None:
 
 def trainer_class(mode: TrainerMode) -> type[PPOTrainer]:
     """The trainer behind ``trainer.mode``."""
-    return {TrainerMode.sync: PPOTrainer, TrainerMode.fully_async: FullyAsyncTrainer}[mode]
+    return {
+        TrainerMode.sync: PPOTrainer,
+        TrainerMode.one_step_off: OneStepOffTrainer,
+        TrainerMode.fully_async: FullyAsyncTrainer,
+        TrainerMode.partial_rollout: PartialRolloutTrainer,
+    }[mode]
 
 
 def prepare_model(config: RunConfig, folder: Path) -> str:
@@ -135,14 +161,15 @@ def build_client(
     plan: Plan,
     tokenizer: PreTrainedTokenizerBase,
     model_path: str,
+    numbers: Sequence[int],
     workers: Sequence[WorkerProcess] = (),
 ) -> InferenceEngineClient:
-    """The client with its engines, none of them started."""
+    """A client with the engines of these numbers, none of them started."""
     engine, chat = config.generator.inference_engine, config.generator.chat
     return InferenceEngineClient(
         [
             build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
-            for index in range(engine.num_engines)
+            for index in numbers
         ],
         tokenizer,
         model_path,
@@ -152,6 +179,7 @@ def build_client(
         probe_interval_s=engine.fleet.probe_interval_s,
         tool_parser=chat.tool_parser,
         reasoning_parser=chat.reasoning_parser,
+        replay=config.rollout.replay,
     )
 
 

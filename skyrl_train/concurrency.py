@@ -1,4 +1,5 @@
-"""What asyncio leaves open: waiting for a condition, a gate that thousands wait at, many calls or streams at once."""
+"""What asyncio leaves open: waiting for a condition, a gate that thousands wait at, many calls or streams at once, and
+ending tasks that do not want to end."""
 
 from __future__ import annotations
 
@@ -116,6 +117,33 @@ async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     return [task.result() for task in tasks]
+
+
+async def cancel_within(tasks: Iterable[asyncio.Task[Any]], limit_s: float) -> list[asyncio.Task[Any]]:
+    """Cancels tasks and waits for their end, at most ``limit_s`` seconds; returns those that go on regardless.
+
+    Those are abandoned: they are no longer among the tasks that ``asyncio.run`` waits for, so that the program can end
+    without them. What any of the tasks returns or raises now concerns nobody.
+    """
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(_look_at)
+    running = [task for task in tasks if not task.done()]
+    try:
+        if running:
+            await asyncio.wait(running, timeout=limit_s)
+    finally:  # also where the caller itself is cancelled, who does not want to wait any longer then
+        stubborn = [task for task in running if not task.done()]
+        for task in stubborn:
+            asyncio._unregister_task(task)
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # the caller says it better
+    return stubborn
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # or asyncio would report that nobody did
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

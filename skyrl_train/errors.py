@@ -7,7 +7,9 @@ SkyRLError
   CheckpointError        a checkpoint cannot be written, or does not belong to this run
   GeneratorOutputError   a generator returned fields that break the contract
   RolloutError           a rollout failed (raised, timed out) more often than the run allows
+  StageError             a stage between generation and training failed; the message names the stage
   StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
+  EvaluationError        an evaluation met another policy version than the one it measures
   RequestError           a request that no engine can serve; other requests are not concerned
   SessionError           a session is unknown, has ended, or cannot do what is asked of it
   QuotaError             no further session can be opened for now; it says when to come back
@@ -15,6 +17,7 @@ SkyRLError
     EngineDeadError      the engine is gone; its requests can continue elsewhere
     NoEngineError        no engine is left
   PublicationError       new weights did not reach the engines; they still serve the old ones
+  SimulationError        a run in virtual time cannot go on: a deadlock, or modelled work in the wrong place
 """
 
 
@@ -46,8 +49,16 @@ class RolloutError(SkyRLError):
     """Rollouts failed more often than the run allows; the last failure is the cause."""
 
 
+class StageError(SkyRLError):
+    """A stage between generation and training failed, which is not the rollout's fault; the message names the stage."""
+
+
 class StalenessError(SkyRLError):
     """The staleness bound or the slot accounting was violated. This is a bug of ours, never the data's."""
+
+
+class EvaluationError(SkyRLError):
+    """An evaluation met tokens of another policy version than the one it measures: what it would report is of no policy."""
 
 
 class RequestError(SkyRLError):
@@ -80,3 +91,8 @@ class NoEngineError(EngineError):
 
 class PublicationError(SkyRLError):
     """New weights did not reach the engines; those that still serve hold the weights they had."""
+
+
+class SimulationError(SkyRLError):
+    """A run in virtual time cannot go on: everything waits for something that nothing will bring about, or modelled work
+    runs where it must not block."""

@@ -2,17 +2,21 @@
 
 | loop | consumes | waits for | is unblocked by | produces |
 |---|---|---|---|---|
-| admission (``rollout/workers``) | prompts | capacity | the publication of a step | group tasks |
+| admission (``rollout/workers``) | prompts | capacity | a publication | group tasks |
 | group task | one prompt | the generator | engines | a finished group |
-| trainer (``train``) | B finished groups | a batch that the straggler policy lets it take | a finished group | a policy version |
+| trainer (``train``) | B finished groups | groups that the straggler policy lets it take | a finished group | a policy version |
+| publication (where it overlaps) | a staged version | the engines | their answers | capacity |
 
 Everything that a step does with its groups is the synchronous trainer's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.trainer import PPOTrainer
+from skyrl_train.trainer import PPOTrainer, TrainedStep
 
 
 class FullyAsyncTrainer(PPOTrainer):
@@ -25,21 +29,36 @@ class FullyAsyncTrainer(PPOTrainer):
         """Groups are admitted in the background from now on."""
         self.workers.start()
 
-    async def next_batch(self) -> list[RolloutGroup] | None:
-        """The groups of the next step in ordinal order; None when the run was asked to stop.
+    async def next_batch(self) -> list[BufferedGroup] | None:
+        """The groups of the next step as soon as the straggler policy lets the trainer take them."""
+        return await self.wait_for_groups()
 
-        Consumes finished groups; waits until a batch may be trained; unblocked by a group that finishes or fails; produces
-        the batch.
-        """
-        batch: list[RolloutGroup] | None = None
+    async def train_step(self) -> TrainedStep | None:
+        """One optimizer step; with ``streaming_min_groups`` its gradient grows while the last groups are generated."""
+        if self.plan.streaming_min_groups is None:
+            return await super().train_step()
+        return await self._train_step_by_parts(self.plan.streaming_min_groups)
 
-        def ready() -> bool:
-            nonlocal batch
-            if self.stop_requested or self.workers.error is not None:
-                return True
-            batch = self.staleness.select(self.buffer)
-            return batch is not None
+    async def _train_step_by_parts(self, min_groups: int) -> TrainedStep | None:
+        self.phase.enter(f"step {self.global_step + 1} trains on groups as they come")
+        batch: list[RolloutGroup] = []
+        waited_s = trained_s = 0.0
+        while (missing := self.plan.policy_mini_batch_size - len(batch)) > 0:
+            waiting_since = self.parts.clock()
+            chosen = await self.wait_for_groups(committed=batch, at_least=min(min_groups, missing))
+            if chosen is None:  # its groups are still in the buffer
+                await self.off_loop(self.parts.backend.discard)
+                return None
+            part = await self.buffer.load(chosen)
+            started = self.parts.clock()
+            await self.off_loop(self._accumulate, part)
+            batch += part
+            waited_s += started - waiting_since
+            trained_s += self.parts.clock() - started
+        started = self.parts.clock()
+        metrics = await self.compute(self.parts.backend.finish, self.global_step + 1)
+        times = {"time/wait_for_batch": waited_s, "time/train": trained_s + self.parts.clock() - started}
+        return self.book(batch, {**metrics, **times})
 
-        await self.changed.wait_until(ready)
-        self.workers.raise_if_failed()
-        return None if self.stop_requested else batch
+    def _accumulate(self, part: Sequence[RolloutGroup]) -> None:
+        self.parts.backend.accumulate(self.minibatch(part))

@@ -1,11 +1,12 @@
 """The synchronous trainer, and every phase that other trainers share.
 
-    next_batch ──> train_step ──> publish ──> report ──> checkpoint
-        ^                            │
-        └── groups under version t-1 ┘   step t = 1, 2, ...
+    next_batch ──> update ──> publish ──> report ──> checkpoint
+        ^                        │
+        └ groups under version t-1   step t = 1, 2, ...
 
 One asyncio loop controls; the backend computes in its own thread, engines in their own processes. A subclass changes when
-groups are generated (``start_generation``, ``next_batch``), never what a step does with them.
+groups are generated and when engines are interrupted (``start_generation``, ``next_batch``, ``publish``), never what a
+step does with its groups.
 """
 
 from __future__ import annotations
@@ -13,42 +14,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.concurrency import Signal
+from skyrl_train.concurrency import Signal, cancel_within
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import (
-    CheckpointError,
-    EngineError,
-    GeneratorOutputError,
-    PublicationError,
-    RolloutError,
-    StalenessError,
-)
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import CheckpointError, GeneratorOutputError, StalenessError
+from skyrl_train.evaluation.engines import EvaluationEngines, SharedEngines
+from skyrl_train.evaluation.runner import Evaluation
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.step_metrics import step_metrics
-from skyrl_train.publication.publisher import WeightPublisher
-from skyrl_train.rollout.buffer import RolloutBuffer
-from skyrl_train.rollout.checkpoint import read_rollout_state, write_rollout_state
+from skyrl_train.publication.publisher import Staged, WeightPublisher
+from skyrl_train.rollout.buffer import BufferedGroup, RolloutBuffer
+from skyrl_train.rollout.checkpoint import read_recordings, read_rollout_state, write_rollout_state
+from skyrl_train.rollout.dataloader import build_loader
 from skyrl_train.rollout.dataset import PromptDataset
+from skyrl_train.rollout.filters import groups_to_train, make_filter
 from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.ledger import PromptLedger
 from skyrl_train.rollout.runner import GroupRunner
-from skyrl_train.rollout.staleness import STRAGGLER_POLICIES, StalenessManager
+from skyrl_train.rollout.staleness import StalenessManager
+from skyrl_train.rollout.stragglers import resolve_straggler_policy
+from skyrl_train.rollout.watchdog import LoopMonitor, Phase, Watchdog
 from skyrl_train.rollout.workers import GenerationWorkers
-from skyrl_train.training.backend import TrainingBackend
+from skyrl_train.training.backend import Minibatch, TrainingBackend
 from skyrl_train.training.checkpoint import CheckpointStore, checkpoint_step
 from skyrl_train.training.minibatch import build_minibatch
 
+if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
+    from skyrl_train.rollout.streaming import StreamingPrompts
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+CLOSE_LIMIT_S = 30.0  # what a generator may take to close
+CANCEL_LIMIT_S = 5.0  # and to end once that is cancelled
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,22 @@ class TrainerParts:
     generator: GeneratorInterface
     backend: TrainingBackend
     publisher: WeightPublisher
-    dataset: PromptDataset
+    dataset: PromptDataset | StreamingPrompts
     checkpoints: CheckpointStore
     reporter: Reporter
+    evaluation_engines: EvaluationEngines | None = None  # of its own; None: the run's
+    evaluation_prompts: Sequence[PromptRecord] = ()
+    spill_folder: Path | None = None  # of finished groups beyond rollout.buffer_memory_bytes
     export_folder: Path | None = None  # where a finished run leaves its policy as a folder that transformers opens
     clock: Callable[[], float] = field(default=time.perf_counter)
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A finished optimizer step: its groups in the order in which they were trained, and what its phases measured."""
+
+    batch: Sequence[RolloutGroup]
+    metrics: dict[str, float]
 
 
 class PPOTrainer:
@@ -76,45 +93,64 @@ class PPOTrainer:
         self.global_step = 0  # finished optimizer steps; a policy version is the step that it was published after
         self.stop_requested = False
         self.changed = Signal()
-        trainer = config.trainer
-        self.ledger = PromptLedger(len(parts.dataset), trainer.seed, parts.dataset.fingerprint)
-        self.buffer = RolloutBuffer()
+        trainer, client = config.trainer, parts.client
+        self.phase = Phase(parts.clock, "it starts")
+        self.watchdog = Watchdog(trainer.failures.stuck_after_s, parts.clock, self.describe, self._say_stuck)
+        self.prompts = build_loader(parts.dataset, config.data, trainer.seed)
+        self.buffer = RolloutBuffer(config.rollout.buffer_memory_bytes, parts.spill_folder)
         self.staleness = StalenessManager(
             batch_groups=trainer.policy_mini_batch_size,
             max_staleness_steps=plan.max_staleness_steps,
             pipeline_depth=plan.pipeline_depth,
             max_running=plan.num_workers,
             total_steps=plan.total_steps,
-            policy=STRAGGLER_POLICIES[trainer.fully_async.straggler_policy](),
-            steps_per_publication=plan.train_batch_size // plan.policy_mini_batch_size,
+            policy=resolve_straggler_policy(plan.straggler_policy),
+            steps_per_publication=plan.steps_per_publication,
+            overlap=plan.overlap_publication,
         )
         self.runner = GroupRunner(
             parts.generator,
-            parts.dataset,
-            self.ledger,
+            self.prompts,
+            client,
             trainer.failures,
             n_samples_per_prompt=config.generator.n_samples_per_prompt,
             sampling_params=asdict(config.generator.sampling_params),
             env_class=config.environment.env_class,
             seed=trainer.seed,
-            policy_version=lambda: parts.client.policy_version,
+            recordings=client.recordings,
             on_failure=parts.reporter.attempt_failed,
         )
         self.workers = GenerationWorkers(
-            self.runner.run,
-            self.ledger,
+            self.runner,
+            self.prompts,
             self.staleness,
             self.buffer,
             trainer.failures,
-            policy_version=lambda: parts.client.policy_version,
+            policy_version=lambda: client.policy_version,
             changed=self.changed,
+            admission_version=self._admission_version,
+            signal_filter=make_filter(trainer.algorithm, trainer.policy_mini_batch_size),
+            on_group_end=self.watchdog.progress,
+        )
+        self.evaluation = Evaluation(
+            config,
+            parts.evaluation_engines or SharedEngines(parts.generator, client),
+            parts.evaluation_prompts,
+            sink=parts.reporter,
+            changed=self.changed,
+            on_progress=self.watchdog.progress,
+            clock=parts.clock,
         )
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._saving: asyncio.Task[Path] | None = None
+        self._delivery: asyncio.Task[dict[str, float]] | None = None  # a publication on its way to the engines
+        self._weights_in_doubt = False  # an update began and has not ended well
+        self._started = False
+        self._watching: asyncio.Task[None] | None = None
         self._checkpointed_step: int | None = None
         self._step_ended = parts.clock()
         self._tokens_reported = 0
-        self._failures_reported = 0
+        self._reported: dict[str, int] = {}  # of prompts that were not trained, by outcome
 
     # The loop -----------------------------------------------------------------------------------------------------
 
@@ -122,39 +158,79 @@ class PPOTrainer:
         """Trains until the plan's last step or until :meth:`request_stop`; leaves a checkpoint either way.
 
         Raises:
-            RolloutError, GeneratorOutputError, EngineError, PublicationError: generation cannot go on; the finished steps
-                are saved.
+            Exception: whatever ended a part of the run, as itself. The finished steps are saved, unless it was the update
+                that failed: the policy's weights are in doubt then, and the previous checkpoint stands.
             CheckpointError: a checkpoint could not be written; the previous one is untouched.
         """
+        with LoopMonitor(self.config.trainer.failures.stuck_after_s, logger.error):
+            await self._train()
+
+    async def _train(self) -> None:
         try:
             await self.start()
             while self.global_step < self.plan.total_steps:
-                waiting_since = self.parts.clock()
-                batch = await self.next_batch()
-                if batch is None:
+                trained = await self.train_step()
+                if trained is None:
                     break
-                metrics = {"time/wait_for_batch": self.parts.clock() - waiting_since}
-                metrics |= await self.train_step(batch)
                 try:
-                    metrics |= await self.publish()
+                    trained.metrics.update(await self.publish())
                 finally:  # the step is trained, published or not
-                    self.report(batch, metrics)
+                    self.report(trained)
                 await self.checkpoint_if_due()
+            await self.delivered()
             await self.save_checkpoint()
+            await self.evaluate_last_policy()
             await self.export_policy()
-        except (RolloutError, GeneratorOutputError, EngineError, PublicationError) as error:
-            try:
-                await self.save_checkpoint()
-            except CheckpointError as second:
-                error.add_note(f"The steps since the last checkpoint could not be saved either: {second}")
+        except CheckpointError:
+            raise
+        except Exception as error:
+            await self._save_what_is_finished(error)
             raise
         finally:
             await self.close()
+
+    async def _save_what_is_finished(self, error: Exception) -> None:
+        if self._weights_in_doubt or not self._started:
+            return
+        try:
+            await self.save_checkpoint()
+        except CheckpointError as second:
+            error.add_note(f"The steps since the last checkpoint could not be saved either: {second}")
 
     def request_stop(self) -> None:
         """Stops admitting; :meth:`train` finishes the step it is in, writes a checkpoint and returns."""
         self.stop_requested = True
         self.workers.stop_admitting()
+        self.evaluation.stop()
+
+    def resize(
+        self,
+        *,
+        max_staleness_steps: int | None = None,
+        pipeline_depth: float | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        """Changes S, D or W while the run goes on; from the control loop. None: as it is. A checkpoint does not remember it.
+
+        Raises:
+            ValueError, StalenessError: see :meth:`StalenessManager.resize`; nothing has changed.
+        """
+        self.staleness.resize(
+            max_staleness_steps=max_staleness_steps, pipeline_depth=pipeline_depth, max_running=num_workers
+        )
+        self.workers.slots.set_capacity(self.staleness.max_running)
+        self.workers.drop_overdue()
+        self.changed.notify()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train: the plan's last step is done, or the data has ended."""
+        return self.global_step >= self.plan.total_steps or self.out_of_prompts
+
+    @property
+    def out_of_prompts(self) -> bool:
+        """Whether the data has ended and all of it was generated; fewer groups than a minibatch may be left over."""
+        return self.workers.exhausted and self.staleness.counts.running == 0
 
     # Phases -------------------------------------------------------------------------------------------------------
 
@@ -163,60 +239,151 @@ class PPOTrainer:
         folder = await asyncio.to_thread(self.parts.checkpoints.latest)
         if folder is not None:
             await self.load_checkpoint(folder)
-        await self.publish_weights()
+        await self.parts.publisher.publish(self.parts.backend.named_weights(), self.global_step)
         self.parts.generator.pace(lambda: not self.staleness.budget_spent)
         await self.parts.generator.start()
+        await self.prompts.start(self.changed.notify)
         self.parts.reporter.begin(self.global_step)
+        await self.evaluation.start(self.global_step, self.parts.reporter.evaluated_steps)
         self._step_ended = self.parts.clock()
         self.workers.slots.take_idle_fraction()  # start-up is not idleness
+        self._started = True
+        self._watching = asyncio.create_task(self.watchdog.run(), name="watchdog")
         self.start_generation()
+
+    def _admission_version(self, ordinal: int) -> int:
+        """The version that a group starts from: the policy's, or that of the oldest token which a checkpoint has of it."""
+        now, recorded = self.parts.client.policy_version, self.parts.client.recordings.oldest_version(ordinal)
+        if recorded is None:
+            return now
+        if self.staleness.may_admit(recorded):
+            return recorded
+        self.parts.client.recordings.end(ordinal)  # its tokens are too old to be trained: it begins afresh
+        return now
 
     def start_generation(self) -> None:
         """Called once the engines serve. The synchronous trainer generates only when it needs a batch."""
 
-    async def next_batch(self) -> list[RolloutGroup] | None:
+    async def train_step(self) -> TrainedStep | None:
+        """One optimizer step on a whole batch; None when the run was asked to stop."""
+        waiting_since = self.parts.clock()
+        self.phase.enter(f"step {self.global_step + 1} waits for groups")
+        chosen = await self.next_batch()
+        if chosen is None:
+            return None
+        self.phase.enter(f"step {self.global_step + 1} trains")
+        batch = await self.buffer.load(chosen)
+        started = self.parts.clock()
+        metrics = await self.compute(self._update, batch)
+        times = {"time/wait_for_batch": started - waiting_since, "time/train": self.parts.clock() - started}
+        return self.book(batch, {**metrics, **times})
+
+    async def next_batch(self) -> list[BufferedGroup] | None:
         """The groups of the next step in ordinal order; None when the run was asked to stop.
 
         Consumes capacity; waits for a whole batch to be generated; unblocked by its last group; produces the batch.
         """
         await self.workers.fill()
-        self.workers.raise_if_failed()
+        self.raise_if_failed()
         if self.stop_requested:
             return None
         batch = self.staleness.select(self.buffer)
-        if batch is None:
+        if batch is None and not self.out_of_prompts:
             raise StalenessError(f"step {self.staleness.step} has no full batch after all groups have ended")
         return batch
 
-    async def train_step(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
-        """One optimizer step on ``batch``; returns its metrics."""
-        self.staleness.assert_bound(batch)
-        started = self.parts.clock()
-        metrics = await self.off_loop(self._update, batch)
-        # At one instant of the loop, and only now: an update that fails leaves its groups where they were.
-        self.buffer.take(batch)
-        self.staleness.train(batch)
-        self.ledger.settle([group.ordinal for group in batch], "trained")
-        self.global_step += 1
-        return {**metrics, "time/train": self.parts.clock() - started}
+    async def wait_for_groups(
+        self, committed: Sequence[RolloutGroup] = (), at_least: int | None = None
+    ) -> list[BufferedGroup] | None:
+        """Finished groups for the next step, which has ``committed`` already; None when the run was asked to stop.
+
+        Consumes finished groups; waits until ``at_least`` of them (by default: all that the step lacks) may be trained;
+        unblocked by a group that finishes or fails, and by a publication; produces the groups in ordinal order.
+        """
+        chosen: list[BufferedGroup] | None = None
+        taken = {group.ordinal for group in committed}
+        missing = self.config.trainer.policy_mini_batch_size - len(taken)
+        enough = missing if at_least is None else min(at_least, missing)
+
+        def ready() -> bool:
+            nonlocal chosen
+            if self.stop_requested or self._failure() is not None:
+                return True
+            if len(self.buffer) - len(taken) < enough:  # asked after each group that ends, with thousands in flight
+                return self.out_of_prompts
+            free = (group for group in self.buffer if group.ordinal not in taken)
+            chosen = self.staleness.select(free, committed=len(taken), at_least=at_least)
+            return chosen is not None or self.out_of_prompts
+
+        await self.changed.wait_until(ready)
+        self.raise_if_failed()
+        return None if self.stop_requested else chosen
 
     def _update(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
-        minibatch = build_minibatch(batch, self.global_step + 1, self.config.trainer.algorithm)
-        return self.parts.backend.update(minibatch)
+        return self.parts.backend.update(self.minibatch(batch))
+
+    def minibatch(self, groups: Sequence[RolloutGroup]) -> Minibatch:
+        """What the backend trains on of these groups of the step."""
+        self.staleness.assert_bound(groups)
+        algorithm = self.config.trainer.algorithm
+        trained = groups_to_train(groups, algorithm, seed=self.config.trainer.seed, step=self.global_step + 1)
+        return build_minibatch(
+            trained,
+            self.global_step + 1,
+            algorithm,
+            oldest_trained_version=self.staleness.oldest_trained_version,
+        )
+
+    def book(self, batch: Sequence[RolloutGroup], metrics: dict[str, float]) -> TrainedStep:
+        """The policy was updated with ``batch``. At one instant of the loop, and only now: an update that fails leaves its
+        groups where they were."""
+        self.buffer.take(batch)
+        self.staleness.train(batch)
+        self.prompts.settle([group.ordinal for group in batch], "trained", batch)
+        self.global_step += 1
+        self.watchdog.progress()
+        return TrainedStep(batch, metrics)
 
     async def publish(self) -> dict[str, float]:
-        """Brings the new weights to the engines if that is due, then opens the next step's admission."""
-        due = self.staleness.publication_due
-        metrics = await self.publish_weights() if due else {}
-        self.staleness.advance(published=due)
+        """Sends the new weights on their way to the engines if that is due; returns when the next step may begin.
+
+        Where publications overlap, that is once the weights are copied; the times are then those of the version before.
+        """
+        self.phase.enter(f"version {self.global_step} is published")
+        due, metrics = self.staleness.publication_due, {}
+        self.staleness.advance()
+        await self.evaluation.trained(self.global_step)
+        if due:
+            metrics = await self.delivered()
+            version = self.global_step
+            staged = await self.parts.publisher.gather(self.parts.backend.named_weights(), version)
+            self._delivery = asyncio.create_task(self._deliver(staged, version), name=f"publication-{version}")
+            if not self.plan.overlap_publication:
+                metrics = await self.delivered()
+        self.workers.drop_overdue()
         self.changed.notify()
         return metrics
 
-    async def publish_weights(self) -> dict[str, float]:
-        """Publishes the policy as version ``global_step``."""
-        return await self.parts.publisher.publish(self.parts.backend.named_weights(), self.global_step)
+    async def _deliver(self, staged: Staged, version: int) -> dict[str, float]:
+        try:
+            metrics = await self.evaluation.hold()
+            metrics |= await self.parts.publisher.deliver(staged)
+            self.staleness.published(version)
+            await self.evaluation.served(version)
+            return metrics
+        finally:
+            self.changed.notify()
 
-    def report(self, batch: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
+    async def delivered(self) -> dict[str, float]:
+        """Returns when no publication is on its way; the times of the last one."""
+        if self._delivery is None:
+            return {}
+        started = self.parts.clock()
+        metrics = await self._delivery
+        self._delivery = None
+        return {**metrics, "time/wait_for_publication": self.parts.clock() - started}
+
+    def report(self, trained: TrainedStep) -> None:
         """Writes the step's metrics and samples, and refreshes the screen."""
         now = self.parts.clock()
         step_s, self._step_ended = now - self._step_ended, now
@@ -226,24 +393,35 @@ class PPOTrainer:
         )
         full = step_metrics(
             self.global_step,
-            batch,
-            metrics,
+            trained.batch,
+            trained.metrics,
             counts=self.staleness.counts,
-            max_staleness_steps=self.plan.max_staleness_steps,
+            totals={
+                "async/failed_and_masked": self.workers.failed_and_masked,
+                "async/engine_failures": self.runner.engine_failures,
+                "async/retries": self.runner.retries,
+                **self.parts.client.recordings.metrics(),
+            },
+            max_staleness_steps=self.staleness.max_staleness_steps,
             step_s=step_s,
             idle_fraction=self.workers.slots.take_idle_fraction(),
             generated_tokens=tokens,
-            retries=self.runner.retries,
         )
         self.parts.reporter.step(
             self.global_step,
-            batch,
+            trained.batch,
             full,
             decode=self.parts.client.decode,
-            failed=self.ledger.failed[self._failures_reported :],
+            untrained=self._newly_untrained(),
             checkpoint_step=self._checkpointed_step,
         )
-        self._failures_reported = len(self.ledger.failed)
+
+    def _newly_untrained(self) -> dict[str, list[int]]:
+        """The ordinals that failed, were filtered or dropped since the last call."""
+        lists = {"failed": self.prompts.failed, "filtered": self.prompts.filtered, "dropped": self.prompts.dropped}
+        new = {outcome: ordinals[self._reported.get(outcome, 0) :] for outcome, ordinals in lists.items()}
+        self._reported = {outcome: len(ordinals) for outcome, ordinals in lists.items()}
+        return new
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -265,13 +443,18 @@ class PPOTrainer:
     async def _begin_save(self) -> None:
         await self._saved()
         snapshot = await self.off_loop(self.parts.backend.snapshot)
-        state, groups = self.rollout_state(), self.buffer.snapshot()  # at one instant of the loop: they agree
+        # At one instant of the loop: they agree.
+        state, groups, recordings = (
+            self.rollout_state(),
+            self.buffer.snapshot(),
+            self.parts.client.recordings.snapshot(),
+        )
         step = self.global_step
 
         def write(folder: Path) -> None:
             (folder / "policy").mkdir()
             self.parts.backend.save(snapshot, folder / "policy")
-            write_rollout_state(state, groups, folder)
+            write_rollout_state(state, groups, folder, (recording.to_json() for recording in recordings))
 
         self._saving = asyncio.create_task(asyncio.to_thread(self.parts.checkpoints.write, step, write))
 
@@ -284,14 +467,23 @@ class PPOTrainer:
         """What a checkpoint holds beside the backend's state and the finished groups; JSON-able."""
         return {
             "global_step": self.global_step,
-            "ledger": self.ledger.state_dict(),
+            "prompts": self.prompts.state_dict(),
+            "workers": self.workers.state_dict(),
             "counts": self.staleness.state_dict(),
         }
 
     async def export_policy(self) -> None:
         """Once trained to the end, leaves the policy as a folder that ``transformers`` opens."""
-        if self.parts.export_folder is not None and self.global_step >= self.plan.total_steps:
+        if self.parts.export_folder is not None and self.finished:
             await self.off_loop(self.parts.backend.export_hf, self.parts.export_folder)
+
+    async def evaluate_last_policy(self) -> None:
+        """Once trained to the end, evaluates the last policy, unless that has been done."""
+        if self.finished:
+            await self.evaluation.hold()
+            if self.parts.client.policy_version != self.global_step:  # no publication was due any more
+                await self.parts.publisher.publish(self.parts.backend.named_weights(), self.global_step)
+            await self.evaluation.conclude(self.global_step)
 
     async def load_checkpoint(self, folder: Path) -> None:
         """Restores a checkpoint.
@@ -300,27 +492,82 @@ class PPOTrainer:
             CheckpointError: it is of another model, data set or seed, or of a newer format.
         """
         state, groups = await asyncio.to_thread(read_rollout_state, folder)
+        recordings = await asyncio.to_thread(read_recordings, folder)
         await self.off_loop(self.parts.backend.load, folder / "policy")
         self.global_step = state["global_step"]
-        self.buffer.restore(groups)
-        self.ledger.load_state_dict(state["ledger"], buffered=[group.ordinal for group in self.buffer])
+        await self.buffer.restore(groups)
+        self.parts.client.recordings.load(recordings)
+        self.prompts.load_state_dict(state["prompts"], buffered=[group.ordinal for group in self.buffer])
+        self.workers.load_state_dict(state["workers"])
         self.staleness.load_state_dict(state["counts"], self.global_step + 1, self.buffer)
+        self.workers.drop_overdue()
         self._checkpointed_step = self.global_step
-        self._failures_reported = len(self.ledger.failed)
+        self._newly_untrained()  # reported before
 
     # The rest -----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> list[str]:
+        """What the run is busy with, a line each."""
+        return [
+            self.phase.describe(),
+            *self.workers.describe(),
+            *self.evaluation.describe(),
+            *self.parts.client.describe(),
+        ]
+
+    def _say_stuck(self, message: str) -> None:
+        logger.warning("%s", message)
+        self.parts.reporter.note(message)
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs work of the backend that may move the policy; see :meth:`train` for what its failure means."""
+        self._weights_in_doubt = True
+        try:
+            result = await self.off_loop(function, *args)
+        except (GeneratorOutputError, StalenessError):  # found before anything moved
+            self._weights_in_doubt = False
+            raise
+        self._weights_in_doubt = False
+        return result
 
     async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
         """Runs blocking work of the backend in its own thread, one call at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._compute, function, *args)
 
+    def _failure(self) -> BaseException | None:
+        """What stopped a part of the run that works in the background, if anything did."""
+        delivery = self._delivery
+        failed = delivery.exception() if delivery is not None and delivery.done() and not delivery.cancelled() else None
+        watching = self._watching
+        lost = watching.exception() if watching is not None and watching.done() and not watching.cancelled() else None
+        return self.workers.error or failed or self.evaluation.error or lost
+
+    def raise_if_failed(self) -> None:
+        """Raises what stopped a part of the run that works in the background, if anything did."""
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
     async def close(self) -> None:
         """Stops generation and engines; waits for a checkpoint that is being written."""
+        await self.evaluation.aclose()
+        if self._watching is not None:
+            self._watching.cancel()
         await self.workers.close()
-        await self.parts.generator.aclose()
-        if self._saving is not None:
-            await asyncio.gather(self._saving, return_exceptions=True)
+        await self.buffer.aclose()
+        await self.prompts.aclose()
+        await self._close_generator()
+        await asyncio.gather(*filter(None, (self._saving, self._delivery)), return_exceptions=True)
         await self.parts.client.teardown()
         self.parts.publisher.close()
         self.parts.reporter.close()
-        self._compute.shutdown(wait=True)
+        await asyncio.to_thread(self._compute.shutdown)
+
+    async def _close_generator(self) -> None:
+        """It is somebody else's code: it gets a while, and is left behind after that."""
+        closing = asyncio.create_task(self.parts.generator.aclose(), name="generator-close")
+        await asyncio.wait([closing], timeout=CLOSE_LIMIT_S)
+        if await cancel_within([closing], CANCEL_LIMIT_S):
+            logger.error("the generator's aclose() does not end and ignores its cancellation; it is left behind")
+        elif not closing.cancelled():
+            closing.result()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from skyrl_train.algorithms import kl
 from skyrl_train.algorithms.losses import bounded_ratio
 from skyrl_train.algorithms.registry import Registry
 
@@ -42,17 +43,16 @@ def mismatch_metrics(
 
     ``ratio_mean`` / ``ratio_max`` of ``r``; ``clipped_fraction``: share with ``r > C``; ``ess``: normalised effective
     sample size ``(sum r)^2 / (N sum r^2)`` in (0, 1] (Kong 1992), before truncation; ``kl_k1`` / ``kl_k3``: estimates
-    of ``KL(behave || prox)``, ``mean(-log r)`` and ``mean(r - 1 - log r)`` (Schulman, "Approximating KL divergence",
-    2020).
+    of ``KL(behave || prox)``, the means of :func:`kl.k1` and :func:`kl.k3`.
     """
-    ratio = bounded_ratio(proximal_logprobs.detach(), behaviour_logprobs).double()
-    log_ratio = ratio.log()
+    proximal_logprobs = proximal_logprobs.detach().double()
+    ratio = bounded_ratio(proximal_logprobs, behaviour_logprobs.double())
     values = {
         "off_policy/ratio_mean": ratio.mean(),
         "off_policy/ratio_max": ratio.max(),
         "off_policy/clipped_fraction": (ratio > clip_high).double().mean(),
         "off_policy/ess": ratio.sum().square() / (ratio.numel() * ratio.square().sum()),
-        "off_policy/kl_k1": -log_ratio.mean(),
-        "off_policy/kl_k3": (ratio - 1 - log_ratio).mean(),
+        "off_policy/kl_k1": kl.k1(behaviour_logprobs.double(), proximal_logprobs).mean(),
+        "off_policy/kl_k3": kl.k3(behaviour_logprobs.double(), proximal_logprobs).mean(),
     }
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))

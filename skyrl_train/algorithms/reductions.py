@@ -1,29 +1,41 @@
-"""Loss reductions: the weight of each token in the minibatch's loss.
+"""Loss reductions: how the losses of single tokens become the loss of a step.
 
-A reduction is linear: ``loss = sum over tokens of weight * token loss``. The weights depend on the loss masks of the
-whole minibatch alone, so splitting it into micro-batches cannot change the loss, and a token that a correction rejects
-(its off-policy weight is 0) leaves the numerator but not the denominator (SEMANTICS 7.3).
+Each is a weighted mean whose weight and denominator are local to a sequence:
+
+    loss = sum over sequences of (token weight * sum of its token losses)  /  sum over sequences of its denominator
+
+So a step can be trained piece by piece while its groups arrive: gradients add up unscaled, and once all sequences are
+counted, the sum is multiplied by 1 / denominator. No split into parts or micro-batches, and no order, changes the loss.
+A token that a correction rejects or that is masked for its age leaves the numerator but not the denominator
+(SEMANTICS 7.3): what counts is the number of trained tokens before that.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
+import math
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 from skyrl_train.algorithms.registry import Registry
 
 
-class Reduction(Protocol):
-    """Trained tokens per sequence to the weight of each sequence's tokens."""
+class Share(NamedTuple):
+    """What one sequence adds to the two sums of a reduction."""
 
-    def __call__(self, trained_tokens: torch.Tensor) -> torch.Tensor:
+    token_weight: float  # of the loss of each of its tokens; of the order of 1, as it scales what float32 adds up
+    denominator: float
+
+
+class Reduction(Protocol):
+    """The share of one sequence in a step. A function of that sequence alone, so that no split can change it."""
+
+    def __call__(self, counted_tokens: int) -> Share:
         """
         Args:
-            trained_tokens: int64 ``[n]``, the number of loss-mask tokens of every sequence of the minibatch.
+            counted_tokens: the sequence's trained tokens before any was rejected or masked; may be 0.
 
         Returns:
-            float64 ``[n]``: the weight of one token of each sequence; finite where there are none.
+            Finite numbers; a denominator above 0 unless there are no tokens, and never below.
         """
         ...
 
@@ -31,19 +43,27 @@ class Reduction(Protocol):
 REDUCTIONS: Registry[Reduction] = Registry("trainer.algorithm.loss_reduction")
 
 
+def reduction_scale(denominators: Iterable[float]) -> float:
+    """``1 / sum``, with which the sum over all tokens of a step is multiplied; 0 where nothing counts.
+
+    The sum is exact, so it does not depend on the order.
+    """
+    total = math.fsum(denominators)
+    return 1 / total if total > 0 else 0.0
+
+
 @REDUCTIONS.register("token_mean")
-def token_mean(trained_tokens: torch.Tensor) -> torch.Tensor:
-    """Every token weighs the same: ``1 / all trained tokens of the minibatch`` (DAPO, arXiv 2503.14476)."""
-    total = trained_tokens.sum().clamp(min=1).double()
-    return (1.0 / total).expand(trained_tokens.shape)
+def token_mean(counted_tokens: int) -> Share:
+    """Every token weighs the same: the mean over all trained tokens of the step (DAPO, arXiv 2503.14476)."""
+    return Share(token_weight=1.0, denominator=counted_tokens)
 
 
 @REDUCTIONS.register("sequence_mean")
-def sequence_mean(trained_tokens: torch.Tensor) -> torch.Tensor:
+def sequence_mean(counted_tokens: int) -> Share:
     """Every sequence weighs the same: mean over all sequences of the mean over their tokens (GRPO, arXiv 2402.03300).
 
     A sequence without trained tokens adds 0 to the numerator and counts in the denominator. A sequence is what one
     forward pass sees: a sample that branched into k sequences weighs k times as much as one that did not, which
     ``token_mean`` does not care about.
     """
-    return 1.0 / (trained_tokens.clamp(min=1).double() * max(trained_tokens.shape[0], 1))
+    return Share(token_weight=1 / max(counted_tokens, 1), denominator=1.0)

@@ -7,23 +7,57 @@ from skyrl_train.config.schema import RunConfig, TrainerMode
 
 
 def is_async(config: RunConfig) -> bool:
-    """Whether generation runs ahead of training; the settings of ``trainer.fully_async`` count only then."""
+    """Whether generation runs ahead of training, in whatever order."""
+    return config.trainer.mode is not TrainerMode.sync
+
+
+def is_fully_async(config: RunConfig) -> bool:
+    """Whether generation never stops; all settings of ``trainer.fully_async`` count only then."""
     return config.trainer.mode is TrainerMode.fully_async
 
 
 def max_staleness_steps(config: RunConfig) -> int:
-    """S: the bound on a group's lag. In sync, a batch of k minibatches is k - 1 steps old when its last one trains."""
-    if is_async(config):
-        return config.trainer.fully_async.max_staleness_steps
-    return train_batch_size(config) // config.trainer.policy_mini_batch_size - 1
+    """S: the bound on a group's lag. In sync, a batch of k minibatches is k - 1 steps old when its last one trains; one
+    step off says it in its name."""
+    if config.trainer.mode is TrainerMode.sync:
+        return steps_per_publication(config) - 1
+    if config.trainer.mode is TrainerMode.one_step_off:
+        return 1
+    return config.trainer.fully_async.max_staleness_steps
 
 
-def pipeline_depth(config: RunConfig) -> int:
-    """D: steps that generation may run ahead; 1 unless S is 0."""
-    if not is_async(config):
+def pipeline_depth(config: RunConfig) -> float:
+    """D: steps that generation may run ahead; 1 where S leaves room for it."""
+    if config.trainer.mode is TrainerMode.sync:
         return 0
+    if config.trainer.mode is TrainerMode.one_step_off:
+        return 1
+    if config.trainer.mode is TrainerMode.partial_rollout:
+        return config.trainer.partial_rollout.oversubmit_factor - 1
     depth = config.trainer.fully_async.pipeline_depth
-    return min(1, max_staleness_steps(config)) if depth is None else depth
+    return max(0, min(1, deepest(config))) if depth is None else depth
+
+
+def deepest(config: RunConfig) -> int:
+    """The largest D that S allows: ``S >= D + k - 1``."""
+    return max_staleness_steps(config) - (steps_per_publication(config) - 1)
+
+
+def steps_per_publication(config: RunConfig) -> int:
+    """k: optimizer steps from one publication to the next. In sync, the minibatches of a batch."""
+    if config.trainer.mode is TrainerMode.sync:
+        return train_batch_size(config) // config.trainer.policy_mini_batch_size
+    return config.trainer.fully_async.sync_every_steps if is_fully_async(config) else 1
+
+
+def overlap_publication(config: RunConfig) -> bool:
+    """Whether the next step begins before the engines serve the weights of the last one."""
+    return is_fully_async(config) and config.trainer.fully_async.overlap_publication
+
+
+def streaming_min_groups(config: RunConfig) -> int | None:
+    """Groups that train as soon as they are there; None: whole minibatches."""
+    return config.trainer.fully_async.streaming_min_groups if is_fully_async(config) else None
 
 
 def train_batch_size(config: RunConfig) -> int:
@@ -34,10 +68,16 @@ def train_batch_size(config: RunConfig) -> int:
 
 def num_workers(config: RunConfig) -> int:
     """W: groups generated at once; as many as admission ever lets in."""
-    if not is_async(config):
+    if config.trainer.mode is TrainerMode.sync:
         return train_batch_size(config)
-    workers = config.trainer.fully_async.num_parallel_generation_workers
-    return (pipeline_depth(config) + 1) * config.trainer.policy_mini_batch_size if workers is None else workers
+    workers = config.trainer.fully_async.num_parallel_generation_workers if is_fully_async(config) else None
+    return capacity(config) if workers is None else workers
+
+
+def capacity(config: RunConfig) -> int:
+    """Groups that may be admitted and untrained at once: ``(D + k) * B``, rounded down."""
+    minibatch = config.trainer.policy_mini_batch_size
+    return int(pipeline_depth(config) * minibatch + 1e-9) + steps_per_publication(config) * minibatch
 
 
 def longest_request(config: RunConfig) -> int:
@@ -54,8 +94,9 @@ def max_model_len(config: RunConfig, shape: ModelShape | None) -> int:
     return longest if shape is None else min(longest, shape.max_position_embeddings)
 
 
-def total_steps(config: RunConfig, dataset_len: int) -> int:
+def total_steps(config: RunConfig, dataset_len: int | None) -> int:
     """Optimizer steps: ``max_steps``, or as many full minibatches as the epochs hold (no barrier between epochs)."""
     if config.trainer.max_steps is not None:
         return config.trainer.max_steps
+    assert dataset_len is not None, "a stream needs max_steps, which was checked"
     return config.trainer.epochs * dataset_len // config.trainer.policy_mini_batch_size

@@ -5,20 +5,32 @@ A rule is a function that yields one sentence per problem: what was set, why it 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from skyrl_train.config import derive
-from skyrl_train.config.keys import did_you_mean
+from skyrl_train.config.keys import did_you_mean, known_keys
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, model_shape
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import (
+    DynamicSampling,
+    FailurePolicy,
+    ProximalPolicy,
+    RunConfig,
+    SamplingConfig,
+    TrainerMode,
+)
 from skyrl_train.errors import ConfigError
 
 # Settings with a closed list of values. What users may register (losses, estimators, schedules, trackers) is passed in.
 CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
+    "data.sampler": ("shuffle", "sequential", "weighted"),
     "generator.pause_mode": ("keep", "recompute", "abort", "wait"),
     "generator.inference_engine.placement": ("process", "thread", "ray"),
     "generator.inference_engine.dtype": tuple(BYTES_PER_ELEMENT),
+    "rollout.stages.reference.placement": ("process", "thread", "ray"),
+    "rollout.stages.reward.placement": ("loop", "thread", "process", "ray"),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }
 
@@ -103,12 +115,14 @@ def _counts(config: RunConfig) -> Problems:
         "trainer.ckpt_interval",
         "trainer.samples_per_step",
         "trainer.failures.max_rollout_retries",
+        "trainer.failures.max_engine_failures",
         "generator.inference_engine.fleet.max_restarts",
         "generator.inference_engine.fleet.wait_timeout_s",
     )
     yield from _more_than_zero(
         config,
         "trainer.failures.rollout_timeout_s",
+        "trainer.failures.stuck_after_s",
         "generator.pause_timeout_s",
         "generator.inference_engine.fleet.probe_interval_s",
     )
@@ -132,27 +146,84 @@ def _batches(config: RunConfig) -> Problems:
 
 
 def _staleness(config: RunConfig) -> Problems:
-    if not derive.is_async(config):
+    """Sizes under which a run would be stuck, or could not keep its bound (``docs/design/staleness.md``)."""
+    if config.trainer.policy_mini_batch_size < 1:
+        return  # another rule says so
+    if config.trainer.mode is TrainerMode.partial_rollout:
+        yield from _oversubmission(config)
+    if not derive.is_fully_async(config):
         return
-    bound, depth = config.trainer.fully_async.max_staleness_steps, config.trainer.fully_async.pipeline_depth
-    minibatch, workers = config.trainer.policy_mini_batch_size, derive.num_workers(config)
+    wrong = [
+        *_at_least(config, 1, "trainer.fully_async.sync_every_steps"),
+        *_at_least(config, 0, "trainer.fully_async.pipeline_depth"),
+        *_bound_below_zero(config),
+    ]
+    yield from wrong or _sizes_together(config)
+    yield from _streaming(config)
+
+
+def _bound_below_zero(config: RunConfig) -> Problems:
+    bound = config.trainer.fully_async.max_staleness_steps
     if bound < 0:
         yield f"trainer.fully_async.max_staleness_steps={bound}: must be at least 0 (0 is the synchronous order)."
-        return
-    if depth is not None and depth < 0:
-        yield f"trainer.fully_async.pipeline_depth={depth}: must be at least 0, or null for {min(1, bound)}."
-        return
-    if depth is not None and depth > bound:
+
+
+def _oversubmission(config: RunConfig) -> Problems:
+    factor, bound = config.trainer.partial_rollout.oversubmit_factor, config.trainer.fully_async.max_staleness_steps
+    if factor < 1:
+        yield f"trainer.partial_rollout.oversubmit_factor={factor:g}: must be at least 1, or no step would be full."
+    elif bound < 0:
+        yield from _bound_below_zero(config)
+    elif factor - 1 > bound:
         yield (
-            f"trainer.fully_async.pipeline_depth={depth} exceeds max_staleness_steps={bound}: groups would be too old "
-            f"when their turn comes. Set pipeline_depth={bound} or max_staleness_steps={depth}."
+            f"trainer.partial_rollout.oversubmit_factor={factor:g} begins groups up to {factor - 1:g} steps ahead, more than "
+            f"trainer.fully_async.max_staleness_steps={bound}. Set max_staleness_steps={math.ceil(factor - 1)}, or "
+            f"oversubmit_factor={bound + 1}."
+        )
+
+
+def _sizes_together(config: RunConfig) -> Problems:
+    """``S >= D + k - 1``; a minibatch in flight at once; something that a publication can overlap with."""
+    asynchronous, minibatch = config.trainer.fully_async, config.trainer.policy_mini_batch_size
+    bound, k, depth = asynchronous.max_staleness_steps, asynchronous.sync_every_steps, derive.pipeline_depth(config)
+    if bound < depth + k - 1:
+        needed = math.ceil(depth) + k - 1
+        less = f" or pipeline_depth={bound - k + 1}" if bound >= k - 1 else f" or sync_every_steps={bound + 1} at most"
+        yield (
+            f"trainer.fully_async.pipeline_depth={depth:g} with sync_every_steps={k}: groups would be up to {depth + k - 1:g} "
+            f"steps old when their turn comes, more than max_staleness_steps={bound}. Set max_staleness_steps={needed}{less}."
         )
         return
+    begins_with = asynchronous.streaming_min_groups or minibatch
+    if asynchronous.overlap_publication and round(depth * minibatch, 6) < begins_with:
+        yield (
+            f"trainer.fully_async.overlap_publication=true with pipeline_depth={depth:g}: the next step has nothing to train "
+            f"on before the publication is over. Set pipeline_depth=1 and max_staleness_steps={max(bound, k)}, or "
+            "overlap_publication=false."
+        )
+    workers = derive.num_workers(config)
     if workers < minibatch:
         yield (
             f"trainer.fully_async.num_parallel_generation_workers={workers} is less than "
             f"trainer.policy_mini_batch_size={minibatch}: no step would ever see all its groups in flight. Set it to "
-            f"{(derive.pipeline_depth(config) + 1) * minibatch}, or to null, which means that."
+            f"{derive.capacity(config)}, or to null, which means that."
+        )
+
+
+def _streaming(config: RunConfig) -> Problems:
+    groups, minibatch = config.trainer.fully_async.streaming_min_groups, config.trainer.policy_mini_batch_size
+    if groups is None:
+        return
+    if not 1 <= groups <= minibatch:
+        yield (
+            f"trainer.fully_async.streaming_min_groups={groups}: must be between 1 and "
+            f"trainer.policy_mini_batch_size={minibatch}, or null to train on whole minibatches."
+        )
+    passes = config.trainer.update_epochs_per_batch
+    if passes > 1:
+        yield (
+            f"trainer.fully_async.streaming_min_groups={groups} with trainer.update_epochs_per_batch={passes}: a second pass "
+            "needs the whole minibatch. Set streaming_min_groups=null or update_epochs_per_batch=1."
         )
 
 
@@ -172,17 +243,44 @@ def _signal(config: RunConfig) -> Problems:
         )
 
 
-def _sampling(config: RunConfig) -> Problems:
-    sampling = config.generator.sampling_params
-    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+def _dynamic_sampling(config: RunConfig) -> Problems:
+    algorithm, key = config.trainer.algorithm, "trainer.algorithm.dynamic_sampling"
+    mode = algorithm.dynamic_sampling
+    if not 0 < algorithm.max_filtered_share < 1:
         yield (
-            f"generator.sampling_params.min_tokens={sampling.min_tokens}: must be between 0 and "
-            f"max_tokens={sampling.max_tokens}."
+            f"trainer.algorithm.max_filtered_share={algorithm.max_filtered_share}: must be between 0 and 1; at 1, a run in "
+            "which nothing has signal would generate for ever. Set it to 0.95."
         )
+    if mode is DynamicSampling.none:
+        return
+    if config.generator.n_samples_per_prompt == 1:
+        yield (
+            f"{key}={mode} with generator.n_samples_per_prompt=1: a group of one is never worth different things, so none has "
+            "signal. Set n_samples_per_prompt=8 or dynamic_sampling=none."
+        )
+    if mode is DynamicSampling.filter and config.trainer.failures.on_rollout_failure is FailurePolicy["mask"]:
+        yield (
+            f"{key}=filter with trainer.failures.on_rollout_failure=mask: what stands for a failed rollout has no signal, so a "
+            "filtered step would not hold what was asked of it. Set on_rollout_failure=replace or dynamic_sampling=replace."
+        )
+    if mode is DynamicSampling.replace and derive.streaming_min_groups(config) is not None:
+        yield (
+            f"{key}=replace chooses among the groups of a whole batch, which trainer.fully_async.streaming_min_groups does "
+            "not wait for. Set dynamic_sampling=filter or streaming_min_groups=null."
+        )
+
+
+def _sampling(config: RunConfig) -> Problems:
+    yield from _impossible_sampling(config.generator.sampling_params, "generator.sampling_params")
+
+
+def _impossible_sampling(sampling: SamplingConfig, key: str) -> Problems:
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        yield f"{key}.min_tokens={sampling.min_tokens}: must be between 0 and max_tokens={sampling.max_tokens}."
     if not 0 < sampling.top_p <= 1:
-        yield f"generator.sampling_params.top_p={sampling.top_p}: must be above 0 and at most 1 (1 is off)."
+        yield f"{key}.top_p={sampling.top_p}: must be above 0 and at most 1 (1 is off)."
     if not 0 <= sampling.min_p <= 1:
-        yield f"generator.sampling_params.min_p={sampling.min_p}: must be between 0 (off) and 1."
+        yield f"{key}.min_p={sampling.min_p}: must be between 0 (off) and 1."
 
 
 def _correction(config: RunConfig) -> Problems:
@@ -274,10 +372,12 @@ def _names(config: RunConfig, known_names: Mapping[str, Collection[str]]) -> Pro
 
 def _engines(config: RunConfig) -> Problems:
     key, engine = "generator.inference_engine", config.generator.inference_engine
-    if engine.backend == "vllm_remote" and len(engine.remote_urls) != engine.num_engines:
+    of_evaluation = config.trainer.eval.num_engines
+    if engine.backend == "vllm_remote" and len(engine.remote_urls) != engine.num_engines + of_evaluation:
+        beside = f" and trainer.eval.num_engines={of_evaluation}" if of_evaluation else ""
         yield (
-            f"{key}.remote_urls names {len(engine.remote_urls)} servers for {key}.num_engines={engine.num_engines}: "
-            "give one URL per engine."
+            f"{key}.remote_urls names {len(engine.remote_urls)} servers for {key}.num_engines={engine.num_engines}"
+            f"{beside}: give one URL per engine{', those of the evaluation last' if of_evaluation else ''}."
         )
     if engine.backend != "vllm_remote" and engine.remote_urls:
         yield f"{key}.remote_urls belongs to {key}.backend=vllm_remote, not to {engine.backend!r}."
@@ -292,15 +392,180 @@ def _engines(config: RunConfig) -> Problems:
         yield f"{key}.engine_args belongs to {key}.backend=vllm, not to {engine.backend!r}."
 
 
+def _evaluation(config: RunConfig) -> Problems:
+    settings, key = config.trainer.eval, "trainer.eval"
+    yield from _at_least(config, 0, f"{key}.interval", f"{key}.num_engines")
+    yield from _at_least(config, 1, f"{key}.n_samples_per_prompt", f"{key}.max_parallel")
+    if settings.interval <= 0:
+        if settings.before_train or settings.num_engines > 0:
+            asked = "before_train=true" if settings.before_train else f"num_engines={settings.num_engines}"
+            yield f"{key}.{asked} without {key}.interval: nothing is ever evaluated. Set the interval, in steps."
+        return
+    if not math.isfinite(settings.pass_threshold):
+        yield f"{key}.pass_threshold={settings.pass_threshold}: must be a finite number."
+    if not settings.eval_data:
+        yield from _at_least(config, 1, f"{key}.generate")
+        if not config.data.train_data and settings.seed == config.data.seed:
+            yield (
+                f"{key}.seed={settings.seed} is data.seed: the evaluation would be of prompts that are trained. "
+                f"Set {key}.seed={settings.seed + 1}."
+            )
+    yield from _evaluated_versions(config)
+    yield from _evaluation_sampling(config)
+    if settings.num_engines > 0 and _endpoint_port(config):
+        yield (
+            f"generator.kwargs.endpoint.port={_endpoint_port(config)} with {key}.num_engines={settings.num_engines}: the "
+            "evaluation has an endpoint of its own, which cannot have the same port. Leave the port out, or set "
+            f"{key}.num_engines=0."
+        )
+
+
+def _evaluated_versions(config: RunConfig) -> Problems:
+    """The run's engines hold a step's policy only if it was published."""
+    key, interval = "trainer.eval", config.trainer.eval.interval
+    if config.trainer.eval.num_engines > 0 or config.trainer.policy_mini_batch_size < 1:
+        return
+    k = derive.steps_per_publication(config)
+    if k >= 1 and interval % k:
+        yield (
+            f"{key}.interval={interval} is no multiple of the {k} steps from one publication to the next: the run's engines "
+            f"would not hold the policy that is due. Set {key}.interval={-(-interval // k) * k}, or give the evaluation "
+            f"engines of its own: {key}.num_engines=1."
+        )
+
+
+def _evaluation_sampling(config: RunConfig) -> Problems:
+    key, ours = "trainer.eval.sampling_params", config.trainer.eval.sampling_params
+    known = dataclasses.asdict(config.generator.sampling_params)
+    wrong = []
+    for name, value in ours.items():
+        if name not in known:
+            wrong.append(f"{key}.{name} is unknown.{did_you_mean(name, known)}")
+        elif not _of_type(value, known[name]):
+            wrong.append(f"{key}.{name}={value}: must be {known_keys()[f'generator.sampling_params.{name}']}.")
+    yield from wrong
+    if wrong:
+        return
+    sampling = dataclasses.replace(config.generator.sampling_params, **ours)
+    yield from _impossible_sampling(sampling, key)
+    if sampling.temperature < 0:
+        yield f"{key}.temperature={sampling.temperature}: must be at least 0."
+    if sampling.max_tokens < 1:
+        yield f"{key}.max_tokens={sampling.max_tokens}: must be at least 1."
+    if sampling.max_tokens > config.generator.sampling_params.max_tokens:
+        yield from _evaluation_length(config, sampling.max_tokens)
+
+
+def _evaluation_length(config: RunConfig, max_tokens: int) -> Problems:
+    if config.trainer.policy.model.path is None and config.trainer.policy.model.build.num_heads < 1:
+        return  # refused already, and no shape follows from it
+    needed = config.generator.max_input_length + max_tokens
+    length = derive.max_model_len(config, model_shape(config.trainer.policy.model))
+    if needed > length:
+        yield (
+            f"trainer.eval.sampling_params.max_tokens={max_tokens} does not fit beside generator.max_input_length="
+            f"{config.generator.max_input_length} into the {length} tokens that a request may have. Lower it, or set "
+            f"generator.inference_engine.max_model_len={needed}, if the model has as many positions."
+        )
+
+
+def _of_type(value: Any, example: Any) -> bool:
+    if isinstance(example, bool) or isinstance(value, bool):
+        return isinstance(example, bool) and isinstance(value, bool)
+    return isinstance(value, int | float if isinstance(example, float) else type(example))
+
+
+def _endpoint_port(config: RunConfig) -> Any:
+    """The port that the harness was told to take; 0 or None where it takes a free one."""
+    endpoint = config.generator.kwargs.get("endpoint")
+    return endpoint.get("port") if isinstance(endpoint, Mapping) else None
+
+
+def _data(config: RunConfig) -> Problems:
+    yield from _at_least(config, 0, "rollout.buffer_memory_bytes")
+    data = config.data
+    if data.sampler in (None, "shuffle", "sequential") and data.sampler_kwargs:
+        yield (
+            f"data.sampler_kwargs={dict(data.sampler_kwargs)} with data.sampler={data.sampler}: this order has no settings. "
+            'Remove them, or set data.sampler=weighted, which takes {"weights": {data_source: weight}}.'
+        )
+    if data.sampler == "weighted" and not data.sampler_kwargs.get("weights"):
+        yield "data.sampler=weighted needs weights. Set data.sampler_kwargs.weights={data_source: weight, ...}."
+    if not data.streaming:
+        return
+    if not data.train_data:
+        yield "data.streaming=true without files: name them in data.train_data, or set data.streaming=false."
+    if data.sampler not in (None, "sequential"):
+        yield (
+            f"data.sampler={data.sampler} with data.streaming=true: a stream comes in the order of its files. Shuffle the "
+            "files and set data.sampler=null, or data.streaming=false to have all prompts in memory."
+        )
+    if config.trainer.max_steps is None:
+        yield (
+            "trainer.max_steps=null with data.streaming=true: how many prompts a stream has is not known before it ends, and "
+            "the learning-rate schedule needs the number of steps. Set trainer.max_steps; the run ends earlier if the files "
+            "have been read trainer.epochs times by then."
+        )
+
+
+def _stages(config: RunConfig) -> Problems:
+    key, reward = "rollout.stages", config.rollout.stages.reward
+    yield from _at_least(config, 1, f"{key}.reward.max_parallel", f"{key}.reference.max_parallel")
+    yield from _at_least(
+        config,
+        0,
+        *(
+            f"{key}.{stage}.ray_{resource}"
+            for stage in ("reward", "reference")
+            for resource in ("num_cpus", "num_gpus")
+        ),
+    )
+    yield from _more_than_zero(config, f"{key}.reward.timeout_s")
+    if reward.function is None and reward.kwargs:
+        yield (
+            f"{key}.reward.kwargs={dict(reward.kwargs)} without {key}.reward.function: nothing takes them. Name the function, "
+            "as package.module:function or file.py:function, or remove them."
+        )
+    if reward.function is not None and "." not in reward.function:
+        yield (
+            f"{key}.reward.function={reward.function}: is no import path. Name it as package.module:function or "
+            "file.py:function."
+        )
+
+
+def _other_policies(config: RunConfig) -> Problems:
+    """The reference policy and the proximal one."""
+    algorithm, key = config.trainer.algorithm, "trainer.algorithm"
+    if not 0 <= algorithm.kl_loss_coef < math.inf:
+        yield f"{key}.kl_loss_coef={algorithm.kl_loss_coef}: must be at least 0 (0 is off) and finite."
+    elif algorithm.kl_loss_coef > 0 and algorithm.kl_estimator_type == "k1":
+        yield (
+            f"{key}.kl_estimator_type=k1 with kl_loss_coef={algorithm.kl_loss_coef}: the gradient of k1 is 0 on average, "
+            "whatever the policy is, so the term would add noise alone. Set kl_estimator_type=k3 or k2."
+        )
+    if algorithm.proximal_policy is ProximalPolicy.step or config.trainer.policy_mini_batch_size < 1:
+        return
+    if derive.max_staleness_steps(config) == 0:
+        yield (
+            f"{key}.proximal_policy=arrival with a bound of 0: the policy does not change between a group's end and its "
+            "step, so both are the same. Set proximal_policy=step."
+        )
+
+
 _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _counts,
     _batches,
     _staleness,
     _signal,
+    _dynamic_sampling,
     _sampling,
     _correction,
     _optimizer,
     _losses,
     _lengths,
     _engines,
+    _evaluation,
+    _data,
+    _stages,
+    _other_policies,
 )

@@ -15,19 +15,20 @@ class TrainerMode(StrEnum):
     """Which trainer runs; everything else keeps its meaning."""
 
     sync = "sync"
+    one_step_off = "one_step_off"
     fully_async = "fully_async"
+    partial_rollout = "partial_rollout"
 
 
-class StragglerPolicyName(StrEnum):
-    """What gives way when a group needs more than S steps of time (SEMANTICS 4.2)."""
-
-    accept = "accept"  # the bound: train it anyway, corrected and counted
-    wait = "wait"  # time: the trainer waits where it must; no trained group exceeds S
+# What happens to a prompt whose rollout failed after all retries: the next prompt takes its seat, its seat is filled by
+# samples without signal, or the run stops with a checkpoint. (The functional form, because "raise" is a keyword.)
+FailurePolicy = StrEnum("FailurePolicy", {"replace": "replace", "mask": "mask", "raise": "raise"})
 
 
-# What happens to a prompt whose rollout failed after all retries: the next prompt takes its seat, or the run stops with
-# a checkpoint. (The functional form, because "raise" is a keyword.)
-FailurePolicy = StrEnum("FailurePolicy", {"replace": "replace", "raise": "raise"})
+# What happens to groups whose samples all have the same reward, and so no signal (DAPO, arXiv 2503.14476). none: they are
+# trained like all others. filter: they leave as they arrive; the next prompts take their seats. replace: copies of a
+# batch's other groups take their place when it trains. (The functional form, because "replace" is a method of str.)
+DynamicSampling = StrEnum("DynamicSampling", {"none": "none", "filter": "filter", "replace": "replace"})
 
 
 class ResumeMode(StrEnum):
@@ -40,9 +41,17 @@ class ResumeMode(StrEnum):
 @dataclass
 class FullyAsyncConfig:
     max_staleness_steps: int = 4  # S: bound on the lag of a group, in steps
-    pipeline_depth: int | None = None  # D: steps that generation may run ahead; None: min(1, S)
+    pipeline_depth: float | None = None  # D: steps that generation may run ahead, also 0.5; None: min(1, S - slack)
     num_parallel_generation_workers: int | None = None  # W: groups generated at once; None: (D + 1) * B
-    straggler_policy: StragglerPolicyName = StragglerPolicyName.accept
+    straggler_policy: str = "accept"  # accept | wait | mask | drop | path.to.Policy: what gives way beyond S
+    sync_every_steps: int = 1  # k: optimizer steps from one publication to the next
+    streaming_min_groups: int | None = None  # train on so many groups as soon as they are there; None: on whole batches
+    overlap_publication: bool = False  # the next step begins when the weights are copied, not when they are served
+
+
+@dataclass
+class PartialRolloutConfig:
+    oversubmit_factor: float = 2.0  # groups begun per group trained; the unfinished ones go on after the next update
 
 
 @dataclass
@@ -85,6 +94,13 @@ class PolicyConfig:
     dtype: str = "float32"  # of the trained weights: float32 | bfloat16
 
 
+class ProximalPolicy(StrEnum):
+    """Around which policy the loss clips, and which one stands between behaviour and current policy in the correction."""
+
+    step = "step"  # the policy as the step begins
+    arrival = "arrival"  # the policy that was trained when the group was finished
+
+
 @dataclass
 class OffPolicyCorrectionConfig:
     tis_ratio_type: str | None = "token"  # truncated importance sampling, proximal over behaviour: token | None
@@ -101,6 +117,12 @@ class AlgorithmConfig:
     eps_clip_high: float = 0.2
     loss_reduction: str = "token_mean"  # token_mean | sequence_mean
     entropy_coef: float = 0.0
+    kl_loss_coef: float = 0.0  # of the KL divergence from the policy that the run starts from; 0: there is no such term
+    kl_estimator_type: str = "k3"  # k2 | k3 (Schulman 2020)
+    proximal_policy: ProximalPolicy = ProximalPolicy.step
+    dynamic_sampling: DynamicSampling = DynamicSampling.none
+    max_filtered_share: float = 0.95  # filter: of the last 64 * B groups, at most 1,024; beyond it the run stops
+    zero_variance_filter: bool = False  # groups whose samples all have the same reward train with loss mask 0
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
 
 
@@ -110,6 +132,26 @@ class FailureConfig:
     max_rollout_retries: int = 1
     on_rollout_failure: FailurePolicy = FailurePolicy["replace"]
     max_failed_rollouts: int = 16  # groups that may fail for good before the run stops with a checkpoint
+    max_engine_failures: int = 0  # times that a group may find no engine for fleet.wait_timeout_s and still go on
+    stuck_after_s: float = (
+        900.0  # neither a group nor a step ends for so long: the log says what is stuck, and since when
+    )
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation of one policy version while training goes on. Off without an interval."""
+
+    interval: int = 0  # steps; the policy after the last step is evaluated too; 0: never
+    before_train: bool = False  # also the policy that the run starts from
+    eval_data: list[str] = field(default_factory=list)  # as data.train_data; empty: ``generate`` prompts
+    generate: int = 64  # prompts that the environment generates where there are no files
+    seed: int = 1  # of the generated prompts
+    n_samples_per_prompt: int = 1  # pass@k and avg@k for k = 1, 2, 4, ... up to it
+    pass_threshold: float = 1.0  # a sample has passed when its reward is at least this
+    sampling_params: dict[str, Any] = field(default_factory=dict)  # over generator.sampling_params
+    max_parallel: int = 16  # evaluation prompts generated at once
+    num_engines: int = 0  # of its own; 0: the run's engines, and the next publication waits until it has ended
 
 
 @dataclass
@@ -134,7 +176,51 @@ class TrainerConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+    partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass
+class RewardStageConfig:
+    """Rewards by a function of yours instead of the generator's; see :mod:`skyrl_train.rollout.reward_function`."""
+
+    function: str | None = None  # path.to:function or path.to:Class; None: the generator's rewards stand
+    kwargs: dict[str, Any] = field(default_factory=dict)  # for the function, or for the constructor of the class
+    placement: str | None = (
+        None  # loop (async def only) | thread | process | ray; None: loop for async def, else thread
+    )
+    max_parallel: int = 8  # groups scored at once; beyond the loop, each by a thread, process or actor of its own
+    timeout_s: float | None = None  # of scoring one group; None: no limit
+    ray_num_cpus: float = 1.0  # reserved for each actor
+    ray_num_gpus: float = 0.0
+
+
+@dataclass
+class ReferenceStageConfig:
+    """Log-probs under the policy that the run starts from; with ``trainer.algorithm.kl_loss_coef`` above 0."""
+
+    placement: str = "process"  # process | thread | ray
+    max_parallel: int = 1  # groups scored at once, each by a copy of the model of its own
+    device: str | None = None  # None: trainer.device
+    ray_num_cpus: float = 1.0  # reserved for each actor
+    ray_num_gpus: float = 0.0
+
+
+@dataclass
+class StagesConfig:
+    """What happens to a group between its generation and the buffer, as soon as it is generated."""
+
+    reward: RewardStageConfig = field(default_factory=RewardStageConfig)
+    reference: ReferenceStageConfig = field(default_factory=ReferenceStageConfig)
+
+
+@dataclass
+class RolloutConfig:
+    num_actors: int = 0  # Ray actors that run the generator; 0: the control process does
+    replay: bool = True  # a checkpoint keeps what unfinished rollouts have sampled; resuming serves it again
+    buffer_memory_bytes: int | None = None  # finished groups beyond it wait on the disk; None: all in memory
+    stages: StagesConfig = field(default_factory=StagesConfig)
 
 
 @dataclass
@@ -222,6 +308,11 @@ class DataConfig:
     prompt_key: str = "prompt"  # a string or a conversation
     generate: int = 512  # prompts that the environment generates where there are no files
     seed: int = 0  # of the generated prompts
+    sampler: str | None = (
+        None  # shuffle | sequential | weighted | path.to.Sampler; None: shuffle, or a stream's own order
+    )
+    sampler_kwargs: dict[str, Any] = field(default_factory=dict)  # weighted: {"weights": {data_source: weight}}
+    streaming: bool = False  # files are read as they are needed, in their order, instead of at once
 
 
 @dataclass
@@ -229,6 +320,7 @@ class RunConfig:
     """The root."""
 
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -11,7 +11,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -25,19 +24,24 @@ from skyrl_train.config.compose import compose, recipe_names
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.refusals import refuse
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.entrypoints.stop_signals import StopSignals
+from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder, choose_run_folder, left_behind
 from skyrl_train.observability.summary import final_line, resume_command, spent_s, summarize, train_command
-from skyrl_train.rollout.dataset import PromptDataset, check_alphabet, load_dataset
+from skyrl_train.rollout.dataloader import build_loader
+from skyrl_train.rollout.dataset import PromptDataset, check_alphabet, open_prompts
+from skyrl_train.threads import LeavableThreads
 
 if TYPE_CHECKING:
+    from skyrl_train.rollout.streaming import StreamingPrompts
     from skyrl_train.trainer import PPOTrainer
 
 MODULE = "skyrl_train.entrypoints.train"
 WATCH_INTERVAL_S = 1.0  # how often the screen is told what goes on between two steps
-SAME_SIGNAL_S = 0.5  # a Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,15 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         config = compose(options.config_name, options.overrides, options.config_dir)
-        dataset = load_dataset(config.data, config.environment)
-        if config.trainer.policy.model.path is None:
+        dataset = open_prompts(config)
+        evaluation_prompts = load_evaluation_prompts(config)
+        if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
             check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
-        plan = resolve(config, len(dataset))
+        build_loader(dataset, config.data, config.trainer.seed)  # says now what is wrong with the sampler
+        plan = resolve(config, dataset.num_prompts)
         if options.dry_run:
             check_implementations(config)
             console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)
             return 0
-        return run(config, plan, dataset, console, arguments, started)
+        return run(config, plan, dataset, evaluation_prompts, console, arguments, started)
     except KeyboardInterrupt:  # while starting up: once training runs, the signal is handled
         Console(stderr=True).print("interrupted before training began; give the same command again")
         return 130
@@ -78,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(
     config: RunConfig,
     plan: Plan,
-    dataset: PromptDataset,
+    dataset: PromptDataset | StreamingPrompts,
+    evaluation_prompts: Sequence[PromptRecord],
     console: Console,
     arguments: Sequence[str],
     started: float,
@@ -104,7 +111,7 @@ def run(
         with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
             reporter = Reporter(config, run_folder, console, plan.total_steps)
             try:
-                finished = asyncio.run(_train(config, plan, dataset, run_folder, reporter, workers))
+                finished = asyncio.run(_train(config, plan, dataset, evaluation_prompts, run_folder, reporter, workers))
             finally:
                 reporter.close()
             rows = run_folder.read_metrics()
@@ -129,7 +136,8 @@ def run(
 def engine_workers(config: RunConfig) -> Iterator[list[WorkerProcess]]:
     """The processes of embedded engines, where there are any; they have ended when this has."""
     engine = config.generator.inference_engine
-    wanted = engine.num_engines if (engine.backend, engine.placement) == ("embedded", "process") else 0
+    number = engine.num_engines + config.trainer.eval.num_engines
+    wanted = number if (engine.backend, engine.placement) == ("embedded", "process") else 0
     workers = [WorkerProcess() for _ in range(wanted)]
     try:
         yield workers
@@ -186,7 +194,8 @@ async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None
 async def _train(
     config: RunConfig,
     plan: Plan,
-    dataset: PromptDataset,
+    dataset: PromptDataset | StreamingPrompts,
+    evaluation_prompts: Sequence[PromptRecord],
     run_folder: RunFolder,
     reporter: Reporter,
     workers: Sequence[WorkerProcess],
@@ -194,31 +203,20 @@ async def _train(
     """Builds the trainer and trains; whether the run got to its last step."""
     from skyrl_train.assembly import build_trainer
 
-    trainer = await build_trainer(config, plan, dataset, run_folder, reporter, workers)
+    asyncio.get_running_loop().set_default_executor(LeavableThreads())
+    trainer = await build_trainer(config, plan, dataset, run_folder, reporter, workers, evaluation_prompts)
     # What was imported and built stays. Without this, each full collection walks it, for 100 ms and more, under the GIL.
     gc.collect()
     gc.freeze()
-    loop = asyncio.get_running_loop()
 
-    asked_at: float | None = None
-
-    def stop(number: int) -> None:
-        nonlocal asked_at
-        if asked_at is not None and loop.time() - asked_at < SAME_SIGNAL_S:
-            return
-        if asked_at is not None:  # the second one stops at once: the engines end when they miss this process
-            reporter.close()  # the terminal gets its cursor back
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        asked_at = loop.time()
+    def stop() -> None:
         reporter.note("stopping after this step; once more to stop at once")
         trainer.request_stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    async with watched(trainer, reporter):
-        await trainer.train()
-    return trainer.global_step >= plan.total_steps
+    with StopSignals(stop, before_end=reporter.close):
+        async with watched(trainer, reporter):
+            await trainer.train()
+    return trainer.finished and not trainer.evaluation.cancelled
 
 
 if __name__ == "__main__":

@@ -132,6 +132,13 @@ class Continuation:
         past_minimum = len(self.token_ids) > self._params.min_tokens
         return past_minimum and self.token_ids[-1] in self._params.stop_token_ids
 
+    def recall(self, chunk: TokenChunk) -> None:
+        """Takes what was sampled for this request in an earlier run, before any engine is asked; the rest goes on from it."""
+        if self._number:
+            raise ValueError("a response that is being sampled already cannot take recorded tokens")
+        if self.stop_reason is None:
+            self.add(chunk, self._number)
+
     def unsent(self) -> None:
         """The last segment did not go to any engine."""
         self.segments -= 1

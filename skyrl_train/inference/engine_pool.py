@@ -8,6 +8,7 @@ fleet events (died, missed an update, retired) ──leave──┘        super
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,7 +27,8 @@ _ALIVE = (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
 class _Flight:
     """A segment on its way, and what its request waits for: its end, or the departure of its engine."""
 
-    def __init__(self, segment: Coroutine[Any, Any, None]) -> None:
+    def __init__(self, segment: Coroutine[Any, Any, None], since: float) -> None:
+        self.since = since
         self.landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(segment)
         self.task.add_done_callback(self._ended)
@@ -70,6 +72,7 @@ class EnginePool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.fleet = Fleet(clock, limits)
+        self._clock = clock
         self.changed = Signal()
         self.frozen: Callable[[], bool] = lambda: False
         self.version: int | None = None  # what every engine that serves holds; None before the first publication
@@ -115,6 +118,21 @@ class EnginePool:
         if self._capabilities is None:
             self._capabilities = _common([self._engines[n].capabilities for n in self.routed or self._engines])
         return self._capabilities
+
+    def describe(self) -> list[str]:
+        """Each engine's state, its outstanding requests and since when, a line each."""
+        now = self._clock()
+        lines = []
+        for number in self._engines:
+            record = self.fleet.record(number)
+            reason = f" ({record.reason})" if record.reason else ""
+            flights = [flight.since for flight in self._flights[number]]
+            requests = f"{len(flights)} requests" if len(flights) != 1 else "1 request"
+            longest = f", the longest for {now - min(flights):.0f} s" if flights else ""
+            lines.append(
+                f"engine {number}: {record.state} for {now - record.since:.0f} s{reason}, {requests} inside{longest}"
+            )
+        return lines
 
     def add(self, engine: InferenceEngineInterface) -> int:
         """Takes an engine in, to be started and caught up; returns its number."""
@@ -227,22 +245,23 @@ class EnginePool:
         Raises:
             NoEngineError: none came (back) in time, or none can come any more.
         """
-        lease = None if self._closed else self._router.acquire(session_id)
-        if lease is None:
-            lease = await self._wait_for_engine(session_id)
-        return lease
+        while True:
+            lease = None if self._closed else self._router.acquire(session_id)
+            if lease is not None:
+                return lease
+            await self.wait_for_engine()
 
-    async def _wait_for_engine(self, session_id: str | None) -> Lease:
-        lease = None
-        try:
+    async def wait_for_engine(self) -> None:
+        """Returns when an engine is routed.
+
+        Raises:
+            NoEngineError: none came (back) in time, or none can come any more.
+        """
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._wait_timeout_s if self.fleet.hopeful else 0):
                 await self.changed.wait_until(lambda: bool(self.routed) or self._closed)
-            lease = self._router.acquire(session_id)
-        except TimeoutError:
-            pass
-        if lease is None or self._closed:
+        if self._closed or not self.routed:
             raise NoEngineError(f"no inference engine is left. The last one left because: {self._last_departure}")
-        return lease
 
     def release(self, lease: Lease) -> None:
         """The request has left its place."""
@@ -254,7 +273,7 @@ class EnginePool:
         A task of its own, so that requests can leave an engine that is alive but must not serve (it missed an update).
         """
         number, life = lease.engine, self.life(lease.engine)
-        flight = _Flight(segment)
+        flight = _Flight(segment, self._clock())
         self._flights[number].add(flight)
         try:
             return await flight.landed

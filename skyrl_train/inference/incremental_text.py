@@ -18,8 +18,8 @@ import codecs
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,15 +31,32 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CACHED_TOKENIZERS = 8
 
 
-@dataclass(frozen=True)
+class _Token(NamedTuple):
+    """A token by itself: the bytes that it stands for, or None where it stands for text; and its text in either case."""
+
+    data: bytes | None
+    alone: str
+
+
+@dataclass(frozen=True, eq=False)
 class _Scheme:
-    """How a tokenizer's decoder makes text, found by trying it."""
+    """How a tokenizer's decoder makes text, found by trying it. Each token is worked out once; ``None`` is no token."""
 
     backend: Tokenizer
     special: frozenset[int]
     byte_level: bool
     byte_fallback: bool
     strips_first_space: bool
+    known: dict[int, _Token | None] = field(default_factory=dict)
+
+    def token(self, token_id: int) -> _Token | None:
+        """A token that is not special; None for a row of the model's output that no token belongs to."""
+        if token_id in self.known:
+            return self.known[token_id]
+        spelt = self.backend.id_to_token(token_id)
+        token = None if spelt is None else _Token(self.bytes_of(spelt), self.decode(token_id))
+        self.known[token_id] = token
+        return token
 
     def decode(self, *token_ids: int) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
@@ -83,18 +100,17 @@ class IncrementalText:
         scheme = self._scheme
         if token_id in scheme.special:
             return self.flush()
-        token = scheme.backend.id_to_token(token_id)
+        token = scheme.token(token_id)
         if token is None:
-            return ""  # a row of the model's output that no token belongs to
-        data = scheme.bytes_of(token)
-        if data is None:
-            return self.flush() + self._plain(token_id)
-        text = self._bytes.decode(data)
+            return ""
+        if token.data is None:
+            return self.flush() + self._plain(token_id, token.alone)
+        text = self._bytes.decode(token.data)
         if scheme.byte_level:
             return text
         if self._last is None and scheme.strips_first_space:
             text = text.removeprefix(" ")
-        self._last, self._last_text = token_id, scheme.decode(token_id)
+        self._last, self._last_text = token_id, token.alone
         return text
 
     def flush(self) -> str:
@@ -103,9 +119,8 @@ class IncrementalText:
         self._bytes.reset()
         return text
 
-    def _plain(self, token_id: int) -> str:
+    def _plain(self, token_id: int, alone: str) -> str:
         """Text may depend on the token before: whether there is one, and how that one ends."""
-        alone = self._scheme.decode(token_id)
         text = alone
         if self._last is not None:
             both = self._scheme.decode(self._last, token_id)

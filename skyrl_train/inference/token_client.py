@@ -40,6 +40,7 @@ from skyrl_train.inference.interface import (
     TokenChunk,
     output_of,
 )
+from skyrl_train.inference.recordings import Recordings
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 from skyrl_train.inference.response_text import ResponseText
 from skyrl_train.inference.segments import run_segment
@@ -63,6 +64,7 @@ class TokenClient:
         limits: how often a dead engine is started again, and how long a silent one is waited for.
         probe_interval_s: seconds between two health probes of an engine.
         tool_parser, reasoning_parser: see :class:`ChatRenderer`.
+        replay: whether sessions can be recorded and replayed; see :attr:`recordings`.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class TokenClient:
         probe_interval_s: float = 10.0,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        replay: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not engines:
@@ -94,7 +97,8 @@ class TokenClient:
         )
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer(tokenizer, model_path, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-        self.generated_tokens = 0  # of responses that have ended
+        self.recordings = Recordings(enabled=replay)
+        self.generated_tokens = 0  # of responses that have ended; without those that were replayed
 
     @property
     def policy_version(self) -> int:
@@ -105,6 +109,29 @@ class TokenClient:
     def engines(self) -> list[InferenceEngineInterface]:
         """The engines in the routing."""
         return [self._pool.engine(number) for number in self._pool.routed]
+
+    @property
+    def serving(self) -> bool:
+        """Whether an engine takes requests now."""
+        return bool(self._pool.routed)
+
+    async def wait_for_engine(self) -> None:
+        """Returns when an engine takes requests.
+
+        Raises:
+            NoEngineError: none came (back) in time, or none can come any more.
+        """
+        await self._pool.wait_for_engine()
+
+    def describe(self) -> list[str]:
+        """What the engines are busy with, and whether requests wait before them, a line each."""
+        gate = self._updates.gate
+        if gate.is_open:
+            return self._pool.describe()
+        return [
+            *self._pool.describe(),
+            f"engines: paused for new weights; requests that wait before them: {gate.waiting}",
+        ]
 
     @property
     def engine_states(self) -> dict[int, EngineState]:
@@ -283,7 +310,20 @@ class TokenClient:
     async def _run(
         self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None
     ) -> None:
-        """Runs segments until the response has ended."""
+        """Takes what is recorded of the response, then runs segments until it has ended."""
+        with self.recordings.recorded(request, response) as known:
+            for chunk in known:
+                response.recall(chunk)
+                if on_progress is not None:
+                    on_progress()
+                await asyncio.sleep(0)
+            replayed = len(response.token_ids)
+            await self._sample(response, request, on_progress)
+        self.generated_tokens += len(response.token_ids) - replayed
+
+    async def _sample(
+        self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None
+    ) -> None:
         while (segment := response.next_segment()) is not None:
             await self._updates.gate.passed()
             lease = await self._pool.acquire(request.session_id)
@@ -305,7 +345,6 @@ class TokenClient:
                 response.stop_reason = StopReason.LENGTH  # this engine's context is smaller than the last one's
             finally:
                 self._pool.release(lease)
-        self.generated_tokens += len(response.token_ids)
 
     def _engine_input(
         self, segment: Segment, response: Continuation, request: GenerationRequest
@@ -329,6 +368,14 @@ class TokenClient:
     async def resume_generation(self) -> None:
         """Lets every engine sample again, then opens the gate."""
         await self._updates.resume()
+
+    async def sleep(self) -> None:
+        """Frees the device memory of the paused engines, where they can (``capabilities.sleep``)."""
+        await self._updates.sleep()
+
+    async def wake_up(self) -> None:
+        """Brings sleeping engines back, still paused; before weights are received and loaded."""
+        await self._updates.wake_up()
 
     async def receive_weights(self, update: WeightUpdate) -> None:
         """*Transfer*: engines take the bytes and go on serving."""

@@ -112,6 +112,31 @@ class FleetUpdates:
         finally:
             self.gate.open()
 
+    async def sleep(self) -> None:
+        """Frees the device memory of the paused engines that can sleep. Wake them before weights are loaded.
+
+        Raises:
+            PublicationError: engines can sleep, and none did.
+        """
+        await self._on_sleepers("put to sleep", lambda engine: engine.sleep())
+
+    async def wake_up(self) -> None:
+        """Brings the engines that :meth:`sleep` put to sleep back, still paused. One that cannot must catch up first.
+
+        Raises:
+            PublicationError: no engine came back.
+        """
+        await self._on_sleepers("wake", lambda engine: engine.wake_up())
+
+    async def _on_sleepers(self, phase: str, call: PhaseCall) -> None:
+        async with self._lock:  # nobody joins meanwhile
+            targets = [n for n in self._pool.routed if n in self._paused and self._pool.engine(n).capabilities.sleep]
+            if targets:
+                outcome = await self._run(phase, call, targets)
+                if outcome.succeeded:
+                    self._to_be_caught_up(outcome.alive_but_failed)
+                outcome.raise_if_none_succeeded(phase)
+
     async def receive(self, update: WeightUpdate) -> None:
         """*Transfer*: engines take the bytes and go on serving.
 

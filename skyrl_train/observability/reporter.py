@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.evaluation.metrics import EvaluationResult
 from skyrl_train.observability.live import Failures, StepReport, View, make_view, shortened
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.tracking import Tracker, make_trackers
@@ -47,16 +49,18 @@ class Reporter:
         metrics: Mapping[str, float],
         *,
         decode: Callable[[Sequence[int]], str],
-        failed: Sequence[int],
+        untrained: Mapping[str, Sequence[int]],
         checkpoint_step: int | None,
     ) -> None:
         """Writes one step's metrics and samples (a line per sequence), and refreshes the screen.
 
         Args:
-            failed: the ordinals of the prompts that failed for good since the previous step.
+            untrained: the ordinals of the prompts that "failed" for good, were "filtered" or "dropped" since the previous
+                step.
         """
-        # The ordinals make "every prompt is trained or reported as failed, once" checkable from the outside.
-        ordinals = {"ordinals": [group.ordinal for group in batch], "failed_ordinals": list(failed)}
+        # The ordinals make "every prompt is trained or reported, once" checkable from the outside.
+        ordinals = {"ordinals": [group.ordinal for group in batch]}
+        ordinals |= {f"{outcome}_ordinals": list(some) for outcome, some in untrained.items()}
         self._folder.append_metrics(step, {**metrics, **ordinals})
         self._folder.append_samples(
             step,
@@ -81,6 +85,18 @@ class Reporter:
         if self._view is not None:
             failures = self._failures(int(metrics["async/failed"]), int(metrics["async/retries"]))
             self._view.update(step_report(step, metrics, checkpoint_step, failures))
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """Writes what an evaluation found, under the step whose policy it measured, and says it on the screen."""
+        self._folder.append_evaluation(result.version, result.row)
+        if self._tracker is not None:
+            self._tracker.log(result.version, result.metrics)
+        self.note(result.headline)
+
+    @property
+    def evaluated_steps(self) -> set[int]:
+        """The steps whose policies have been evaluated."""
+        return {row["step"] for row in self._folder.read_evaluations()}
 
     def attempt_failed(self, ordinal: int, reason: str) -> None:
         """An attempt at a group has failed. The first goes to the screen at once, the others as a count."""
@@ -126,7 +142,7 @@ def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | 
     step_s = metrics["time/step"] or 1.0
     return StepReport(
         step=step,
-        reward=metrics["reward/mean"],
+        reward=metrics.get("reward/mean", math.nan),  # a step may have no sample
         lag_mean=metrics["async/lag_mean"],
         lag_max=int(metrics["async/lag_max"]),
         in_flight=int(metrics["async/in_flight"]),

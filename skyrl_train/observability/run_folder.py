@@ -1,6 +1,6 @@
 """The folder that a run leaves, and which folder a command continues.
 
-<run>/config.yaml  metrics.jsonl  samples.jsonl  checkpoints/  logs/  model/  finished.json (when it is)  run.lock
+<run>/config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  checkpoints/  logs/  model/  finished.json (when it is)  run.lock
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.jsonl import JsonlFile, read_jsonl, replace_file
 
-CONFIG, METRICS, SAMPLES, FINISHED, LOCK = "config.yaml", "metrics.jsonl", "samples.jsonl", "finished.json", "run.lock"
+CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples.jsonl", "eval.jsonl"
+FINISHED, LOCK = "finished.json", "run.lock"
 
 _locked_here: set[Path] = set()
 
@@ -80,6 +81,7 @@ class RunFolder:
         replace_file(path / CONFIG, to_yaml(config))
         self._metrics = JsonlFile(path / METRICS)
         self._samples = JsonlFile(path / SAMPLES)
+        self._evaluations = JsonlFile(path / EVALUATIONS)
 
     @property
     def checkpoints(self) -> Path:
@@ -105,14 +107,22 @@ class RunFolder:
         for sample in samples:
             self._samples.append({"step": step, **sample})
 
+    def append_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+        """Writes the line of the evaluation of the policy after ``step``."""
+        self._evaluations.append({"step": step, **row})
+
     def truncate_after(self, step: int) -> None:
         """Forgets what was written after the checkpoint that the run resumes from."""
-        self._metrics.truncate_after(step)
-        self._samples.truncate_after(step)
+        for file in (self._metrics, self._samples, self._evaluations):
+            file.truncate_after(step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All lines of ``metrics.jsonl``."""
         return list(read_jsonl(self.path / METRICS))
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """All lines of ``eval.jsonl``."""
+        return list(read_jsonl(self.path / EVALUATIONS))
 
     def mark_finished(self, summary: Mapping[str, Any]) -> None:
         """Says that nothing is left to train; the same command then starts a new run."""
@@ -120,8 +130,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Releases the lock. Idempotent."""
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples, self._evaluations):
+            file.close()
         self._lock.close()
         _locked_here.discard(self.path.resolve())
 

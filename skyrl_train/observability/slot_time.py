@@ -26,6 +26,11 @@ class SlotTimeIntegral:
         self._advance()
         self._busy = busy
 
+    def set_capacity(self, capacity: int) -> None:
+        """From now on, there are ``capacity`` slots."""
+        self._advance()
+        self._capacity = capacity
+
     def take_idle_fraction(self) -> float:
         """The idle fraction since the last call, in [0, 1]; 0 where no slot-time has passed."""
         self._advance()

@@ -16,19 +16,19 @@ def step_metrics(
     parts: Mapping[str, float],
     *,
     counts: RolloutCounts,
+    totals: Mapping[str, float],
     max_staleness_steps: int,
     step_s: float,
     idle_fraction: float,
     generated_tokens: int,
-    retries: int,
 ) -> dict[str, float]:
     """Everything that ``metrics.jsonl`` has about a step.
 
     Args:
         parts: what the phases of the step reported.
+        totals: further counts, by metric name.
         step_s: seconds since the end of the previous step.
         idle_fraction: of the generation slots during the step.
-        retries: attempts at a group beyond the first, since this process began.
         generated_tokens: sampled during the step, in requests that have ended.
     """
     metrics = Metrics()
@@ -44,7 +44,9 @@ def step_metrics(
             "async/buffered": counts.buffered,
             "async/trained": counts.trained,
             "async/failed": counts.failed,
-            "async/retries": retries,
+            "async/filtered": counts.filtered,
+            "async/dropped": counts.dropped,
+            **totals,
             "async/idle_fraction": idle_fraction,
             "time/step": step_s,
             "time/wait_for_policy": idle_fraction * step_s,
@@ -57,7 +59,11 @@ def step_metrics(
 
 
 def _reward_metrics(batch: Sequence[RolloutGroup]) -> dict[str, float]:
-    returns = [[sample.reward for sample in group.samples] for group in batch]
+    # A group that failed has samples of nothing, which are worth nothing and say nothing about the policy.
+    returns = [[sample.reward for sample in group.samples if sample.sequences] for group in batch]
+    returns = [group for group in returns if group]
+    if not returns:
+        return {}
     flat = [value for group in returns for value in group]
     return {
         "reward/mean": statistics.fmean(flat),

@@ -20,7 +20,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes one step's metrics."""
+        """Takes one step's metrics. Those of an evaluation come with the step that it measured, which may be an earlier one."""
 
     @abstractmethod
     def close(self) -> None:

@@ -8,14 +8,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import PauseMode
+from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.publication.base import WeightTransport
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A policy version on its way: its staging copy, and how long that took."""
+
+    update: WeightUpdate
+    gather_s: float
 
 
 class WeightPublisher:
@@ -42,13 +52,24 @@ class WeightPublisher:
         Raises:
             PublicationError: no engine took the update; all serve the weights that they had.
         """
+        return await self.deliver(await self.gather(weights, version))
+
+    async def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Staged:
+        """Copies ``weights`` to a staging area; they may change when this has returned.
+
+        The copy stays valid until the next but one ``gather``: deliver it before that.
+        """
         started = self._clock()
         update = await asyncio.to_thread(self._transport.gather, weights, version)
-        gathered = self._clock()
-        await self._client.receive_weights(update)
+        return Staged(update, self._clock() - started)
+
+    async def deliver(self, staged: Staged) -> dict[str, float]:
+        """Brings a staged version to the engines, which serve it when this has returned; else as ``publish``."""
+        started = self._clock()
+        await self._client.receive_weights(staged.update)
         transferred = self._clock()
-        paused_s = await self._client.load_weights(update, self._pause_mode)
-        return {"time/gather": gathered - started, "time/transfer": transferred - gathered, "time/pause": paused_s}
+        paused_s = await self._client.load_weights(staged.update, self._pause_mode)
+        return {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}
 
     def close(self) -> None:
         """Frees the staging areas."""

@@ -11,7 +11,8 @@ class RolloutSequence:
     """One token sequence of a sample; the response-side lists are aligned token by token.
 
     ``loss_mask`` is 1 on sampled tokens; elsewhere ``logprobs`` is 0.0 and ``versions`` -1. ``rewards`` is per token
-    (a reward for the whole response sits on its last token).
+    (a reward for the whole response sits on its last token). What stages add is None until then, and 0.0 where the
+    loss mask is 0.
     """
 
     prompt_token_ids: list[int]
@@ -21,6 +22,8 @@ class RolloutSequence:
     versions: list[int]
     rewards: list[float]
     stop_reason: str
+    reference_logprobs: list[float] | None = None  # of the policy that the run started from
+    proximal_logprobs: list[float] | None = None  # of the policy that was trained when the group was finished
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """All ``n_samples_per_prompt`` samples of one prompt. ``submitted_version`` is the policy's when it was admitted."""
+    """All ``n_samples_per_prompt`` samples of one prompt. ``submitted_version`` is the policy's when it was admitted.
+
+    A ``masked`` group takes its seat but trains nothing: all its tokens have loss mask 0, and still count in the
+    denominator of the loss.
+    """
 
     ordinal: int
     uid: str
@@ -58,6 +65,7 @@ class RolloutGroup:
     samples: tuple[Sample, ...]
     submitted_version: int
     metrics: dict[str, float] = field(default_factory=dict)
+    masked: bool = False
 
     @cached_property
     def oldest_version(self) -> int:

@@ -1,11 +1,11 @@
 """Which prompts were issued and what became of them: nothing lost, nothing twice (SEMANTICS 5). Pure.
 
-A prompt's *ordinal* is its position in the endless training stream. Epoch ``e`` is a permutation that depends on
-``(seed, e)`` alone, so an ordinal names a prompt in any run, on any machine, at any time.
+A prompt's *ordinal* is its position in the training stream, all epochs one after the other. Which prompt that is knows the
+source (``rollout/samplers``, ``rollout/streaming``); here are only numbers.
 
     reissue (after a resume) ─┐
-    next ordinal ─────────────┴─issue──> in flight ──> trained | failed
-                                                        all below the frontier are settled
+    next ordinal ─────────────┴─issue──> in flight ──settle──> trained | failed | filtered | dropped
+                                                               all below the frontier are settled
 """
 
 from __future__ import annotations
@@ -14,104 +14,89 @@ import heapq
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
-from skyrl_train.errors import CheckpointError
-
-OUTCOMES = ("trained", "failed")
+LISTED = ("failed", "filtered", "dropped")  # outcomes whose ordinals are listed; the others were trained
+OUTCOMES = ("trained", *LISTED)
 
 
-class PromptLedger:
-    """Issues ordinals in order and records their outcome.
+class OrdinalLedger:
+    """Issues ordinals in ascending order and records their outcome; see the module's picture.
 
-    Args:
-        dataset_len: prompts per epoch.
-        seed: of the permutations.
-        fingerprint: of the data set; a checkpoint of another one is refused.
+    Attributes:
+        failed, filtered, dropped: ordinals with that outcome, in the order in which they got it.
     """
 
-    def __init__(self, dataset_len: int, seed: int, fingerprint: str) -> None:
-        if dataset_len < 1:
-            raise ValueError("the data set is empty")
-        self._dataset_len = dataset_len
-        self._seed = seed
-        self._fingerprint = fingerprint
-        self._permutations: dict[int, np.ndarray] = {}
-        self._next = 0
+    def __init__(self) -> None:
+        self._next = 0  # the first ordinal that was never issued
         self._frontier = 0  # every ordinal below it is settled
         self._settled: dict[int, str] = {}  # outcomes at or beyond the frontier
-        self.failed: list[int] = []  # in the order in which they failed
         self._reissue: list[int] = []  # a heap: issued before the last resume, and still without an outcome
+        self.failed: list[int] = []
+        self.filtered: list[int] = []
+        self.dropped: list[int] = []
 
     @property
     def frontier(self) -> int:
         """The first ordinal without an outcome."""
         return self._frontier
 
+    @property
+    def next(self) -> int:
+        """The ordinal that :meth:`issue` would return: those in flight at the last checkpoint first, in their order."""
+        return self._reissue[0] if self._reissue else self._next
+
+    @property
+    def issued(self) -> int:
+        """How many ordinals were ever issued; all of them are below this number."""
+        return self._next
+
     def issue(self) -> int:
-        """The next ordinal to generate: those in flight at the last checkpoint first, in their order."""
+        """Issues :attr:`next`."""
         if self._reissue:
             return heapq.heappop(self._reissue)
-        ordinal = self._next
         self._next += 1
-        return ordinal
+        return self._next - 1
 
-    def row(self, ordinal: int) -> int:
-        """The data set's row behind an ordinal."""
-        epoch, position = divmod(ordinal, self._dataset_len)
-        if epoch not in self._permutations:
-            if len(self._permutations) >= 4:  # in-flight ordinals span few epochs
-                self._permutations.pop(min(self._permutations))
-            self._permutations[epoch] = np.random.default_rng((self._seed, epoch)).permutation(self._dataset_len)
-        return int(self._permutations[epoch][position])
+    def is_open(self, ordinal: int) -> bool:
+        """Whether the ordinal has no outcome yet (or was never issued)."""
+        return ordinal >= self._frontier and ordinal not in self._settled
 
     def settle(self, ordinals: Iterable[int], outcome: str) -> None:
-        """Records what became of issued ordinals."""
+        """Records what became of issued ordinals; an ordinal gets one outcome, once.
+
+        Raises:
+            ValueError: one of them was never issued or has an outcome.
+        """
         if outcome not in OUTCOMES:
             raise ValueError(f"unknown outcome {outcome!r}")
         for ordinal in ordinals:
-            if ordinal < self._frontier or ordinal in self._settled or ordinal >= self._next:
+            if not self.is_open(ordinal) or ordinal >= self._next:
                 raise ValueError(f"ordinal {ordinal} is not in flight, so it cannot become {outcome}")
             self._settled[ordinal] = outcome
-            if outcome == "failed":
-                self.failed.append(ordinal)
+            if outcome != "trained":
+                self._listed(outcome).append(ordinal)
         while self._frontier in self._settled:
             del self._settled[self._frontier]
             self._frontier += 1
 
+    def _listed(self, outcome: str) -> list[int]:
+        return {"failed": self.failed, "filtered": self.filtered, "dropped": self.dropped}[outcome]
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state; in-flight ordinals are what is neither settled nor buffered."""
         return {
-            "dataset_len": self._dataset_len,
-            "seed": self._seed,
-            "fingerprint": self._fingerprint,
             "next": self._next,
             "frontier": self._frontier,
             "settled": sorted(self._settled.items()),
-            "failed": list(self.failed),
+            **{outcome: list(self._listed(outcome)) for outcome in LISTED},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], buffered: Iterable[int]) -> None:
-        """Restores the state; every issued ordinal without an outcome or a finished group is issued again.
-
-        Raises:
-            CheckpointError: the checkpoint is of another data set or seed.
-        """
-        mine = {"dataset_len": self._dataset_len, "seed": self._seed, "fingerprint": self._fingerprint}
-        for key, value in mine.items():
-            if state[key] != value:
-                raise CheckpointError(
-                    f"the checkpoint's data has {key} {state[key]!r}, this run's has {value!r}; resume with the data set and "
-                    "trainer.seed of the original run, or start a new one with another trainer.run_dir"
-                )
-        self._next = state["next"]
-        self._frontier = state["frontier"]
+        """Restores the state; every issued ordinal without an outcome or a finished group is issued again."""
+        self._next = int(state["next"])
+        self._frontier = int(state["frontier"])
         self._settled = {int(ordinal): outcome for ordinal, outcome in state["settled"]}
-        self.failed = list(state["failed"])
+        for outcome in LISTED:
+            self._listed(outcome)[:] = state[outcome]
         kept = set(buffered)
-        self._reissue = [
-            ordinal
-            for ordinal in range(self._frontier, self._next)
-            if ordinal not in self._settled and ordinal not in kept
-        ]
-        heapq.heapify(self._reissue)
+        # Ascending, so it is a heap.
+        self._reissue = [o for o in range(self._frontier, self._next) if self.is_open(o) and o not in kept]

@@ -1,24 +1,80 @@
-"""Generates one rollout group: asks the generator, checks what comes back, tries again when it fails."""
+"""Generates one rollout group: asks the generator, checks what comes back, tries again when it fails.
+
+| what happens to an attempt | what follows |
+|---|---|
+| raises, cancels itself, passes ``rollout_timeout_s`` | another attempt (``max_rollout_retries``), then RolloutError |
+| loses all engines under it (NoEngineError) | the same attempt again once an engine serves (``max_engine_failures``) |
+| returns what breaks the contract, or the engines fail otherwise | raised as it is: another attempt would not mend it |
+| ignores its cancellation | it is left behind after ``cancel_grace_s``, and named when the run is stuck |
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from skyrl_train.concurrency import cancel_within
 from skyrl_train.config.schema import FailureConfig
-from skyrl_train.errors import ConfigError, EngineError, GeneratorOutputError, RolloutError
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import (
+    ConfigError,
+    EngineError,
+    GeneratorOutputError,
+    NoEngineError,
+    RolloutError,
+    StageError,
+)
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
 from skyrl_train.generators.validation import to_samples, validate_generator_output
 from skyrl_train.inference.randomness import mix
+from skyrl_train.inference.recordings import Recordings
 from skyrl_train.observability.metrics import spec_of
-from skyrl_train.rollout.dataset import PromptDataset
-from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.ledger import PromptLedger
+from skyrl_train.rollout.group import RolloutGroup, Sample
+from skyrl_train.rollout.stages import StagePipeline
 
 logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 10.0  # what a cancelled generator may take to clean up behind itself
+MOST_DESCRIBED = 16  # groups named when the run is stuck: those that have run longest
+
+
+class Prompts(Protocol):
+    """What the runner needs of the data loader."""
+
+    def record(self, ordinal: int) -> PromptRecord:
+        """The prompt of an ordinal that is in flight."""
+
+
+class Engines(Protocol):
+    """What the runner needs of the inference client."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that the engines serve."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether an engine takes requests now."""
+
+    async def wait_for_engine(self) -> None:
+        """Returns when an engine takes requests; raises NoEngineError when none does in time, or ever."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A group that is being generated, for whoever asks what the run is busy with."""
+
+    ordinal: int
+    uid: str
+    number: int  # 1 is the first
+    since: float
+    waits_for_engine: bool = False
+    generated: bool = False
 
 
 class GroupRunner:
@@ -29,82 +85,229 @@ class GroupRunner:
     Args:
         sampling_params: of each request, as the client takes them.
         env_class: of rows that name none.
-        policy_version: tells the version that the engines hold now.
+        recordings: of the sessions of groups in flight, where there are any.
+        stages: what every group goes through once it is generated.
         on_failure: is told the ordinal and the reason of each attempt that fails and could be tried again.
+        clock: of what :meth:`describe` tells, in seconds.
+        cancel_grace_s: how long a cancelled attempt may take to end.
+
+    Attributes:
+        retries: attempts beyond the first.
+        engine_failures: groups that lost all engines under them.
     """
 
     def __init__(
         self,
         generator: GeneratorInterface,
-        dataset: PromptDataset,
-        ledger: PromptLedger,
+        prompts: Prompts,
+        engines: Engines,
         failures: FailureConfig,
         *,
         n_samples_per_prompt: int,
         sampling_params: Mapping[str, Any],
         env_class: str,
         seed: int,
-        policy_version: Callable[[], int],
+        recordings: Recordings | None = None,
+        stages: StagePipeline | None = None,
         on_failure: Callable[[int, str], None] = lambda ordinal, reason: None,
+        clock: Callable[[], float] = time.monotonic,
+        cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
         self._generator = generator
-        self._dataset = dataset
-        self._ledger = ledger
+        self._prompts = prompts
+        self._engines = engines
         self._failures = failures
         self._n = n_samples_per_prompt
         self._sampling_params = sampling_params
         self._env_class = env_class
         self._seed = seed
-        self._policy_version = policy_version
+        self._recordings = Recordings(enabled=False) if recordings is None else recordings
+        self.stages = StagePipeline() if stages is None else stages
         self._on_failure = on_failure
+        self._clock = clock
+        self._cancel_grace_s = cancel_grace_s
+        self._running: dict[int, _Attempt] = {}
+        self._left_behind: dict[asyncio.Task[RolloutGroup], _Attempt] = {}
         self.retries = 0
+        self.engine_failures = 0
+
+    # What a group is called and what stands for it ------------------------------------------------------------------
+
+    def trajectory_ids(self, ordinal: int) -> list[TrajectoryID]:
+        """The names of the group's samples. The ordinal is part of them: a prompt comes again in the next epoch."""
+        instance = f"{self._prompts.record(ordinal).uid}@{ordinal}"
+        return [TrajectoryID(instance, repetition) for repetition in range(self._n)]
+
+    def failed_group(self, ordinal: int) -> RolloutGroup:
+        """What takes the seat of a group that failed for good (``on_rollout_failure=mask``).
+
+        Its samples have no token at all: nothing was sampled that could be trained, and a prompt without a response would
+        only be a forward pass for nothing. Nothing in it can be stale, so it is as old as the policy is now.
+        """
+        record = self._prompts.record(ordinal)
+        return RolloutGroup(
+            ordinal=ordinal,
+            uid=record.uid,
+            data_source=record.data_source,
+            samples=(Sample(()),) * self._n,
+            submitted_version=self._engines.policy_version,
+            masked=True,
+        )
+
+    def describe(self) -> list[str]:
+        """A line for each of the groups that have run longest, and for each attempt that ignores its cancellation."""
+        now = self._clock()
+        running = sorted(self._running.values(), key=lambda attempt: (attempt.since, attempt.ordinal))
+        lines = [self._line(attempt, now) for attempt in running[:MOST_DESCRIBED]]
+        if len(running) > MOST_DESCRIBED:
+            lines.append(f"and {len(running) - MOST_DESCRIBED} groups that began later")
+        lines += [
+            f"group {attempt.ordinal}: attempt {attempt.number}, begun {now - attempt.since:.0f} s ago, was cancelled and goes "
+            "on; its generator ignores cancellation"
+            for attempt in self._left_behind.values()
+        ]
+        return lines + self.stages.describe()
+
+    def _line(self, attempt: _Attempt, now: float) -> str:
+        session = self.trajectory_ids(attempt.ordinal)[0].to_string()
+        return (
+            f"group {attempt.ordinal} (prompt {attempt.uid!r}): attempt {attempt.number} of "
+            f"{1 + self._failures.max_rollout_retries} began {now - attempt.since:.0f} s ago, {self._n} sessions from "
+            f"{session} on"
+            + ("; it waits for an engine" if attempt.waits_for_engine else "")
+            + ("; it is generated, and in its stages" if attempt.generated else "")
+        )
+
+    # Running --------------------------------------------------------------------------------------------------------
 
     async def run(self, ordinal: int) -> RolloutGroup:
-        """Generates the group.
+        """Generates the group and takes it through the stages. Cancelled, it ends within ``cancel_grace_s``, whatever the
+        generator does.
 
         Raises:
-            RolloutError: every attempt raised or timed out; the last failure is the cause.
+            RolloutError: every attempt raised or timed out, the last failure is the cause; or a stage cannot use the group.
+            StageError: a stage failed.
             GeneratorOutputError: the generator broke its contract, which another attempt would not mend.
-            EngineError: the engines failed, which is not the prompt's fault.
+            NoEngineError: no engine is left, more often than ``max_engine_failures`` allows.
+            EngineError: the engines failed otherwise, which is not the prompt's fault.
         """
+        # A group that an earlier process began goes on with the attempt that its recorded tokens are of.
+        number = 1 + self._recordings.attempt(ordinal)
+        attempt = _Attempt(ordinal, self._prompts.record(ordinal).uid, number, self._clock())
+        self._running[ordinal] = attempt
+        try:
+            group = await self._run(attempt)
+            attempt.generated = True
+            group = await self.stages.run(group, self._prompts.record(ordinal))
+        except (EngineError, GeneratorOutputError, StageError):
+            raise  # it stops the run and is no outcome: the last checkpoint keeps what was sampled for the group
+        except BaseException:
+            self._recordings.end(ordinal)
+            raise
+        finally:
+            del self._running[ordinal]
+        self._recordings.end(ordinal)
+        return group
+
+    async def _run(self, attempt: _Attempt) -> RolloutGroup:
         attempts = 1 + self._failures.max_rollout_retries
-        failure: BaseException | None = None
-        what = ""
-        for attempt in range(attempts):
-            if attempt:
-                self.retries += 1
-                logger.warning("group %d: attempt %d failed (%s), trying again", ordinal, attempt, what)
-            limit = asyncio.timeout(self._failures.rollout_timeout_s)
+        sessions = [trajectory.to_string() for trajectory in self.trajectory_ids(attempt.ordinal)]
+        while True:
+            self._recordings.begin(attempt.ordinal, sessions, attempt.number - 1)
             try:
-                async with limit:
-                    return await self._attempt(ordinal, attempt)
-            except (GeneratorOutputError, EngineError):
-                raise
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise  # we are being stopped; otherwise the generator has cancelled itself, which is a failure
-                failure = error
-            except Exception as error:
-                failure = error
-            what = self._took_too_long() if limit.expired() else _why(failure)
-            self._on_failure(ordinal, what)
-        uid = self._dataset[self._ledger.row(ordinal)].uid
-        raise RolloutError(f"the rollout of prompt {uid!r} failed {attempts} times; the last time: {what}") from failure
+                return await self._try(attempt)
+            except NoEngineError as error:  # what was sampled stays recorded: the attempt goes on from there
+                await self._wait_for_engine(attempt, error)
+            except _AttemptFailed as failure:
+                self._on_failure(attempt.ordinal, failure.reason)
+                if attempt.number >= attempts:
+                    raise RolloutError(
+                        f"the rollout of prompt {attempt.uid!r} failed {attempt.number} times; the last time: {failure.reason}"
+                    ) from failure.cause
+                logger.warning(
+                    "group %d: attempt %d failed (%s), trying again", attempt.ordinal, attempt.number, failure.reason
+                )
+                self.retries += 1
+                attempt.number += 1
+                attempt.since = self._clock()
 
-    def _took_too_long(self) -> str:
-        return f"it took longer than trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
+    async def _try(self, attempt: _Attempt) -> RolloutGroup:
+        """One attempt, in a task of its own: whatever it does to itself, ours goes on.
 
-    async def _attempt(self, ordinal: int, attempt: int) -> RolloutGroup:
-        row = self._ledger.row(ordinal)
-        record = self._dataset[row]
-        version = self._policy_version()
+        Raises:
+            _AttemptFailed: it is the prompt's or the generator's fault, and worth another attempt.
+            NoEngineError, GeneratorOutputError, EngineError: see :meth:`run`.
+        """
+        ordinal = attempt.ordinal
+        task = asyncio.create_task(
+            self._generate(ordinal, attempt.number - 1), name=f"group-{ordinal}-{attempt.number}"
+        )
+        try:
+            await asyncio.wait([task], timeout=self._failures.rollout_timeout_s)
+        except asyncio.CancelledError:
+            await self._cancel(task, attempt)
+            raise
+        if not task.done():
+            await self._cancel(task, attempt)
+            limit = f"trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
+            if not self._engines.serving:
+                raise NoEngineError(f"a rollout passed {limit} while no engine served")
+            raise _AttemptFailed(f"it took longer than {limit}", None)
+        try:
+            return task.result()
+        except (GeneratorOutputError, EngineError):
+            raise
+        except RolloutError as error:
+            raise _AttemptFailed(str(error), error) from None
+        except (Exception, asyncio.CancelledError) as error:
+            raise _AttemptFailed(f"it raised {error!r}", error) from None
+
+    async def _cancel(self, task: asyncio.Task[RolloutGroup], attempt: _Attempt) -> None:
+        """What it returns or raises from now on is too late."""
+        if await cancel_within([task], self._cancel_grace_s):
+            logger.error(
+                "group %d: attempt %d was cancelled and has not ended after %g s; it is left behind. A generator must let "
+                "asyncio.CancelledError through.",
+                attempt.ordinal,
+                attempt.number,
+                self._cancel_grace_s,
+            )
+            self._left_behind[task] = _Attempt(attempt.ordinal, attempt.uid, attempt.number, attempt.since)
+            task.add_done_callback(self._left_behind.pop)
+
+    async def _wait_for_engine(self, attempt: _Attempt, error: NoEngineError) -> None:
+        """Returns when the group may be generated again.
+
+        Raises:
+            NoEngineError: the budget for that is spent.
+        """
+        attempt.waits_for_engine = True
+        while True:
+            self.engine_failures += 1
+            allowed = self._failures.max_engine_failures
+            if self.engine_failures > allowed:
+                raise NoEngineError(
+                    f"{error}. (Group {attempt.ordinal} lost its engines; trainer.failures.max_engine_failures = {allowed} such "
+                    "losses are made up for. See to the engines and run the same command again.)"
+                ) from error
+            logger.warning("group %d lost its engines (%s); it waits for one to come back", attempt.ordinal, error)
+            try:
+                await self._engines.wait_for_engine()
+            except NoEngineError as again:
+                error = again
+            else:
+                attempt.waits_for_engine = False
+                return
+
+    async def _generate(self, ordinal: int, attempt: int) -> RolloutGroup:
+        record = self._prompts.record(ordinal)
+        version = self._engines.policy_version
         request = GeneratorInput(
             prompts=[record.prompt] * self._n,
             env_classes=[record.env_class or self._env_class] * self._n,
             env_extras=[dict(record.env_extras) for _ in range(self._n)],
             sampling_params=self._sampling_params,
-            trajectory_ids=[TrajectoryID(f"{record.uid}@{ordinal}", repetition) for repetition in range(self._n)],
+            trajectory_ids=self.trajectory_ids(ordinal),
             batch_metadata=BatchMetadata(
                 global_step=version + 1,
                 training_phase="train",
@@ -125,8 +328,13 @@ class GroupRunner:
         )
 
 
-def _why(failure: BaseException | None) -> str:
-    return str(failure) if isinstance(failure, RolloutError) else f"it raised {failure!r}"
+class _AttemptFailed(Exception):
+    """An attempt that may be worth another one."""
+
+    def __init__(self, reason: str, cause: BaseException | None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.cause = cause
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:

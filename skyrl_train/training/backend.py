@@ -1,7 +1,9 @@
 """What trains the policy: one interface for the local backend and the distributed ones.
 
-    minibatch of B groups ──update──> metrics          named_weights ──> publication
-    sequences ──forward_logprobs──> proximal log-probs      save / load ──> checkpoint
+    minibatch of B groups ──update──────────────> metrics       named_weights ──> publication
+    its groups as they arrive ──accumulate──┐                   save / load ──> checkpoint
+                                            └─finish──> metrics
+    sequences ──forward_logprobs──> proximal log-probs
 
 All methods block; the trainers call them off the control loop, one at a time.
 """
@@ -30,15 +32,22 @@ class TrainingSequence:
     behaviour_logprobs: torch.Tensor  # float32, natural log
     versions: torch.Tensor  # int64
     group_index: int  # the group within the minibatch
-    proximal_logprobs: torch.Tensor | None = None  # float32; None: those of the policy as the update begins
+    proximal_logprobs: torch.Tensor | None = None  # float32; None: those of the policy as the step begins
+    reference_logprobs: torch.Tensor | None = None  # float32; None: unknown, and the loss has no use for them
+    counted_tokens: int | None = None  # trained tokens before some were masked for their age; None: none were
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
+    @property
+    def tokens_in_denominator(self) -> int:
+        """What the reduction of the loss counts: a masked token leaves the numerator only (SEMANTICS 7.3)."""
+        return int(self.loss_mask.sum()) if self.counted_tokens is None else self.counted_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """What one optimizer step trains on: all sequences of ``num_groups`` groups, in a fixed order."""
+    """What one optimizer step trains on, or a part of it: all sequences of ``num_groups`` groups, in a fixed order."""
 
     sequences: Sequence[TrainingSequence]
     num_groups: int
@@ -46,7 +55,11 @@ class Minibatch:
 
 
 class TrainingBackend(ABC):
-    """Owns the policy, the optimizer and the learning-rate schedule."""
+    """Owns the policy, the optimizer and the learning-rate schedule.
+
+    A step is trained on its whole minibatch (``update``) or part by part (``accumulate``, then ``finish``), which is the
+    same thing: the loss is normalised over all sequences of the step together.
+    """
 
     @abstractmethod
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
@@ -56,12 +69,29 @@ class TrainingBackend(ABC):
             One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
         """
 
-    @abstractmethod
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """Makes one optimizer step (micro-batches inside) and returns scalar metrics.
+        """Makes one optimizer step (micro-batches inside) and returns scalar metrics."""
+        self.accumulate(minibatch)
+        return self.finish(minibatch.step)
 
-        The loss is normalised over the whole minibatch, so that the split into micro-batches does not change it.
+    @abstractmethod
+    def accumulate(self, part: Minibatch) -> None:
+        """Adds the gradient of some of a step's groups; the policy does not move.
+
+        Parts may have any size and come in any order: each sequence of the step in exactly one of them.
         """
+
+    @abstractmethod
+    def finish(self, step: int) -> dict[str, float]:
+        """Makes the optimizer step with all that was accumulated for ``step``; returns scalar metrics over all parts.
+
+        Raises:
+            ValueError: nothing was accumulated for ``step``.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forgets what was accumulated, after a step that will not be finished. Nothing to forget is fine."""
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,7 +101,8 @@ class TrainingBackend(ABC):
     def snapshot(self) -> dict[str, object]:
         """A copy of everything that ``load`` needs, detached from the live state: policy, optimizer, scheduler, RNG.
 
-        Taking it is the only part of a checkpoint that training waits for.
+        Taking it is the only part of a checkpoint that training waits for. What is accumulated of an unfinished step is
+        not part of it: its groups count as untrained.
         """
 
     @abstractmethod
@@ -80,7 +111,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restores what ``save`` wrote.
+        """Restores what ``save`` wrote, and forgets what was accumulated.
 
         Raises:
             CheckpointError: the folder is incomplete or of another model; nothing has changed then.

@@ -1,8 +1,8 @@
 """Trains the policy in this process, on one thread or one GPU.
 
-minibatch ──pack──> micro-batches ──forward──> log-probs ──objective──> loss ──backward──┐  (gradients add up)
-                                                                                         ▼
-metrics <──records of every token──────────────────────────────────────────── clip, AdamW: one optimizer step a pass
+part ──pack──> micro-batches ──forward──> log-probs ──objective──> loss ──backward──┐  (gradients add up, part by part)
+                                                                                    ▼
+metrics <──records of every token────────────────────────────── scale, clip, AdamW: one optimizer step a pass
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from skyrl_train.algorithms.reductions import reduction_scale
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
 from skyrl_train.models.folder import load_model, load_tokenizer, quiet_transformers
@@ -31,11 +32,29 @@ from skyrl_train.training.state import BackendState, detached_copy, read_state, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A micro-batch of an update and what is known about its tokens."""
+class _Scorable:
+    """A micro-batch and what is known about its tokens."""
 
     micro_batch: MicroBatch
     fields: TokenFields
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some groups of a step, ready to be trained."""
+
+    step: int
+    micro_batches: list[_Scorable]  # of the sequences that have trained tokens
+    denominators: list[float]  # of all sequences
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenStep:
+    """What was accumulated of a step; its gradients are in the optimizer."""
+
+    step: int
+    records: list[TokenRecord] = field(default_factory=list)
+    denominators: list[float] = field(default_factory=list)
 
 
 class LocalBackend(TrainingBackend):
@@ -79,6 +98,7 @@ class LocalBackend(TrainingBackend):
         self._model.eval()
         self._vocab_size = int(self._model.config.get_text_config().vocab_size)
         self._optimizer = PolicyOptimizer(self._model, trainer_config.policy.optimizer_config)
+        self._open: _OpenStep | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -109,49 +129,100 @@ class LocalBackend(TrainingBackend):
         Raises:
             ConfigError: a sequence does not fit ``micro_batch_tokens``.
             GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
+            ValueError: parts of a step were accumulated and neither finished nor discarded.
         """
-        self._check_sequences(minibatch.sequences)
-        rate = learning_rate(
-            minibatch.step,
-            peak=self._config.policy.optimizer_config.lr,
-            schedule=self._config.policy.optimizer_config.scheduler,
-            num_warmup_steps=self._config.policy.optimizer_config.num_warmup_steps,
-            total_steps=self._total_steps,
-        )
-        parts = self._parts(minibatch.sequences)
+        if self._open is not None:
+            raise ValueError(f"step {self._open.step} has begun part by part; finish or discard it before an update")
+        part = self._part(minibatch)
         passes = self._config.update_epochs_per_batch
         if passes > 1:
-            parts = [self._with_proximal(part) for part in parts]
-        outcomes = [self._pass(parts, rate) for _ in range(passes)]
-        metrics = {key: sum(outcome[key] for outcome in outcomes) / passes for key in outcomes[0]}
+            part = replace(part, micro_batches=[self._with_proximal(scorable) for scorable in part.micro_batches])
+        outcomes = []
+        for _ in range(passes):
+            self._add(part)
+            outcomes.append(self.finish(minibatch.step))
+        same_in_all = {key: outcomes[0][key] for key in ("policy/lr", "policy/tokens")}
+        metrics = {key: sum(outcome[key] for outcome in outcomes) / passes for key in outcomes[0]} | same_in_all
         metrics["policy/skipped_nonfinite"] *= passes
-        metrics["policy/lr"] = rate
-        metrics["policy/tokens"] = float(sum(part.micro_batch.targets.shape[0] for part in parts))
         return metrics
 
-    def _pass(self, parts: Sequence[_Part], rate: float) -> dict[str, float]:
-        """One optimizer step over all micro-batches."""
-        self._optimizer.zero_grad()
-        records: list[TokenRecord] = []
-        for part in parts:
-            loss, record = self._loss(part)
-            loss.backward()
-            records.append(record)
-        metrics = self._objective.metrics(records)
-        if not parts:
-            return metrics | {"policy/grad_norm": 0.0, "policy/skipped_nonfinite": 0.0}
-        outcome = self._optimizer.step(rate) if math.isfinite(metrics["loss/policy"]) else None
+    def accumulate(self, part: Minibatch) -> None:
+        """See :meth:`TrainingBackend.accumulate`.
+
+        A part that is refused leaves what was accumulated as it was. One that fails on its way (no memory, say) is half
+        in the gradients: everything accumulated is forgotten then.
+
+        Raises:
+            ConfigError: ``update_epochs_per_batch`` is more than 1, or a sequence does not fit ``micro_batch_tokens``.
+            GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
+            ValueError: the part is of another step than the ones before it.
+        """
+        if self._config.update_epochs_per_batch > 1:
+            raise ConfigError(
+                f"trainer.update_epochs_per_batch={self._config.update_epochs_per_batch} needs whole minibatches: later "
+                "passes train on all groups again. Set it to 1, or trainer.fully_async.streaming_min_groups=null."
+            )
+        if self._open is not None and self._open.step != part.step:
+            raise ValueError(f"step {self._open.step} is neither finished nor discarded, and step {part.step} begins")
+        self._add(self._part(part))
+
+    def finish(self, step: int) -> dict[str, float]:
+        """See :meth:`TrainingBackend.finish`; what moves nothing is described at :meth:`update`."""
+        if self._open is None or self._open.step != step:
+            raise ValueError(f"step {step} has nothing accumulated, so it cannot be finished")
+        opened = self._open
+        scale = reduction_scale(opened.denominators)
+        rate = self._learning_rate(step)
+        try:
+            metrics = self._objective.metrics(opened.records, scale)
+            grad_norm, skipped = 0.0, False
+            if opened.records:
+                outcome = self._optimizer.step(rate, scale) if math.isfinite(metrics["loss/policy"]) else None
+                grad_norm = outcome.grad_norm if outcome is not None else math.nan
+                skipped = outcome is None or not outcome.applied
+        finally:
+            self.discard()
         return metrics | {
-            "policy/grad_norm": outcome.grad_norm if outcome is not None else math.nan,
-            "policy/skipped_nonfinite": float(outcome is None or not outcome.applied),
+            "policy/grad_norm": grad_norm,
+            "policy/skipped_nonfinite": float(skipped),
+            "policy/lr": rate,
+            "policy/tokens": float(sum(record.token_weights.shape[0] for record in opened.records)),
         }
 
-    def _loss(self, part: _Part) -> tuple[torch.Tensor, TokenRecord]:
-        logits = scored_logits(self._model, part.micro_batch, self._temperature)
-        logprobs = token_logprobs(logits, part.micro_batch.targets.to(logits.device))
+    def discard(self) -> None:
+        """See :meth:`TrainingBackend.discard`."""
+        self._open = None
+        self._optimizer.zero_grad()
+
+    def _learning_rate(self, step: int) -> float:
+        optimizer = self._config.policy.optimizer_config
+        return learning_rate(
+            step,
+            peak=optimizer.lr,
+            schedule=optimizer.scheduler,
+            num_warmup_steps=optimizer.num_warmup_steps,
+            total_steps=self._total_steps,
+        )
+
+    def _add(self, part: _Part) -> None:
+        """Adds the part's gradients to those of its step."""
+        opened = self._open = self._open or _OpenStep(part.step)
+        try:
+            for scorable in part.micro_batches:
+                loss, record = self._loss(scorable)
+                loss.backward()
+                opened.records.append(record)
+        except BaseException:
+            self.discard()
+            raise
+        opened.denominators.extend(part.denominators)
+
+    def _loss(self, scorable: _Scorable) -> tuple[torch.Tensor, TokenRecord]:
+        logits = scored_logits(self._model, scorable.micro_batch, self._temperature)
+        logprobs = token_logprobs(logits, scorable.micro_batch.targets.to(logits.device))
         with torch.set_grad_enabled(self._objective.differentiates_entropy):
             entropy = token_entropies(logits)
-        return self._objective.loss(logprobs, entropy, part.fields)
+        return self._objective.loss(logprobs, entropy, scorable.fields)
 
     @torch.inference_mode()
     def _score(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -168,39 +239,57 @@ class LocalBackend(TrainingBackend):
         for chosen in pack_by_tokens(lengths, self._config.micro_batch_tokens):
             yield collate(sequences, [indices[position] for position in chosen], scored)
 
-    def _parts(self, sequences: Sequence[TrainingSequence]) -> list[_Part]:
-        """The micro-batches of the sequences that have trained tokens; the others count in the denominators only."""
-        masks = [sequence.loss_mask for sequence in sequences]
-        trained_tokens = torch.tensor([int(mask.sum()) for mask in masks])
-        weights = self._objective.reduction_weights(trained_tokens).float()
-        trained = [index for index, count in enumerate(trained_tokens.tolist()) if count > 0]
-        given = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
-        proximal = given if len(given) == len(sequences) else None
+    def _part(self, minibatch: Minibatch) -> _Part:
+        """Checks the sequences and packs those that have trained tokens; the others count in the denominators only.
+
+        Sequences with and without given proximal log-probs are packed apart, so that a mixture does not matter.
+        """
+        self._check_sequences(minibatch.sequences)
+        trained = [s for s in minibatch.sequences if bool(s.loss_mask.any())]
+        if self._objective.needs_reference and (missing := [s for s in trained if s.reference_logprobs is None]):
+            raise GeneratorOutputError(
+                f"{len(missing)} of {len(trained)} training sequences have no reference log-probs (the first is of group "
+                f"{missing[0].group_index}), which trainer.algorithm.kl_loss_coef needs: the stage that adds them did not "
+                "see their groups."
+            )
+        given = [s for s in trained if s.proximal_logprobs is not None]
+        derived = [s for s in trained if s.proximal_logprobs is None]
+        return _Part(
+            step=minibatch.step,
+            micro_batches=[*self._scorable(given), *self._scorable(derived)],
+            denominators=[self._objective.share(s.tokens_in_denominator).denominator for s in minibatch.sequences],
+        )
+
+    def _scorable(self, sequences: Sequence[TrainingSequence]) -> Iterator[_Scorable]:
+        """Micro-batches of sequences that have trained tokens, and proximal log-probs either all or none."""
+        masks = [s.loss_mask for s in sequences]
+        weights = torch.tensor([self._objective.share(s.tokens_in_denominator).token_weight for s in sequences])
+        proximal = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
+        reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
         device = self._model.device
-        parts = []
-        for micro_batch in self._micro_batches(sequences, trained, masks):
-            chosen = torch.tensor(micro_batch.indices)
+        for micro_batch in self._micro_batches(sequences, range(len(sequences)), masks):
+            of_rows = weights[list(micro_batch.indices)]
             fields = TokenFields(
                 advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
                 behaviour_logprobs=flat_tokens([s.behaviour_logprobs for s in sequences], micro_batch).to(device),
-                reduction_weights=weights[chosen].repeat_interleave(trained_tokens[chosen]).to(device),
-                proximal_logprobs=flat_tokens(proximal, micro_batch).to(device) if proximal is not None else None,
+                token_weights=of_rows.repeat_interleave(micro_batch.scored.sum(1)).to(device),
+                proximal_logprobs=flat_tokens(proximal, micro_batch).to(device) if proximal else None,
+                reference_logprobs=flat_tokens(reference, micro_batch).to(device) if reference else None,
             )
-            parts.append(_Part(micro_batch, fields))
-        return parts
+            yield _Scorable(micro_batch, fields)
 
-    def _with_proximal(self, part: _Part) -> _Part:
-        """The part with the log-probs of the policy as it is now, unless the trainer gave them."""
-        if part.fields.proximal_logprobs is not None:
-            return part
-        logprobs = self._score(part.micro_batch).clone()
-        return replace(part, fields=replace(part.fields, proximal_logprobs=logprobs))
+    def _with_proximal(self, scorable: _Scorable) -> _Scorable:
+        """The micro-batch with the log-probs of the policy as it is now, unless the trainer gave them."""
+        if scorable.fields.proximal_logprobs is not None:
+            return scorable
+        logprobs = self._score(scorable.micro_batch).clone()
+        return replace(scorable, fields=replace(scorable.fields, proximal_logprobs=logprobs))
 
     def _check_sequences(self, sequences: Sequence[TrainingSequence]) -> None:
         for index, s in enumerate(sequences):
             where = f"training sequence {index} (group {s.group_index})"
             fields = [s.loss_mask, s.advantages, s.behaviour_logprobs]
-            fields += [s.proximal_logprobs] if s.proximal_logprobs is not None else []
+            fields += [added for added in (s.proximal_logprobs, s.reference_logprobs) if added is not None]
             if any(field.shape != s.token_ids.shape for field in fields):
                 raise GeneratorOutputError(f"{where} is ragged: every field needs one entry per token ({len(s)}).")
             if len(s) == 0:
@@ -208,6 +297,11 @@ class LocalBackend(TrainingBackend):
             if bool(s.loss_mask[0]):
                 raise GeneratorOutputError(
                     f"{where} trains its first token, which nothing precedes; prompts need a token."
+                )
+            if s.counted_tokens is not None and s.counted_tokens < int(s.loss_mask.sum()):
+                raise GeneratorOutputError(
+                    f"{where} counts {s.counted_tokens} tokens but trains {int(s.loss_mask.sum())}; masking only "
+                    "takes tokens away."
                 )
         largest = max((int(s.token_ids.max()) for s in sequences), default=0)
         if largest >= self._vocab_size:
@@ -238,6 +332,7 @@ class LocalBackend(TrainingBackend):
     def load(self, folder: Path) -> None:
         """See :meth:`TrainingBackend.load`."""
         state = read_state(folder, like=self._live_state(), misfit=self._optimizer.check_state_dict)
+        self.discard()
         with torch.no_grad():
             for name, weight in self._model.named_parameters():
                 weight.copy_(state.weights[name])

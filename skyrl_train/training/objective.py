@@ -1,18 +1,24 @@
-"""The loss of a minibatch: policy loss, off-policy weight, reduction and entropy bonus put together.
+"""The loss of a step: policy loss, off-policy weight, KL term, reduction and entropy bonus put together.
 
-loss = sum over trained tokens of  reduction weight * (off-policy weight * policy loss - entropy_coef * entropy)
+loss = scale * sum over trained tokens of  token weight *
+           (off-policy weight * (policy loss + kl_loss_coef * KL estimate) - entropy_coef * entropy)
+
+The off-policy weight is on the KL estimate too, because its tokens are the behaviour policy's as well.
+The scale is known once all sequences of the step are counted; until then everything here is without it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.off_policy import CORRECTIONS, mismatch_metrics
-from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.algorithms.reductions import REDUCTIONS, Share
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
@@ -27,8 +33,9 @@ class TokenFields:
 
     advantages: torch.Tensor
     behaviour_logprobs: torch.Tensor
-    reduction_weights: torch.Tensor
+    token_weights: torch.Tensor  # of the reduction, before its scale
     proximal_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None = None  # needed where the loss has a KL term
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,8 @@ class TokenRecord:
     clipped: torch.Tensor
     proximal_logprobs: torch.Tensor
     behaviour_logprobs: torch.Tensor
-    reduction_weights: torch.Tensor
+    token_weights: torch.Tensor
+    kl_to_reference: torch.Tensor | None = None  # the configured estimate; None: the loss has no KL term
 
 
 class Objective:
@@ -59,20 +67,37 @@ class Objective:
         self._reduction = REDUCTIONS.get(config.loss_reduction)
         self._correction = CORRECTIONS.get(correction.tis_ratio_type) if correction.tis_ratio_type is not None else None
         self._clip_high = correction.token_tis_ratio_clip_high
+        self._kl = KL_ESTIMATORS.get(config.kl_estimator_type) if config.kl_loss_coef != 0.0 else None
 
     @property
     def differentiates_entropy(self) -> bool:
         """Whether ``loss`` needs entropies that carry a gradient."""
         return self._config.entropy_coef != 0.0
 
-    def reduction_weights(self, trained_tokens: torch.Tensor) -> torch.Tensor:
-        """The weight of a token of each sequence (float64 ``[n]``), from all the minibatch's token counts ``[n]``."""
-        return self._reduction(trained_tokens)
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``loss`` needs log-probs of the reference policy."""
+        return self._kl is not None
+
+    def share(self, counted_tokens: int) -> Share:
+        """What a sequence with so many trained tokens (before masking) adds to the sums of the reduction.
+
+        Raises:
+            ConfigError: the registered reduction breaks its contract.
+        """
+        share = self._reduction(counted_tokens)
+        if all(map(math.isfinite, share)) and (share.denominator > 0 or counted_tokens == share.denominator == 0):
+            return share
+        raise ConfigError(
+            f"trainer.algorithm.loss_reduction={self._config.loss_reduction!r} returned {share} for a sequence of "
+            f"{counted_tokens} tokens; both numbers must be finite, and the denominator above 0 where there are tokens."
+        )
 
     def loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, fields: TokenFields
     ) -> tuple[torch.Tensor, TokenRecord]:
-        """This micro-batch's share of the minibatch's loss (a scalar; the shares add up) and the record of its tokens.
+        """This micro-batch's part of the step's loss before the scale (a scalar; the parts add up), and the record of
+        its tokens.
 
         Args:
             logprobs: ``[N]`` under the current policy, with gradient.
@@ -86,12 +111,15 @@ class Objective:
             eps_clip_low=self._config.eps_clip_low,
             eps_clip_high=self._config.eps_clip_high,
         )
-        token_loss = losses.loss
+        token_loss, kl, weight = losses.loss, self._kl_to_reference(logprobs, fields), None
         if self._correction is not None:
-            token_loss = token_loss * self._correction(proximal, fields.behaviour_logprobs, clip_high=self._clip_high)
+            weight = self._correction(proximal, fields.behaviour_logprobs, clip_high=self._clip_high)
+            token_loss = token_loss * weight
         objective = token_loss
+        if kl is not None:
+            objective = objective + self._config.kl_loss_coef * (kl if weight is None else kl * weight)
         if self.differentiates_entropy:
-            objective = token_loss - self._config.entropy_coef * entropy
+            objective = objective - self._config.entropy_coef * entropy
         record = TokenRecord(
             policy_loss=token_loss.detach(),
             entropy=entropy.detach(),
@@ -99,15 +127,26 @@ class Objective:
             clipped=losses.clipped,
             proximal_logprobs=proximal,
             behaviour_logprobs=fields.behaviour_logprobs,
-            reduction_weights=fields.reduction_weights,
+            token_weights=fields.token_weights,
+            kl_to_reference=None if kl is None else kl.detach(),
         )
-        return (objective * fields.reduction_weights).sum(), record
+        return (objective * fields.token_weights).sum(), record
 
-    def metrics(self, records: Sequence[TokenRecord]) -> dict[str, float]:
-        """Scalars over all tokens of one pass over a minibatch, the micro-batches' records together.
+    def _kl_to_reference(self, logprobs: torch.Tensor, fields: TokenFields) -> torch.Tensor | None:
+        if self._kl is None:
+            return None
+        if fields.reference_logprobs is None:
+            raise ValueError("a loss with a KL term needs reference_logprobs")
+        return self._kl(logprobs, fields.reference_logprobs)
 
-        ``loss/*`` are reduced as the loss is; ``policy/*`` and ``off_policy/*`` are statistics over tokens. A pass
+    def metrics(self, records: Sequence[TokenRecord], scale: float) -> dict[str, float]:
+        """Scalars over all tokens of one optimizer step, the micro-batches' records together.
+
+        ``loss/*`` are reduced as the loss is; ``policy/*`` and ``off_policy/*`` are statistics over tokens. A step
         without trained tokens has losses of 0 and no statistics.
+
+        Args:
+            scale: of the reduction, from all sequences of the step.
         """
         if not records:
             return {"loss/policy": 0.0, "loss/entropy": 0.0}
@@ -115,13 +154,15 @@ class Objective:
         def joined(name: str) -> torch.Tensor:
             return torch.cat([getattr(record, name) for record in records]).double()
 
-        weights = joined("reduction_weights")
+        weights = joined("token_weights") * scale
         values = {
             "loss/policy": (weights * joined("policy_loss")).sum(),
             "loss/entropy": (weights * joined("entropy")).sum(),
             "policy/ratio_mean": joined("ratio").mean(),
             "policy/clip_fraction": joined("clipped").mean(),
         }
+        if self.needs_reference:
+            values["policy/kl_to_reference"] = joined("kl_to_reference").mean()
         return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)) | mismatch_metrics(
             joined("proximal_logprobs"), joined("behaviour_logprobs"), clip_high=self._clip_high
         )
@@ -131,6 +172,8 @@ def _check(config: AlgorithmConfig) -> None:
     where = "trainer.algorithm"
     if not 0 <= config.eps_clip_low < 1:
         raise ConfigError(f"{where}.eps_clip_low must be in [0, 1), got {config.eps_clip_low}.")
+    if not 0 <= config.kl_loss_coef < math.inf:
+        raise ConfigError(f"{where}.kl_loss_coef must be >= 0, got {config.kl_loss_coef}.")
     if not config.eps_clip_high >= 0:
         raise ConfigError(f"{where}.eps_clip_high must be >= 0, got {config.eps_clip_high}.")
     clip_high = config.off_policy_correction.token_tis_ratio_clip_high

@@ -12,10 +12,14 @@ from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.schedule import SCHEDULES
 
+_NORM_EPSILON = 1e-6  # beside the norm that gradients are clipped by, as in torch.nn.utils.clip_grad_norm_
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """``grad_norm`` is the global L2 norm before clipping; ``applied`` is False where it was not finite."""
+    """``grad_norm`` is the global L2 norm of the gradients after scaling and before clipping; ``applied`` is False where it
+    was not finite.
+    """
 
     grad_norm: float
     applied: bool
@@ -51,15 +55,21 @@ class PolicyOptimizer:
         )
 
     def zero_grad(self) -> None:
-        """Forgets the gradients of the step before."""
+        """Forgets the gradients that have added up."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def step(self, learning_rate: float) -> StepOutcome:
-        """Clips the gradients and moves the weights; leaves weights and moments alone if a gradient is not finite."""
-        masters = list(self._masters.values())
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm))
+    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
+        """Scales the gradients that have added up, clips them to their global norm, and moves the weights.
+
+        Weights and moments stay as they are if a gradient is not finite.
+        """
+        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
+        grad_norm = float(torch.nn.utils.get_total_norm(gradients)) * gradient_scale
         if not math.isfinite(grad_norm):
             return StepOutcome(grad_norm, applied=False)
+        clip = min(1.0, self._max_grad_norm / (grad_norm + _NORM_EPSILON))
+        for gradient in gradients:
+            gradient.mul_(gradient_scale * clip)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()

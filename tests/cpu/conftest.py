@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported, as the commands do: threads that outnumber cores crawl
+
 import pytest
 from hypothesis import settings
 from vllm_engines import started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session

@@ -16,6 +16,8 @@ from scripted import ScriptedEngine, scripted_update
 from skyrl_train.assembly import trainer_class
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
+from skyrl_train.evaluation.data import load_evaluation_prompts
+from skyrl_train.evaluation.engines import OwnEngines
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
@@ -39,16 +41,25 @@ class ScriptedBackend(TrainingBackend):
     def __init__(self) -> None:
         self.weight = torch.zeros(1)
         self.minibatches: list[Minibatch] = []
-        self.before_update: Callable[[Minibatch], None] = lambda minibatch: None
+        self.parts: list[Minibatch] = []  # accumulated for the step under way
+        self.before_update: Callable[[Minibatch], None] = lambda minibatch: None  # called with each part of a step
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return [torch.zeros(len(sequence)) for sequence in sequences]
 
-    def update(self, minibatch: Minibatch) -> dict[str, float]:
-        self.before_update(minibatch)
-        self.minibatches.append(minibatch)
+    def accumulate(self, part: Minibatch) -> None:
+        self.before_update(part)
+        self.parts.append(part)
+
+    def finish(self, step: int) -> dict[str, float]:
+        sequences = [sequence for part in self.parts for sequence in part.sequences]
+        self.minibatches.append(Minibatch(sequences, sum(part.num_groups for part in self.parts), step))
+        self.parts = []
         self.weight += 1
         return {"loss/policy": 0.0, "policy/tokens": 1.0}
+
+    def discard(self) -> None:
+        self.parts = []
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", self.weight
@@ -145,9 +156,10 @@ class Harness:
         dataset = load_dataset(self.config.data, self.config.environment)
         self.plan = resolve(self.config, len(dataset))
         self.engine = engine or ScriptedEngine(free_running=True)
-        self.client = InferenceEngineClient([self.engine], TOKENIZER)
+        self.client = InferenceEngineClient([self.engine], TOKENIZER, replay=self.config.rollout.replay)
         self.generator = EchoGenerator(self.client)
         self.backend = ScriptedBackend()
+        self.evaluation_engines = self._own_engines() if self.config.trainer.eval.num_engines else None
         self.screen = StringIO()
         self.run_folder = RunFolder(folder, self.config)
         reporter = Reporter(self.config, self.run_folder, Console(file=self.screen), self.plan.total_steps)
@@ -159,8 +171,15 @@ class Harness:
             dataset=dataset,
             checkpoints=CheckpointStore(self.run_folder.checkpoints, self.config.trainer.max_ckpts_to_keep),
             reporter=reporter,
+            evaluation_engines=self.evaluation_engines,
+            evaluation_prompts=load_evaluation_prompts(self.config),
         )
         self.trainer: PPOTrainer = trainer_class(self.config.trainer.mode)(self.config, self.plan, parts)
+
+    def _own_engines(self) -> OwnEngines:
+        client = InferenceEngineClient([ScriptedEngine(free_running=True)], TOKENIZER)
+        publisher = WeightPublisher(client, ScriptedTransport(), PauseMode.KEEP)
+        return OwnEngines(EchoGenerator(client), client, publisher, self.backend.named_weights)
 
     async def train(self) -> None:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from random import Random
 
 import pytest
 import torch
@@ -12,9 +14,18 @@ from hypothesis import strategies as st
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, STD_EPSILON, group_returns, grpo
 from skyrl_train.algorithms.losses import MAX_LOG_RATIO, POLICY_LOSSES, bounded_ratio, ppo_clip
 from skyrl_train.algorithms.off_policy import CORRECTIONS, mismatch_metrics, truncated_token_weights
-from skyrl_train.algorithms.reductions import REDUCTIONS, sequence_mean, token_mean
+from skyrl_train.algorithms.reductions import (
+    REDUCTIONS,
+    Reduction,
+    Share,
+    reduction_scale,
+    sequence_mean,
+    token_mean,
+)
 from skyrl_train.algorithms.registry import Registry
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.training.objective import Objective
 
 rewards = st.floats(-5, 5, allow_nan=False, width=32)
 logprob = st.floats(-6, 0, allow_nan=False)
@@ -140,37 +151,69 @@ class TestReductions:
     def test_token_mean_is_the_mean_over_all_trained_tokens(
         self, ragged: list[list[bool]], data: st.DataObject
     ) -> None:
-        losses, counts = self.losses(ragged, data)
+        losses = self.losses(ragged, data)
         trained = [x for row, mask in zip(losses, ragged, strict=True) for x, m in zip(row, mask, strict=True) if m]
-        assert self.reduced(token_mean(counts), losses, ragged) == pytest.approx(sum(trained) / max(len(trained), 1))
+        assert self.reduced(token_mean, losses, ragged) == pytest.approx(sum(trained) / max(len(trained), 1))
 
     @given(masks, st.data())
     def test_sequence_mean_is_the_mean_over_sequences_of_their_token_means(
         self, ragged: list[list[bool]], data: st.DataObject
     ) -> None:
-        losses, counts = self.losses(ragged, data)
+        losses = self.losses(ragged, data)
         means = []
         for row, mask in zip(losses, ragged, strict=True):
             trained = [x for x, m in zip(row, mask, strict=True) if m]
             means.append(sum(trained) / len(trained) if trained else 0.0)
-        assert self.reduced(sequence_mean(counts), losses, ragged) == pytest.approx(sum(means) / len(means))
+        assert self.reduced(sequence_mean, losses, ragged) == pytest.approx(sum(means) / len(means))
 
     def test_a_rejected_token_leaves_the_numerator_but_not_the_denominator(self) -> None:
-        losses, off_policy_weights = torch.tensor([4.0, 6.0]), torch.tensor([1.0, 0.0])
         for reduction in (token_mean, sequence_mean):
-            assert (reduction(torch.tensor([2])) * losses * off_policy_weights).sum().item() == 4.0 / 2
+            share = reduction(2)  # losses 4 and 6, the second one rejected
+            assert share.token_weight * (4.0 * 1 + 6.0 * 0) * reduction_scale([share.denominator]) == 4.0 / 2
+
+    @given(st.lists(st.floats(1e-6, 1e12), max_size=20), st.randoms())
+    def test_the_scale_is_the_reciprocal_of_the_sum_in_any_order_to_the_last_bit(
+        self, denominators: list[float], random: Random
+    ) -> None:
+        shuffled = random.sample(denominators, k=len(denominators))
+        exact = sum(map(Fraction, denominators), Fraction(0))
+        assert reduction_scale(shuffled) == (1 / float(exact) if denominators else 0.0)
+
+    def test_what_has_no_tokens_has_the_scale_zero(self) -> None:
+        assert reduction_scale([token_mean(0).denominator] * 3) == 0.0
+
+    def test_a_registered_one_takes_part_in_the_loss_by_its_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(REDUCTIONS, "_entries", dict(REDUCTIONS._entries))
+
+        @REDUCTIONS.register("sum_over_10")  # Dr. GRPO: a constant length in place of the sequence's own
+        def sum_over_10(counted_tokens: int) -> Share:
+            return Share(token_weight=1 / 10, denominator=1)
+
+        assert Objective(AlgorithmConfig(loss_reduction="sum_over_10")).share(7) == Share(0.1, 1)
+
+    @pytest.mark.parametrize(
+        "share",
+        [Share(math.inf, 1), Share(1, math.nan), Share(1, -1), Share(1, 0)],
+        ids=lambda share: str(tuple(share)),
+    )
+    def test_a_registered_one_that_breaks_the_contract_is_named(
+        self, share: Share, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(REDUCTIONS, "_entries", {"mine": lambda counted_tokens: share})
+        with pytest.raises(ConfigError, match=r"loss_reduction='mine' returned Share.* for a sequence of 7 tokens"):
+            Objective(AlgorithmConfig(loss_reduction="mine")).share(7)
 
     @staticmethod
-    def losses(ragged: list[list[bool]], data: st.DataObject) -> tuple[list[list[float]], torch.Tensor]:
-        values = [data.draw(st.lists(rewards, min_size=len(mask), max_size=len(mask))) for mask in ragged]
-        return values, torch.tensor([sum(mask) for mask in ragged])
+    def losses(ragged: list[list[bool]], data: st.DataObject) -> list[list[float]]:
+        return [data.draw(st.lists(rewards, min_size=len(mask), max_size=len(mask))) for mask in ragged]
 
     @staticmethod
-    def reduced(weights: torch.Tensor, losses: list[list[float]], ragged: list[list[bool]]) -> float:
+    def reduced(reduction: Reduction, losses: list[list[float]], ragged: list[list[bool]]) -> float:
+        shares = [reduction(sum(mask)) for mask in ragged]
         total = 0.0
-        for weight, row, mask in zip(weights.tolist(), losses, ragged, strict=True):
-            total += sum(weight * x for x, m in zip(row, mask, strict=True) if m)
-        return total
+        for share, row, mask in zip(shares, losses, ragged, strict=True):
+            total += sum(share.token_weight * x for x, m in zip(row, mask, strict=True) if m)
+        return total * reduction_scale(share.denominator for share in shares)
 
 
 class TestRegistries:

@@ -15,19 +15,29 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.off_policy import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
 from skyrl_train.config.keys import known_keys
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.refusals import CLOSED_NAMES, problems, refuse
-from skyrl_train.config.schema import ModelConfig, RunConfig, TrainerMode
+from skyrl_train.config.schema import FullyAsyncConfig, ModelConfig, RunConfig, TrainerMode
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.models.folder import DTYPES
+from skyrl_train.rollout.staleness import StalenessManager
+from skyrl_train.rollout.stragglers import resolve_straggler_policy
 
-BOUND, DEPTH, WORKERS = (
+BOUND, DEPTH, WORKERS, EVERY, OVERLAP, STREAMING = (
     f"trainer.fully_async.{name}"
-    for name in ("max_staleness_steps", "pipeline_depth", "num_parallel_generation_workers")
+    for name in (
+        "max_staleness_steps",
+        "pipeline_depth",
+        "num_parallel_generation_workers",
+        "sync_every_steps",
+        "overlap_publication",
+        "streaming_min_groups",
+    )
 )
 MINIBATCH = "trainer.policy_mini_batch_size"
 UNCORRECTED = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
@@ -95,7 +105,17 @@ def test_requests_are_as_long_as_the_limits_allow_within_the_model() -> None:
         ([f"{WORKERS}=15"], "Set it to 32, or to null"),
         ([f"{BOUND}=-1"], "must be at least 0"),
         ([f"{DEPTH}=-1"], "must be at least 0"),
-        ([f"{DEPTH}=5", f"{BOUND}=4"], "Set pipeline_depth=4 or max_staleness_steps=5"),
+        ([f"{DEPTH}=5", f"{BOUND}=4"], "Set max_staleness_steps=5 or pipeline_depth=4"),
+        ([f"{DEPTH}=0.5", f"{BOUND}=0"], "Set max_staleness_steps=1 or pipeline_depth=0"),
+        ([f"{EVERY}=0"], "must be at least 1"),
+        ([f"{EVERY}=4", f"{BOUND}=2"], "Set max_staleness_steps=3 or sync_every_steps=3 at most"),
+        ([f"{EVERY}=3", f"{DEPTH}=1.5", f"{BOUND}=3"], "Set max_staleness_steps=4 or pipeline_depth=1"),
+        ([f"{OVERLAP}=true", f"{BOUND}=0"], "Set pipeline_depth=1 and max_staleness_steps=1"),
+        ([f"{OVERLAP}=true", f"{DEPTH}=0.5"], "overlap_publication=false"),
+        ([f"{OVERLAP}=true", f"{DEPTH}=0", f"{STREAMING}=1"], "nothing to train on before the publication is over"),
+        ([f"{STREAMING}=0"], f"between 1 and {MINIBATCH}=16"),
+        ([f"{STREAMING}=17"], f"between 1 and {MINIBATCH}=16"),
+        ([f"{STREAMING}=4", "trainer.update_epochs_per_batch=2"], "a second pass needs the whole minibatch"),
         (["trainer.train_batch_size=32"], "trainer.train_batch_size=null"),
         ([UNCORRECTED], "tis_ratio_type=token"),
         ([UNCORRECTED], "allow_uncorrected=true"),
@@ -234,25 +254,85 @@ def test_the_remedy_of_a_small_data_set_works() -> None:
     assert resolve(settings("trainer.epochs=2"), 15).total_steps == 1
 
 
-@given(st.integers(1, 64), st.integers(-1, 8), st.integers(-1, 9) | st.none(), st.integers(0, 300) | st.none())
-def test_whatever_is_not_refused_admits_at_least_a_minibatch_and_never_beyond_the_bound(
-    minibatch: int, bound: int, depth: int | None, workers: int | None
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{OVERLAP}=true", f"{BOUND}=1", f"{DEPTH}=1"],
+        [f"{OVERLAP}=true", f"{DEPTH}=0.5", f"{STREAMING}=8"],
+        [f"{STREAMING}=16", f"{BOUND}=0"],
+        [f"{EVERY}=3", f"{BOUND}=2"],
+        ["trainer.fully_async.straggler_policy=drop", f"{BOUND}=0"],
+    ],
+)
+def test_the_tightest_sizes_that_work_are_allowed(overrides: list[str]) -> None:
+    refuse(fully_async(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.partial_rollout.oversubmit_factor=0.9"], "must be at least 1"),
+        (["trainer.partial_rollout.oversubmit_factor=2.5", f"{BOUND}=1"], "Set max_staleness_steps=2"),
+        ([f"{BOUND}=-1"], "must be at least 0"),
+    ],
+)
+def test_what_partial_rollouts_cannot_do(overrides: list[str], expected: str) -> None:
+    assert expected in the_problem(settings("trainer.mode=partial_rollout", *overrides))
+
+
+@given(
+    minibatch=st.integers(1, 64),
+    bound=st.integers(-1, 8),
+    depth=st.integers(-4, 36).map(lambda quarters: quarters / 4) | st.none(),
+    workers=st.integers(0, 300) | st.none(),
+    k=st.integers(0, 4),
+    overlap=st.booleans(),
+    streaming=st.integers(0, 70) | st.none(),
+)
+def test_what_is_not_refused_is_what_the_staleness_manager_can_work_with(
+    minibatch: int,
+    bound: int,
+    depth: float | None,
+    workers: int | None,
+    k: int,
+    overlap: bool,
+    streaming: int | None,
 ) -> None:
     config = RunConfig()
     config.trainer.mode = TrainerMode.fully_async
     config.trainer.policy_mini_batch_size = minibatch
-    config.trainer.fully_async.max_staleness_steps = bound
-    config.trainer.fully_async.pipeline_depth = depth
-    config.trainer.fully_async.num_parallel_generation_workers = workers
-    impossible = bound < 0 or (depth is not None and not 0 <= depth <= bound) or (workers or minibatch) < minibatch
-    if workers == 0:
-        impossible = True
-    assert bool(problems(config)) == impossible
-    if not impossible:
-        plan = resolve(config, dataset_len=1000)
-        assert 0 <= plan.pipeline_depth <= plan.max_staleness_steps
-        assert plan.policy_mini_batch_size <= plan.num_workers
-        assert plan.capacity == (plan.pipeline_depth + 1) * minibatch
+    config.trainer.fully_async = FullyAsyncConfig(
+        max_staleness_steps=bound,
+        pipeline_depth=depth,
+        num_parallel_generation_workers=workers,
+        sync_every_steps=k,
+        overlap_publication=overlap,
+        streaming_min_groups=streaming,
+    )
+    if problems(config):
+        chosen = derive.pipeline_depth(config) if depth is None else depth
+        assert (
+            bound < max(0, chosen + k - 1)
+            or chosen < 0
+            or k < 1
+            or (workers is not None and workers < minibatch)
+            or not 1 <= (streaming or minibatch) <= minibatch
+            or streaming == 0
+            or (overlap and chosen * minibatch < (streaming or minibatch))
+        )
+        return
+    plan = resolve(config, dataset_len=1000)
+    manager = StalenessManager(
+        batch_groups=minibatch,
+        max_staleness_steps=plan.max_staleness_steps,
+        pipeline_depth=plan.pipeline_depth,
+        max_running=plan.num_workers,
+        total_steps=1000,
+        policy=resolve_straggler_policy("wait"),
+        steps_per_publication=plan.steps_per_publication,
+        overlap=plan.overlap_publication,
+    )
+    assert minibatch <= manager.capacity() == min(plan.num_workers, plan.capacity)
 
 
 @pytest.mark.parametrize("overrides", [[], ["trainer.policy.model.build.num_layers=3"]])

@@ -236,3 +236,28 @@ def test_weights_are_loaded_only_while_paused_and_after_they_were_received() -> 
     driver.pause(PauseMode.KEEP)
     with pytest.raises(EngineError, match="not received"):
         driver.core.load(dataclasses.replace(update, version=2))
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
+def test_a_sleep_frees_the_cache_and_changes_no_token(mode: PauseMode) -> None:
+    undisturbed, slept = Driver(tiny_model()), Driver(tiny_model())
+    for driver in (undisturbed, slept):
+        driver.add(PROMPT, max_tokens=LENGTH, seed=7)
+        driver.add([9] * 11, max_tokens=LENGTH, seed=8)
+        driver.step(BEFORE)
+    slept.pause(mode)
+    slept.core.sleep()
+    assert slept.core.running == 0 and all(not layer.stores for layer in slept.core._runner._cache._slot_layers)
+    with pytest.raises(EngineError, match="wake_up"):
+        slept.core.resume()
+    slept.core.wake_up()
+    slept.core.resume()
+    for driver in (undisturbed, slept):
+        driver.run()
+    assert [r.tokens for r in slept.responses.values()] == [r.tokens for r in undisturbed.responses.values()]
+
+
+def test_an_engine_that_runs_does_not_sleep() -> None:
+    driver = Driver(tiny_model())
+    with pytest.raises(EngineError, match="call pause"):
+        driver.core.sleep()

@@ -26,6 +26,18 @@ def test_an_example_trains(tmp_path: Path, name: str) -> None:
     assert [row["step"] for row in rows] == [1, 2]
 
 
+MODES = sorted(path.stem for path in (EXAMPLES / "modes").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_an_example_of_a_mode_trains(tmp_path: Path, name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "modes" / f"{name}.py"), *SHORT, f"trainer.run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+
+
 def test_the_resume_example_loses_nothing() -> None:
     command = [sys.executable, str(EXAMPLES / "resume.py"), "generator.n_samples_per_prompt=2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

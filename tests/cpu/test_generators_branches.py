@@ -97,7 +97,7 @@ def test_a_group_survives_the_checkpoint_row_by_row(
     folder = tmp_path_factory.mktemp("checkpoint")
     group = group_of(case[0])
     write_rollout_state({}, [group], folder)
-    assert read_rollout_state(folder)[1] == [group]
+    assert list(read_rollout_state(folder)[1]) == [group]
 
 
 def test_a_checkpoint_from_before_samples_had_sequences_is_read(tmp_path: Path) -> None:
@@ -106,8 +106,9 @@ def test_a_checkpoint_from_before_samples_had_sequences_is_read(tmp_path: Path) 
     row = json.loads((tmp_path / "groups.jsonl").read_text())
     row["samples"] = [sample["sequences"][0] for sample in row["samples"]]
     (tmp_path / "groups.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "rollout_state.json").write_text('{"format_version": 1}')
-    assert read_rollout_state(tmp_path)[1] == [group]
+    ledger = {"dataset_len": 9, "seed": 0, "fingerprint": "f", "next": 4, "frontier": 0, "settled": [], "failed": []}
+    (tmp_path / "rollout_state.json").write_text(json.dumps({"format_version": 1, "ledger": ledger}))
+    assert list(read_rollout_state(tmp_path)[1]) == [group]
 
 
 def test_metrics_count_trajectories_not_rows() -> None:

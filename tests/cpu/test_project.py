@@ -24,12 +24,13 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Imports run from the left to the right, or stay on one level.
 LEVELS = (
     {"entrypoints"},
-    {"assembly"},
-    {"engine_factory"},
-    {"trainer", "fully_async_trainer"},
-    {"rollout", "publication", "training", "generators", "environments", "observability"},
+    {"assembly", "simulation"},
+    {"engine_factory", "stage_factory"},
+    {"fully_async_trainer", "one_step_off_trainer", "partial_rollout_trainer"},
+    {"trainer"},
+    {"rollout", "evaluation", "publication", "training", "generators", "environments", "observability"},
     {"inference", "algorithms"},
-    {"models", "config", "errors", "concurrency"},
+    {"models", "config", "errors", "concurrency", "threads", "child_process"},
 )
 
 

@@ -1,142 +1,79 @@
-"""The rules of admission and freshness, over random schedules."""
+"""Admission, selection and accounting on their smallest examples. Random runs: ``test_staleness_schedules``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.config.schema import StragglerPolicyName
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.staleness import STRAGGLER_POLICIES, RolloutCounts, StalenessManager
+from skyrl_train.rollout.staleness import Overdue, RolloutCounts, StalenessManager
+from skyrl_train.rollout.stragglers import resolve_straggler_policy
 
 
-def group(ordinal: int, version: int) -> RolloutGroup:
-    sample = Sample((RolloutSequence([5], [6], [1], [-0.5], [version], [1.0], "stop"),))
-    return RolloutGroup(ordinal, str(ordinal), "test", (sample,), version)
+@dataclass(frozen=True)
+class Finished:
+    """All that the manager sees of a finished group."""
+
+    ordinal: int
+    oldest_version: int
 
 
-def manager(b: int, s: int, d: int, w: int, steps: int, policy: str = "wait", k: int = 1) -> StalenessManager:
+def manager(
+    b: int,
+    s: int,
+    d: float,
+    *,
+    w: int = 100,
+    steps: int = 1000,
+    policy: str = "wait",
+    k: int = 1,
+    overlap: bool = False,
+) -> StalenessManager:
     return StalenessManager(
         batch_groups=b,
         max_staleness_steps=s,
         pipeline_depth=d,
         max_running=w,
         total_steps=steps,
-        policy=STRAGGLER_POLICIES[StragglerPolicyName(policy)](),
+        policy=resolve_straggler_policy(policy),
         steps_per_publication=k,
+        overlap=overlap,
     )
 
 
-class Schedule:
-    """A run in virtual time: groups take random numbers of ticks, steps take a fixed one. Returns the lags trained."""
-
-    def __init__(self, m: StalenessManager, durations: list[int], step_ticks: int, fails: set[int]) -> None:
-        self.m = m
-        self.durations, self.step_ticks, self.fails = durations, step_ticks, fails
-        self.now = self.version = 0
-        self.next_ordinal = 0
-        self.running: dict[int, tuple[int, int]] = {}  # ordinal -> (version, end)
-        self.buffer: list[RolloutGroup] = []
-        self.trained: list[int] = []
-        self.lags: list[int] = []
-        self.most_running = 0
-
-    def admit(self) -> None:
-        while self.m.capacity() > 0:
-            ordinal, version = self.next_ordinal, self.version
-            self.next_ordinal += 1
-            self.m.admit(ordinal, version)
-            self.running[ordinal] = (version, self.now + self.durations[ordinal % len(self.durations)])
-        self.most_running = max(self.most_running, len(self.running))
-
-    def tick(self) -> None:
-        self.now += 1
-        for ordinal, (version, end) in list(self.running.items()):
-            if end <= self.now:
-                del self.running[ordinal]
-                if ordinal in self.fails:
-                    self.m.fail(ordinal)
-                else:
-                    self.m.finish(ordinal)
-                    self.buffer.append(group(ordinal, version))
-        self.admit()
-
-    def run(self, steps: int) -> None:
-        self.admit()
-        for _ in range(steps):
-            while (batch := self.m.select(self.buffer)) is None:
-                assert self.running, "deadlock: nothing runs and the trainer waits"
-                self.tick()
-            self.m.assert_bound(batch)
-            self.m.train(batch)
-            self.lags += [g.lag(self.m.step) for g in batch]
-            self.trained += [g.ordinal for g in batch]
-            self.buffer = [g for g in self.buffer if g not in batch]
-            for _ in range(self.step_ticks):
-                self.tick()
-            if self.m.publication_due:
-                self.version = self.m.step
-            self.m.advance(published=self.m.publication_due)
-            self.admit()
+def finish(m: StalenessManager, ordinals: Collection[int], version: int = 0) -> list[Finished]:
+    """Admits groups and finishes them at once."""
+    for ordinal in ordinals:
+        m.admit(ordinal, version)
+        m.finish(ordinal)
+    return [Finished(ordinal, version) for ordinal in ordinals]
 
 
-schedules = st.fixed_dictionaries(
-    {
-        "b": st.integers(1, 5),
-        "s": st.integers(0, 5),
-        "slack": st.integers(0, 5),
-        "durations": st.lists(st.one_of(st.integers(1, 4), st.integers(1, 60)), min_size=1, max_size=30),
-        "step_ticks": st.integers(0, 6),
-        "extra_workers": st.integers(0, 10),
-        "fails": st.sets(st.integers(0, 60), max_size=8),
-        "steps": st.integers(1, 15),
-        "k": st.integers(1, 3),
-    }
-)
+def train(m: StalenessManager, buffer: list[Finished], *, publish: bool = True) -> list[Finished]:
+    """One step on whatever the manager chooses; returns what is left in the buffer."""
+    batch = m.select(buffer)
+    assert batch is not None
+    m.assert_bound(batch)
+    m.train(batch)
+    m.advance()
+    if publish:
+        m.published(m.step - 1)
+    return [group for group in buffer if group not in batch]
 
 
-@settings(max_examples=1000, deadline=None)
-@given(schedules)
-def test_wait_keeps_the_bound_drops_nothing_and_never_deadlocks(p: dict) -> None:
-    s = p["s"] + p["k"] - 1
-    d = max(0, p["s"] - p["slack"])
-    m = manager(p["b"], s, d, p["b"] + p["extra_workers"], p["steps"], k=p["k"])
-    run = Schedule(m, p["durations"], p["step_ticks"], p["fails"])
-    run.run(p["steps"])
-    assert max(run.lags) <= s
-    # Nothing dropped, nothing twice, nothing generated that will not train.
-    assert sorted(run.trained) == [o for o in range(run.next_ordinal) if o not in p["fails"]]
-    assert run.most_running <= m.max_running
-    c = m.counts
-    assert c.submitted == c.running + c.buffered + c.trained + c.failed == run.next_ordinal
+# Admission
 
 
-@settings(max_examples=300, deadline=None)
-@given(schedules)
-def test_accept_trains_every_group_exactly_once(p: dict) -> None:
-    d = max(0, p["s"] - p["slack"])
-    m = manager(p["b"], p["s"], d, p["b"] + p["extra_workers"], p["steps"], "accept")
-    run = Schedule(m, p["durations"], p["step_ticks"], p["fails"])
-    run.run(p["steps"])
-    assert sorted(run.trained) == [o for o in range(run.next_ordinal) if o not in p["fails"]]
-
-
-def test_accept_lets_a_straggler_exceed_the_bound_where_wait_stops_for_it() -> None:
-    durations = [200, *[1] * 40]
-    lags = {}
-    for policy in ("accept", "wait"):
-        run = Schedule(manager(2, 2, 1, 8, 20, policy), durations, 3, set())
-        run.run(20)
-        lags[policy] = max(run.lags)
-    assert lags["accept"] > 2 >= lags["wait"]
-
-
-@given(st.integers(1, 6), st.integers(0, 4), st.integers(1, 40))
-def test_admission_is_the_formula_of_semantics_4_1(b: int, d: int, w: int) -> None:
-    m = manager(b, d, d, w, 1000)
-    assert m.capacity() == min(w, (d + 1) * b)
+@given(st.integers(1, 6), st.integers(0, 40).map(lambda tenths: tenths / 10), st.integers(1, 40), st.integers(1, 4))
+def test_admission_is_the_formula_of_semantics_4_1_with_the_depth_rounded_down_to_groups(
+    b: int, d: float, w: int, k: int
+) -> None:
+    m = manager(b, 4 + k, d, w=w, k=k)
+    assert m.capacity() == min(w, round(10 * d) * b // 10 + k * b)
     admitted = m.capacity()
     for ordinal in range(admitted):
         m.admit(ordinal, 0)
@@ -145,45 +82,90 @@ def test_admission_is_the_formula_of_semantics_4_1(b: int, d: int, w: int) -> No
         m.admit(admitted, 0)
 
 
+def test_a_depth_of_29_hundredths_of_100_groups_is_29_groups() -> None:
+    assert manager(100, 1, 0.29, w=1000).capacity() == 129  # 0.29 * 100 is a little less in floating point
+
+
 def test_with_depth_zero_nothing_is_admitted_before_the_step_is_published() -> None:
-    m = manager(2, 0, 0, 8, 10)
-    for ordinal in range(2):
-        m.admit(ordinal, 0)
-        m.finish(ordinal)
-    batch = m.select([group(0, 0), group(1, 0)])
+    m = manager(2, 0, 0)
+    batch = m.select(finish(m, [0, 1]))
     assert batch is not None
     m.train(batch)
     assert m.capacity() == 0
-    m.advance(published=True)
+    m.advance()
+    assert m.capacity() == 0
+    m.published(1)
     assert m.capacity() == 2
 
 
-def test_a_batch_is_the_oldest_groups_in_ordinal_order() -> None:
-    m = manager(2, 4, 1, 8, 10, "accept")
-    for ordinal in range(4):
-        m.admit(ordinal, 0)
-        m.finish(ordinal)
-    batch = m.select([group(0, 3), group(3, 1), group(1, 1), group(2, 2)])
-    assert [g.ordinal for g in batch or []] == [1, 3]
-
-
-def test_a_broken_bound_is_raised_at_consume_time() -> None:
-    m = manager(1, 1, 1, 8, 10)
-    m.admit(0, 0)
-    m.finish(0)
+def test_between_publications_nothing_is_admitted() -> None:
+    m = manager(2, 2, 0, k=3)
+    assert m.capacity() == 6
+    buffer = finish(m, range(6))
+    due = []
     for _ in range(3):
-        m.advance(published=True)
-    with pytest.raises(StalenessError, match="lag 3 > S = 1"):
-        m.assert_bound([group(0, 0)])
+        due.append(m.publication_due)
+        buffer = train(m, buffer, publish=m.publication_due)
+        assert m.capacity() == (6 if due[-1] else 0)
+    assert due == [False, False, True]
 
 
-@pytest.mark.parametrize("action", ["finish", "fail"])
-def test_a_slot_is_released_exactly_once(action: str) -> None:
-    m = manager(2, 1, 1, 8, 10)
+def test_the_last_step_bounds_admission() -> None:
+    assert manager(3, 4, 4, steps=2).capacity() == 6
+
+
+def test_the_budget_is_spent_when_all_that_may_be_accepted_has_finished_and_open_again_after_a_step() -> None:
+    m = manager(2, 1, 0)
+    for ordinal in range(2):
+        m.admit(ordinal, 0)
+    assert m.capacity() == 0 and not m.budget_spent, "what runs has not finished"
+    for ordinal in range(2):
+        m.finish(ordinal)
+    assert m.budget_spent
+    train(m, [Finished(0, 0), Finished(1, 0)])
+    assert not m.budget_spent
+
+
+@pytest.mark.parametrize(("s", "d", "k"), [(0, 0.5, 1), (1, 2, 1), (2, 1, 3), (1, 0, 3), (1, -0.5, 1), (-1, 0, 1)])
+def test_sizes_under_which_the_bound_could_not_hold_are_refused(s: int, d: float, k: int) -> None:
+    with pytest.raises(ValueError, match="need 0 <= D and S >= D"):
+        manager(2, s, d, k=k)
+
+
+# Slots
+
+
+@pytest.mark.parametrize("first", ["finish", "fail", "filter", "drop"])
+@pytest.mark.parametrize("second", ["finish", "fail", "filter", "drop"])
+def test_a_slot_is_released_exactly_once(first: str, second: str) -> None:
+    m = manager(2, 1, 1)
     m.admit(0, 0)
-    getattr(m, action)(0)
-    with pytest.raises(StalenessError, match="not running"):
-        getattr(m, action)(0)
+    m.admit(1, 0)
+    getattr(m, first)(0)
+    before = asdict(m.counts)
+    if (first, second) == ("finish", "drop"):
+        m.drop(0)  # a buffered group may still be dropped, once
+        assert m.counts.dropped == 1
+        second, before = "drop", asdict(m.counts)
+    with pytest.raises(StalenessError, match=r"group 0 is not (running|buffered)"):
+        getattr(m, second)(0)
+    assert asdict(m.counts) == before
+
+
+def test_a_group_trains_once() -> None:
+    m = manager(1, 1, 1)
+    batch = finish(m, [0, 1])[:1]
+    m.train(batch)
+    with pytest.raises(StalenessError, match="group 0 is not buffered"):
+        m.train(batch)
+    assert m.counts == RolloutCounts(submitted=2, trained=1, buffered=1)
+
+
+def test_a_group_is_not_admitted_again_while_it_waits() -> None:
+    m = manager(2, 1, 1)
+    finish(m, [0])
+    with pytest.raises(StalenessError, match="admitted twice"):
+        m.admit(0, 0)
 
 
 def test_a_counter_never_goes_negative() -> None:
@@ -191,60 +173,366 @@ def test_a_counter_never_goes_negative() -> None:
         RolloutCounts().move("buffered", "trained")
 
 
-def test_the_last_step_bounds_admission() -> None:
-    m = manager(3, 4, 4, 100, 2)
-    assert m.capacity() == 6
+@pytest.mark.parametrize("release", ["fail", "filter", "drop"])
+def test_the_seat_of_a_group_that_will_not_train_is_free_for_the_next_prompt(release: str) -> None:
+    m = manager(2, 0, 0)
+    m.admit(0, 0)
+    m.admit(1, 0)
+    assert m.capacity() == 0
+    getattr(m, release)(1)
+    assert m.capacity() == 1
+
+
+# Selection
+
+
+def test_a_batch_is_the_oldest_groups_in_ordinal_order() -> None:
+    m = manager(2, 4, 1, policy="accept")
+    for ordinal in range(4):
+        m.admit(ordinal, 0)
+        m.finish(ordinal)
+    batch = m.select([Finished(0, 3), Finished(3, 1), Finished(1, 1), Finished(2, 2)])
+    assert [group.ordinal for group in batch or []] == [1, 3]
+
+
+def with_straggler(policy: str, *, s: int = 1, b: int = 2) -> tuple[StalenessManager, list[Finished]]:
+    """Before step 2 with D = 1 and full batches waiting; group 0 still runs, since version 0."""
+    m = manager(b, s, 1, policy=policy)
+    m.admit(0, 0)
+    buffer = finish(m, range(1, 2 * b))
+    buffer = train(m, buffer)
+    buffer += finish(m, range(2 * b, 3 * b), version=1)
+    return m, buffer
+
+
+def test_wait_leaves_a_seat_for_the_straggler_whose_last_step_this_is() -> None:
+    m, buffer = with_straggler("wait")
+    assert m.deadline(0) == m.step == 2
+    assert m.select(buffer) is None
+    m.finish(0)
+    batch = m.select([*buffer, Finished(0, 0)])
+    assert batch is not None and batch[0].ordinal == 0
+
+
+def test_wait_goes_on_while_a_later_step_has_room_for_the_straggler() -> None:
+    m, buffer = with_straggler("wait", s=2)
+    assert m.select(buffer) is not None
+
+
+@pytest.mark.parametrize("policy", ["accept", "mask", "drop"])
+def test_only_wait_waits_for_a_straggler(policy: str) -> None:
+    m, buffer = with_straggler(policy)
+    assert m.select(buffer) is not None
+
+
+def test_a_straggler_that_fails_is_not_waited_for() -> None:
+    m, buffer = with_straggler("wait")
+    m.fail(0)
+    assert m.select(buffer) is not None
+
+
+def test_parts_of_a_step_are_committed_as_far_as_the_straggler_leaves_seats() -> None:
+    m, buffer = with_straggler("wait", b=3)
+    part = m.select(buffer, at_least=1)
+    assert part is not None and len(part) == 2, "the third seat is the straggler's"
+    rest = [group for group in buffer if group not in part]
+    assert m.select(rest, committed=2, at_least=1) is None
+    m.finish(0)
+    last = m.select([*rest, Finished(0, 0)], committed=2, at_least=1)
+    assert last == [Finished(0, 0)]
+    m.train([*part, *last])
+
+
+def test_at_bound_zero_a_step_is_committed_group_by_group_as_they_finish() -> None:
+    m = manager(3, 0, 0)
+    for ordinal in range(3):
+        m.admit(ordinal, 0)
+    for committed, ordinal in enumerate([2, 0, 1]):
+        m.finish(ordinal)
+        assert m.select([Finished(ordinal, 0)], committed=committed, at_least=1) == [Finished(ordinal, 0)]
+
+
+def test_a_part_has_at_least_what_was_asked_for_and_all_that_there_is_up_to_the_step() -> None:
+    m = manager(4, 2, 2, policy="accept")
+    groups = finish(m, range(6))
+    assert m.select(groups[:1], at_least=2) is None
+    assert m.select(groups[:3], at_least=2) == groups[:3]
+    assert m.select(groups[3:], committed=3, at_least=2) == groups[3:4], "no more than the step lacks"
+
+
+def test_an_abandoned_selection_leaves_its_groups_free() -> None:
+    m = manager(2, 1, 1)
+    groups = finish(m, range(3))
+    assert m.select(groups, at_least=1) is not None
+    assert m.select(groups) == groups[:2]
+    m.train(groups[:2])
+
+
+def test_the_trainer_and_the_manager_agree_on_how_many_seats_are_taken() -> None:
+    m = manager(3, 1, 1)
+    groups = finish(m, range(3))
+    assert m.select(groups[:1], at_least=1) is not None
+    with pytest.raises(StalenessError, match="2 groups are said to have seats"):
+        m.select(groups[1:], committed=2)
+
+
+def test_only_buffered_groups_can_be_selected_each_once() -> None:
+    m = manager(2, 1, 1)
+    (group,) = finish(m, [0])
+    for wrong in ([group, group], [group, Finished(7, 0)]):
+        with pytest.raises(StalenessError, match="is not buffered, or was selected twice"):
+            m.select(wrong)
+
+
+@pytest.mark.parametrize(("policy", "lag"), [("wait", 3), ("drop", 3)])
+def test_a_broken_bound_is_raised_at_consume_time(policy: str, lag: int) -> None:
+    m = manager(1, 1, 1, policy=policy)
+    finish(m, [0])
+    for _ in range(lag):
+        m.advance()
+    with pytest.raises(StalenessError, match=f"lag {lag} > S = 1"):
+        m.assert_bound([Finished(0, 0)])
+
+
+def test_mask_keeps_its_promise_by_not_training_what_is_too_old() -> None:
+    m = manager(1, 1, 1, policy="mask")
+    finish(m, [0])
+    assert m.oldest_trained_version == -1, "nothing is too old yet"
+    for _ in range(3):
+        m.advance()
+    assert m.oldest_trained_version == 2  # step 4 stands on version 3, S = 1
+    m.assert_bound([Finished(0, 0)])
+
+
+def test_accept_promises_nothing() -> None:
+    m = manager(1, 1, 1, policy="accept")
+    for _ in range(9):
+        m.advance()
+    assert m.oldest_trained_version is None
+    m.assert_bound([Finished(0, 0)])
+
+
+# Dropping
+
+
+def test_drop_gives_up_what_can_no_longer_make_its_deadline_running_or_buffered() -> None:
+    m = manager(2, 1, 1, policy="drop")
+    for ordinal in (0, 1):
+        m.admit(ordinal, 0)
+    train(m, finish(m, [2, 3]))
+    assert m.overdue([]) == Overdue([], []), "step 2 is still their turn"
+    train(m, finish(m, [4, 5], version=1))
+    m.finish(1)
+    late = Finished(1, 0)
+    assert m.overdue([late]) == Overdue(running=[0], buffered=[late])
+    m.drop(0)
+    m.drop(1)
+    assert m.counts == RolloutCounts(submitted=6, trained=4, dropped=2)
+    assert m.capacity() == 4, "the next prompts take their seats"
+
+
+@pytest.mark.parametrize("policy", ["accept", "wait", "mask"])
+def test_the_other_policies_give_nothing_up(policy: str) -> None:
+    m = manager(1, 1, 1, policy=policy)
+    m.admit(0, 0)
+    for _ in range(5):
+        m.advance()
+    assert m.overdue([Finished(1, 0)]) == Overdue([], [])
+
+
+def test_what_is_overdue_is_never_selected() -> None:
+    m = manager(1, 1, 1, policy="drop")
+    finish(m, [0])
+    for version in (1, 2, 3):
+        m.advance()
+        m.published(version)
+    assert m.select([Finished(0, 0)]) is None
+    assert m.select([Finished(0, 0), *finish(m, [1], version=3)]) == [Finished(1, 3)]
+
+
+# Publication
+
+
+def test_a_step_may_begin_before_the_publication_only_where_they_overlap() -> None:
+    for overlap in (False, True):
+        m = manager(1, 2, 1, overlap=overlap)
+        buffer = train(m, finish(m, [0, 1]), publish=False)
+        if overlap:
+            assert m.capacity() == 0, "admission waits for the engines"
+            buffer = train(m, buffer, publish=False)
+        with pytest.raises(StalenessError, match="not served yet"):
+            m.select(buffer)
+        m.published(1)
+        assert m.capacity() == 1
+
+
+def test_a_version_is_not_served_before_its_step_is_over() -> None:
+    with pytest.raises(StalenessError, match="before step 1 is over"):
+        manager(1, 1, 1).published(1)
+
+
+def test_the_publication_with_which_a_run_resumes_opens_nothing_that_was_not_due() -> None:
+    m = manager(1, 3, 1, k=3)
+    buffer = train(m, finish(m, range(4)), publish=False)
+    resumed = manager(1, 3, 1, k=3)
+    resumed.load_state_dict(m.state_dict(), m.step, buffer)
+    before = resumed.capacity()
+    resumed.published(1)
+    assert resumed.capacity() == before == 0
+
+
+# Resizing
+
+
+def test_a_larger_bound_and_depth_open_admission_at_once() -> None:
+    m = manager(2, 0, 0, w=3)
+    m.resize(max_staleness_steps=2, pipeline_depth=1.5, max_running=10)
+    assert m.capacity() == 5
+    assert m.deadline(0) == 3
+
+
+def test_a_smaller_depth_admits_nothing_until_training_has_caught_up() -> None:
+    m = manager(2, 2, 2)
+    buffer = finish(m, range(6))
+    m.resize(pipeline_depth=0)
+    for _ in range(2):
+        buffer = train(m, buffer)
+        assert m.capacity() == 0
+    train(m, buffer)
+    assert m.capacity() == 2
+
+
+def test_a_bound_that_outstanding_groups_could_not_keep_is_refused_under_wait_and_changes_nothing() -> None:
+    m = manager(2, 2, 2)
+    buffer = finish(m, range(4))
+    m.admit(4, 0)  # still running: five groups, and S = 1 would leave them two steps
+    with pytest.raises(StalenessError, match="lower pipeline_depth first"):
+        m.resize(max_staleness_steps=1, pipeline_depth=1)
+    assert (m.max_staleness_steps, m.pipeline_depth) == (2, 2)
+    m.resize(pipeline_depth=0)
+    train(m, train(m, buffer))
+    m.resize(max_staleness_steps=2)
+
+
+def test_groups_that_have_a_seat_are_not_counted_again_when_the_bound_shrinks() -> None:
+    m = manager(2, 2, 1)
+    groups = finish(m, range(2))
+    for ordinal in (2, 3):
+        m.admit(ordinal, 0)
+    assert m.select(groups) == groups
+    m.resize(max_staleness_steps=1)  # the two that run have step 2, and nobody else does
+    with pytest.raises(StalenessError, match="within 0"):
+        m.resize(max_staleness_steps=0, pipeline_depth=0)
+
+
+def test_a_group_that_had_a_seat_before_the_bound_shrank_still_trains() -> None:
+    m = manager(1, 1, 0)
+    (late,) = finish(m, [0])
+    m.advance()
+    m.published(1)
+    assert m.select([late]) == [late]
+    m.resize(max_staleness_steps=0)
+    m.assert_bound([late])
+    m.train([late])
+    m.advance()
+    with pytest.raises(StalenessError, match="lag 2 > S = 0"):
+        m.assert_bound([late])
+
+
+@pytest.mark.parametrize("policy", ["accept", "mask", "drop"])
+def test_where_nothing_waits_the_bound_may_always_shrink(policy: str) -> None:
+    m = manager(2, 3, 3, policy=policy)
+    finish(m, range(8))
+    m.resize(max_staleness_steps=0, pipeline_depth=0)
+    assert m.max_staleness_steps == 0
+
+
+@pytest.mark.parametrize("sizes", [{"pipeline_depth": 3}, {"max_staleness_steps": 0}, {"max_running": 0}])
+def test_impossible_sizes_are_refused_while_running_too(sizes: dict[str, int]) -> None:
+    m = manager(2, 2, 1)
+    with pytest.raises(ValueError, match="need"):
+        m.resize(**sizes)
+    assert (m.max_staleness_steps, m.pipeline_depth, m.max_running) == (2, 1, 100)
+
+
+# Checkpoints
 
 
 def test_resuming_forgets_what_was_in_flight_and_keeps_what_was_finished() -> None:
-    m = manager(2, 2, 1, 8, 10)
+    m = manager(2, 2, 1)
     for ordinal in range(4):
         m.admit(ordinal, 0)
     m.finish(0)
-    restored = manager(2, 2, 1, 8, 10)
-    restored.load_state_dict(m.state_dict(), 1, [group(0, 0)])
+    restored = manager(2, 2, 1)
+    restored.load_state_dict(m.state_dict(), 1, [Finished(0, 0)])
     assert restored.counts == RolloutCounts(submitted=1, running=0, buffered=1)
     assert restored.capacity() == 3
 
 
+def test_a_checkpoint_in_the_middle_of_a_step_has_nothing_committed() -> None:
+    m = manager(2, 2, 1)
+    groups = finish(m, range(2))
+    assert m.select(groups[:1], at_least=1) is not None
+    restored = manager(2, 2, 1)
+    restored.load_state_dict(m.state_dict(), 1, groups)
+    assert restored.select(groups) == groups
+
+
+def test_filtered_and_dropped_groups_are_remembered_and_older_checkpoints_have_none() -> None:
+    m = manager(2, 2, 1)
+    for ordinal in range(2):
+        m.admit(ordinal, 0)
+    m.filter(0)
+    m.drop(1)
+    restored = manager(2, 2, 1)
+    restored.load_state_dict(m.state_dict(), 1, [])
+    assert restored.counts == RolloutCounts(submitted=2, filtered=1, dropped=1)
+    restored.load_state_dict(
+        {"submitted": 1, "running": 0, "buffered": 0, "trained": 0, "failed": 1, "published": 0}, 1, []
+    )
+    assert restored.counts == RolloutCounts(submitted=1, failed=1)
+
+
+def test_a_publication_that_was_under_way_is_made_up_for_by_the_one_with_which_a_run_resumes() -> None:
+    m = manager(1, 2, 1, overlap=True)
+    buffer = train(m, finish(m, [0, 1]), publish=False)
+    restored = manager(1, 2, 1, overlap=True)
+    restored.load_state_dict(m.state_dict(), m.step, buffer)
+    assert restored.capacity() == 1
+
+
 def test_a_bound_too_small_for_the_checkpoint_is_refused() -> None:
-    m = manager(1, 1, 0, 8, 10)
+    state = {"submitted": 2, "running": 0, "buffered": 2, "trained": 0, "failed": 0, "published": 4}
     with pytest.raises(StalenessError, match="resume with the bound"):
-        m.load_state_dict(
-            {"submitted": 2, "running": 0, "buffered": 2, "trained": 0, "failed": 0, "published": 4},
-            5,
-            [group(0, 1), group(1, 1)],
-        )
+        manager(1, 1, 0).load_state_dict(state, 5, [Finished(0, 3), Finished(1, 3)])
+    manager(1, 1, 0, policy="mask").load_state_dict(state, 5, [Finished(0, 3), Finished(1, 3)])
 
 
-def test_between_publications_nothing_is_admitted() -> None:
-    m = manager(2, 2, 0, 100, 10, k=3)
-    assert m.capacity() == 6
-    for ordinal in range(6):
-        m.admit(ordinal, 0)
-        m.finish(ordinal)
-    due = []
-    for _ in range(3):
-        batch = m.select([group(o, 0) for o in range(m.counts.trained, 6)])
-        assert batch is not None
-        m.train(batch)
-        due.append(m.publication_due)
-        assert m.capacity() == 0
-        m.advance(published=m.publication_due)
-    assert due == [False, False, True]
-    assert m.capacity() == 6
+def test_a_checkpoint_that_lacks_finished_groups_is_refused() -> None:
+    state = {"submitted": 2, "running": 0, "buffered": 2, "trained": 0, "failed": 0, "published": 0}
+    with pytest.raises(StalenessError, match="counts 2 finished groups and holds 1"):
+        manager(1, 1, 0).load_state_dict(state, 1, [Finished(0, 0)])
 
 
-def test_the_budget_is_spent_when_all_that_may_be_accepted_has_finished_and_open_again_after_a_step() -> None:
-    m = manager(2, 1, 0, 8, 10)
-    for ordinal in range(2):
-        m.admit(ordinal, 0)
-    assert m.capacity() == 0 and not m.budget_spent, "what runs has not finished"
-    for ordinal in range(2):
-        m.finish(ordinal)
-    assert m.budget_spent
-    batch = m.select([group(o, 0) for o in range(2)])
-    assert batch is not None
-    m.train(batch)
-    m.advance(published=True)
-    assert not m.budget_spent
+def resumed_in_step_3(policy: str, in_buffer: Callable[[int], bool] = lambda ordinal: True) -> StalenessManager:
+    """Before step 3 with S = 2 and B = 2: groups 4 and 5 of version 0 are finished; step 3 is their last."""
+    m = manager(2, 2, 2, policy=policy)
+    kept = [group for group in (Finished(4, 0), Finished(5, 0)) if in_buffer(group.ordinal)]
+    counts = RolloutCounts(submitted=4 + len(kept), trained=4, buffered=len(kept))
+    m.load_state_dict({**asdict(counts), "published": 2}, 3, kept)
+    return m
+
+
+def test_a_recording_goes_on_under_its_old_version_while_a_seat_is_left_by_its_deadline() -> None:
+    m = resumed_in_step_3("wait", in_buffer=lambda ordinal: ordinal == 4)
+    assert m.may_admit(0)
+    m.admit(5, 0)
+    assert not m.may_admit(0), "step 3 has two seats"
+    assert m.may_admit(1)
+    with pytest.raises(StalenessError, match="too late"):
+        m.admit(6, 0)
+
+
+@pytest.mark.parametrize(("policy", "version", "fits"), [("drop", 0, True), ("drop", -1, False), ("accept", -1, True)])
+def test_a_recording_that_would_be_dropped_at_once_does_not_go_on(policy: str, version: int, fits: bool) -> None:
+    assert resumed_in_step_3(policy).may_admit(version) is fits

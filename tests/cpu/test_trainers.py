@@ -25,7 +25,7 @@ async def test_every_prompt_is_trained_once_per_epoch_without_a_barrier(tmp_path
     h = Harness(tmp_path, f"trainer.mode={mode}")  # 8 steps of 4 groups over 10 prompts: 3.2 epochs
     await h.train()
     assert sorted(h.trained) == list(range(32))
-    uids = [h.trainer.parts.dataset[h.trainer.ledger.row(o)].uid for o in range(30)]
+    uids = [h.trainer.prompts.record(o).uid for o in range(30)]
     assert all(len(set(uids[e * 10 : e * 10 + 10])) == 10 for e in range(3))
     assert h.engine.policy_version == 8 and float(h.backend.weight) == 8
 
@@ -424,7 +424,7 @@ async def test_an_admission_loop_that_breaks_stops_the_run(tmp_path: Path) -> No
     def broken() -> int:
         raise ZeroDivisionError("scripted")
 
-    h.trainer.ledger.issue = broken  # type: ignore[method-assign]
+    h.trainer.prompts.issue = broken  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         await h.train()
 

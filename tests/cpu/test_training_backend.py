@@ -5,73 +5,41 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from training_worlds import (
+    SMALL,
+    VOCABULARY,
+    backend,
+    brute_force_loss,
+    build_small_model,
+    config,
+    minibatch,
+    one_thread,
+    same,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
-from skyrl_train.training.local_backend import LocalBackend
 
-VOCABULARY = 13  # ten digits and the special tokens
-SMALL = BuildModelConfig(hidden_size=16, num_layers=2, num_heads=2, intermediate_size=32)
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "small"
-    build_model_folder(SMALL, path, seed=0)
-    return str(path)
-
-
-def config(**changes: object) -> TrainerConfig:
-    """A configuration with ``a__b=value`` set at ``trainer.a.b``."""
-    result = TrainerConfig()
-    result.policy.optimizer_config.lr = 1e-2
-    for key, value in changes.items():
-        *path, name = key.split("__")
-        node: object = result
-        for part in path:
-            node = getattr(node, part)
-        assert hasattr(node, name)
-        setattr(node, name, value)
-    return result
-
-
-def backend(folder: str, temperature: float = 1.0, **changes: object) -> LocalBackend:
-    return LocalBackend(folder, config(**changes), total_steps=10, temperature=temperature, seed=0)
-
-
-def sequence(generator: torch.Generator, length: int, group: int = 0) -> TrainingSequence:
-    mask = torch.rand(length, generator=generator) < 0.6
-    mask[0] = False
-    return TrainingSequence(
-        token_ids=torch.randint(0, VOCABULARY, (length,), generator=generator),
-        loss_mask=mask,
-        advantages=torch.randn(length, generator=generator) * mask,
-        behaviour_logprobs=(-2.5 + 0.5 * torch.randn(length, generator=generator)) * mask,
-        versions=torch.where(mask, 0, -1),
-        group_index=group,
-    )
-
-
-def minibatch(seed: int = 0, step: int = 1, lengths: tuple[int, ...] = (2, 9, 5, 17, 9, 3, 1, 12)) -> Minibatch:
-    generator = torch.Generator().manual_seed(seed)
-    return Minibatch([sequence(generator, n, i // 2) for i, n in enumerate(lengths)], (len(lengths) + 1) // 2, step)
-
-
-def weights(of: LocalBackend) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in of.named_weights()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return build_small_model(tmp_path_factory.mktemp("models"))
 
 
 def brute_force_logprobs(model: torch.nn.Module, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -79,30 +47,6 @@ def brute_force_logprobs(model: torch.nn.Module, ids: torch.Tensor, temperature:
     logits = model(input_ids=ids[None]).logits[0] / temperature
     table = torch.log_softmax(logits.double(), dim=-1)
     return torch.stack([table[t - 1, ids[t]] if t else table.new_zeros(()) for t in range(len(ids))])
-
-
-def brute_force_loss(model: torch.nn.Module, batch: Minibatch, settings: TrainerConfig) -> torch.Tensor:
-    """The documented loss in float64, token by token; proximal = current."""
-    algorithm = settings.algorithm
-    per_sequence: list[list[torch.Tensor]] = []
-    for s in batch.sequences:
-        logits = model(input_ids=s.token_ids[None]).logits[0].double()
-        losses = []
-        for t in s.loss_mask.nonzero().flatten().tolist():
-            distribution = torch.log_softmax(logits[t - 1], dim=-1)
-            current = distribution[s.token_ids[t]]
-            u = (current - current.detach()).exp()
-            w = min(math.exp(current.item() - s.behaviour_logprobs[t].item()), 2.0)
-            advantage = s.advantages[t].double()
-            clipped = u.clamp(1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high)
-            entropy = -(distribution.exp() * distribution).sum()
-            losses.append(-w * torch.minimum(u * advantage, clipped * advantage) - algorithm.entropy_coef * entropy)
-        per_sequence.append(losses)
-    if algorithm.loss_reduction == "token_mean":
-        tokens = [loss for losses in per_sequence for loss in losses]
-        return torch.stack(tokens).mean()
-    means = [torch.stack(losses).mean() if losses else torch.zeros(()).double() for losses in per_sequence]
-    return torch.stack(means).mean()
 
 
 class TestForwardLogprobs:
@@ -176,7 +120,7 @@ class TestUpdate:
         for budget in (17, 25, 60, 16384):
             trained = backend(folder, micro_batch_tokens=budget, algorithm__loss_reduction=reduction)
             trained.model.double()
-            trained.update(minibatch())
+            trained.accumulate(minibatch())
             gradients.append({name: p.grad for name, p in trained.model.named_parameters()})
         for other in gradients[1:]:
             for name, gradient in gradients[0].items():
@@ -257,6 +201,20 @@ class TestProximalPolicy:
         metrics = backend(folder).update(dataclasses.replace(batch, sequences=elsewhere))
         assert metrics["policy/ratio_mean"] > 2
 
+    def test_is_that_of_each_sequence_where_only_some_are_given(self, folder: str) -> None:
+        batch = minibatch()
+        own = backend(folder).forward_logprobs(batch.sequences)
+        shifted = [
+            dataclasses.replace(s, proximal_logprobs=(p - 0.1 * (i % 2)) * s.loss_mask)
+            for i, (s, p) in enumerate(zip(batch.sequences, own, strict=True))
+        ]
+        mixed = [s if i % 2 else dataclasses.replace(s, proximal_logprobs=None) for i, s in enumerate(shifted)]
+        for passes in (1, 2):
+            a, b = (backend(folder, update_epochs_per_batch=passes) for _ in range(2))
+            whole = a.update(dataclasses.replace(batch, sequences=shifted))
+            assert whole["policy/ratio_mean"] > 1.01
+            assert b.update(dataclasses.replace(batch, sequences=mixed)) == pytest.approx(whole, rel=1e-3, abs=1e-4)
+
     def test_several_passes_are_several_optimizer_steps(self, folder: str) -> None:
         """With equal batches and no clipping in reach, pass 2 is another step around the same proximal policy."""
         free = {"algorithm__eps_clip_low": 0.99, "algorithm__eps_clip_high": 1e6}
@@ -332,6 +290,7 @@ class TestBadSequences:
         [
             (lambda s: dataclasses.replace(s, advantages=s.advantages[:-1]), "sequence 1 .group 0. is ragged"),
             (lambda s: dataclasses.replace(s, loss_mask=torch.ones_like(s.loss_mask)), "trains its first token"),
+            (lambda s: dataclasses.replace(s, counted_tokens=1), "counts 1 tokens but trains [2-9]"),
             (lambda s: dataclasses.replace(s, token_ids=s.token_ids + VOCABULARY), "outside the model's vocabulary"),
         ],
     )

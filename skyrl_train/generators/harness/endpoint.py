@@ -97,15 +97,17 @@ class SessionEndpoint:
         return None if self._others_may_begin() else self._limits.retry_after_s
 
     @contextmanager
-    def session(self, run: SamplingParams, seed: int | None) -> Iterator[RunSession]:
+    def session(self, run: SamplingParams, seed: int | None, trajectory: str) -> Iterator[RunSession]:
         """A session for the time of the context; what it still generates at its end is cancelled.
+
+        The client knows its requests as the trajectory's.
 
         The run has admitted its sample: neither ``session_limits.max_sessions`` nor :meth:`pace` hold it up.
         """
         opened = self._store.open(reserved=True)
         session_id = opened.session.id
         try:
-            yield RunSession(opened, self._sampling.open(session_id, run, seed))
+            yield RunSession(opened, self._sampling.open(session_id, run, seed, trajectory))
         finally:
             self._sampling.close(session_id)
             self._store.close(session_id)

@@ -146,7 +146,7 @@ class HarnessGenerator(GeneratorInterface):
     ) -> PlayedSession:
         async with self._running:
             base_url = self._endpoint.base_url
-            with self._endpoint.session(sampling, seed) as run:
+            with self._endpoint.session(sampling, seed, trajectory_id.to_string()) as run:
                 session, usage = run.opened.session, run.sampling
                 task = AgentTask(prompt, extras, base_url, run.opened.api_key, session.id, seed)
                 result = AgentResult()

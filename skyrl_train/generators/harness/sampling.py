@@ -33,12 +33,16 @@ class SessionSampling:
     A grammar (``response_format``) is followed, and counted: its log-probs are those of the masked distribution, which the
     trainer does not evaluate.
 
+    ``known_as``: by this name the client knows the session. The endpoint's own name is another one in every run; under the
+    trajectory's, requests are recorded and found again. None: the endpoint's.
+
     ``faults``: of requests that failed by the engines' fault and were not answered when they were tried again, by what they
     asked; the agent sees only that they failed.
     """
 
     run: SamplingParams
     seed: int | None
+    known_as: str | None = None
     overridden: int = 0
     faults: dict[_Asked, EngineError] = field(default_factory=dict)
     _times: Counter[_Asked] = field(default_factory=Counter, repr=False)
@@ -84,6 +88,7 @@ class RunSampling:
     | stop strings, min_tokens | the request's where it has any, else the run's |
     | stop_token_ids, ignore_eos | both |
     | grammar | the request's |
+    | session | the trajectory's |
 
     Requests of other sessions, and of none, pass as they are.
 
@@ -106,9 +111,11 @@ class RunSampling:
         """The version that every routed engine holds."""
         return self._generation.policy_version
 
-    def open(self, session_id: str, run: SamplingParams, seed: int | None) -> SessionSampling:
+    def open(
+        self, session_id: str, run: SamplingParams, seed: int | None, known_as: str | None = None
+    ) -> SessionSampling:
         """Makes a session known."""
-        session = self._sessions[session_id] = SessionSampling(run, seed)
+        session = self._sessions[session_id] = SessionSampling(run, seed, known_as)
         return session
 
     def close(self, session_id: str) -> None:
@@ -147,7 +154,7 @@ class RunSampling:
         seed = session.next_seed(request, asked)
         if self._agents_choose and request.params.seed is not None:
             seed = request.params.seed
-        return replace(request, params=replace(params, seed=seed))
+        return replace(request, params=replace(params, seed=seed), session_id=session.known_as or request.session_id)
 
 
 def run_params(asked: SamplingParams, run: SamplingParams, *, agents_choose: bool) -> tuple[SamplingParams, bool]:

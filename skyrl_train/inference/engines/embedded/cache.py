@@ -104,6 +104,11 @@ class SlotLayer(CacheLayerMixin):
             stores.append(resized)
         self.stores = tuple(stores)
 
+    def release(self) -> None:
+        """Frees the memory; the next pass allocates it anew."""
+        self.stores = ()
+        self.is_initialized = False
+
     def copy_slot(self, source: int, target: int, length: int) -> None:
         for store in self.stores:
             store[target, :, :length] = store[source, :, :length]
@@ -146,6 +151,11 @@ class SlotCache(Cache):
         self.capacity = capacity
         for layer in self._slot_layers:
             layer.resize(capacity)
+
+    def release(self) -> None:
+        """Frees the memory of all slots, whatever they hold."""
+        for layer in self._slot_layers:
+            layer.release()
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Overwrites ``target`` with the first ``length`` positions of ``source``."""

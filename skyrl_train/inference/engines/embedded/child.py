@@ -1,29 +1,24 @@
 """The engine's own process: ``python -m skyrl_train.inference.engines.embedded.child FD``.
 
-``FD`` is a socket to the parent; the first frame has the settings. The process ends at once when the parent's end of
-the socket is closed, which the kernel also does for a parent that is killed.
+``FD`` is a socket to the parent; the first message has the settings. The process ends with its parent.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import select
-import signal
 import socket
 import sys
-import threading
-from typing import Any
 
-from skyrl_train.inference.engines.embedded.framing import HEADER_BYTES, decode, encode, payload_bytes
+from skyrl_train.child_process import ParentChannel, connected_to_parent
 from skyrl_train.inference.engines.embedded.messages import Command, EngineSettings, Event
 
 
-class SocketChannel:
-    """The worker's end of the socket: blocking, because between two steps the worker has nothing better to do."""
+class SocketChannel(ParentChannel):
+    """The worker's end of the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -36,45 +31,13 @@ class SocketChannel:
 
     def send(self, events: list[Event]) -> None:
         """See :class:`worker.Channel`."""
-        try:
-            self._connection.sendall(encode(events))
-        except OSError as error:
-            raise EOFError from error
-
-    def read(self) -> Any:
-        """The next frame."""
-        return decode(self._exactly(payload_bytes(self._exactly(HEADER_BYTES))))
-
-    def _exactly(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            try:
-                part = self._connection.recv(size - len(parts))
-            except OSError as error:
-                raise EOFError from error
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
+        self.write(events)
 
 
 def main(descriptor: int) -> None:
     """Serves the engine that the parent describes."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is the parent's business; it closes the socket in its own time
-    with socket.socket(fileno=descriptor) as connection:
-        threading.Thread(target=_end_with_parent, args=(connection,), name="parent-watch", daemon=True).start()
-        channel = SocketChannel(connection)
-        _serve(channel)
-
-
-def _end_with_parent(connection: socket.socket) -> None:
-    """Sleeps until the other end hangs up; then nobody wants this process, whatever it is in the middle of."""
-    hang_up = select.poll()
-    hang_up.register(connection, 0)  # no event but the hang-up, which is always reported
-    hang_up.poll()
-    os.kill(os.getpid(), signal.SIGKILL)
+    with connected_to_parent(descriptor) as connection:
+        _serve(SocketChannel(connection))
 
 
 def _serve(channel: SocketChannel) -> None:

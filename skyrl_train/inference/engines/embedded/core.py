@@ -75,6 +75,7 @@ class EmbeddedEngineCore:
         self._receiver = SharedMemoryReceiver()
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor] | EngineError] | None = None
         self._loaded: WeightUpdate | None = None
+        self._awake_on: torch.device | None = None  # asleep: where the weights were
 
     @property
     def running(self) -> int:
@@ -151,14 +152,42 @@ class EmbeddedEngineCore:
         if mode == PauseMode.ABORT:
             events = self.abort()
         elif mode == PauseMode.RECOMPUTE:
-            frozen = [self._leave(slot) for slot in reversed(range(self.running))]
-            self._waiting.extendleft(frozen)
+            self._freeze()
         self._settle()
         return events
 
     def resume(self) -> None:
-        """Samples again."""
+        """Samples again.
+
+        Raises:
+            EngineError: it sleeps.
+        """
+        if self._awake_on is not None:
+            raise EngineError("The engine sleeps; call wake_up() before resume().")
         self._state = _State.RUNNING
+
+    def sleep(self) -> None:
+        """Frees the KV cache, and moves the weights to main memory. What is frozen computes its cache again later.
+
+        Raises:
+            EngineError: not paused.
+        """
+        if not self.paused:
+            raise EngineError("An engine sleeps while it is paused; call pause() first.")
+        self._freeze()
+        self._runner.release()
+        self._awake_on = self._awake_on or self.model.device
+        self.model.to("cpu")
+
+    def wake_up(self) -> None:
+        """Brings the weights back to where they were; still paused. Idempotent."""
+        if self._awake_on is not None:
+            self.model.to(self._awake_on)
+            self._awake_on = None
+
+    def _freeze(self) -> None:
+        """Running requests leave their slots and are first in line for others."""
+        self._waiting.extendleft([self._leave(slot) for slot in reversed(range(self.running))])
 
     def receive(self, update: WeightUpdate) -> None:
         """Maps an update and checks its bytes; whatever is wrong with it, ``load`` raises."""

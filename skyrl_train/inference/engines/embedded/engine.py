@@ -98,6 +98,7 @@ class EmbeddedEngine(InferenceEngineInterface):
             transports=frozenset({"shared_memory"}),
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
+            sleep=True,
             max_top_logprobs=MAX_TOP_LOGPROBS,
             chunked_streaming=True,
         )
@@ -179,10 +180,12 @@ class EmbeddedEngine(InferenceEngineInterface):
         await self._call(Method.RESUME)
 
     async def sleep(self, level: int = 1) -> None:
-        raise EngineError("The embedded engine cannot sleep; ask capabilities.sleep first.")
+        """Frees the KV cache and moves the weights to main memory, whatever the level; only while paused."""
+        await self._call(Method.SLEEP)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        raise EngineError("The embedded engine cannot sleep, so it cannot wake up; ask capabilities.sleep first.")
+        """Brings everything back, whatever the tags; still paused."""
+        await self._call(Method.WAKE_UP)
 
     async def reset_prefix_cache(self) -> None:
         """Does nothing: no KV cache outlives its request here."""

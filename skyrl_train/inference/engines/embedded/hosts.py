@@ -6,16 +6,12 @@ A host carries commands one way and batches of events the other, in order, and s
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
-from skyrl_train.inference.engines.embedded.framing import HEADER_BYTES, decode, encode, payload_bytes
+from skyrl_train.child_process import ChildProcess, encode, read_frame
 from skyrl_train.inference.engines.embedded.messages import Close, Command, EngineSettings, Event
 
 OnEvents = Callable[[list[Event]], None]
@@ -110,41 +106,18 @@ class _ThreadChannel:
         self.send = deliver
 
 
-class WorkerProcess:
+class WorkerProcess(ChildProcess):
     """A process with its own interpreter that imports what an engine needs, and then waits for an engine's settings.
 
     Most of an engine's start-up is these imports. Whoever creates the process before the caller's own imports has them
-    side by side. It is started by its module's name rather than by ``multiprocessing``, which would import the caller's
-    main module again.
+    side by side.
 
     Args:
         num_threads: compute threads.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
-        self.connection, theirs = socket.socketpair()
-        environment = dict(os.environ)
-        environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(num_threads)
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl_train.inference.engines.embedded.child", str(theirs.fileno())],
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches the parent only, even before the child ignores it
-            )
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
-    def stop(self) -> None:
-        """Ends the process and waits for it. Idempotent."""
-        self.connection.close()
-        self._process.kill()  # it has nothing to save, and may be in the middle of a long step or of its imports
-        self._process.wait()
+        super().__init__("skyrl_train.inference.engines.embedded.child", num_threads)
 
 
 class ProcessHost(Host):
@@ -186,8 +159,7 @@ class ProcessHost(Host):
         """Consumes frames / waits for the socket / unblocked by the worker or its end / produces events."""
         try:
             while True:
-                size = payload_bytes(await reader.readexactly(HEADER_BYTES))
-                on_events(decode(await reader.readexactly(size)))
+                on_events(await read_frame(reader))
         except (asyncio.IncompleteReadError, OSError):
             return
         finally:

@@ -31,6 +31,8 @@ class Method(StrEnum):
     ABORT_ALL = "abort_all"
     PAUSE = "pause"
     RESUME = "resume"
+    SLEEP = "sleep"
+    WAKE_UP = "wake_up"
     RECEIVE = "receive"
     LOAD = "load"
     HEALTH = "health"

@@ -43,6 +43,9 @@ class Runner(Protocol):
 
     def clear_slot(self, slot: int) -> None: ...
 
+    def release(self) -> None:
+        """Frees what is remembered of all slots."""
+
 
 class RecomputeRunner:
     """Right-padded whole sequences through ``model`` on each call: correct for any causal LM, slow for all."""
@@ -63,6 +66,9 @@ class RecomputeRunner:
         pass
 
     def clear_slot(self, slot: int) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
 
@@ -118,6 +124,9 @@ class CachedRunner:
     @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
         self._cache.clear_slot(slot)
+
+    def release(self) -> None:
+        self._cache.release()
 
     def _masks(self, query: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive masks ``[k or 1, 1, T, visible]`` for queries at the positions ``query`` ``[k or 1, T, 1]``."""

@@ -113,6 +113,10 @@ class Worker:
                 core.resume()
                 events += [Reply(late, error="The engine was resumed before it was paused.") for late in self._pausing]
                 self._pausing.clear()
+            case Method.SLEEP:
+                core.sleep()
+            case Method.WAKE_UP:
+                core.wake_up()
             case Method.ABORT_ALL:
                 events += core.abort()
             case Method.RECEIVE:

@@ -1,0 +1,143 @@
+"""What freshness costs: the real asynchronous trainer on modelled engines, in virtual time, over S, D and the weight of the tail.
+
+    python benchmarks/staleness_price.py throughput     accept and mask at S = 2, against min(generation, training)
+    python benchmarks/staleness_price.py strictness     wait over S, against what any schedule without drops can reach
+    python benchmarks/staleness_price.py depth          throughput and lag over D and the number of slots
+
+Responses are log-normal; the tail is the longest over the mean one. Groups have one response, so the tail is that of groups.
+The unit of time is a mean response; the engine's slots make as many mean responses in a unit as it has slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from skyrl_train.simulation.engine import EngineSpeed
+from skyrl_train.simulation.lengths import Lengths, log_normal
+from skyrl_train.simulation.oracle import Pipeline, best_found, least_time
+from skyrl_train.simulation.outcome import Outcome, Workload
+from skyrl_train.simulation.run import simulate
+from skyrl_train.simulation.training import TrainingSpeed
+
+MEAN_TOKENS = 32
+# Training time of a step over its generation time with all slots in use.
+REGIMES = {"generation-bound": 0.6, "balanced": 1.0, "training-bound": 1.5}
+
+
+def workload(options: argparse.Namespace, tail: float, ratio: float, slots: int, *, per_token: bool) -> Workload:
+    """``ratio``: training time over generation time. Training takes its time per token, or the same for each step."""
+    generation_s = MEAN_TOKENS * options.batch / slots
+    tokens = MEAN_TOKENS * options.batch
+    return Workload(
+        lengths=lengths(options, tail),
+        batch_groups=options.batch,
+        steps=options.steps,
+        engine=EngineSpeed(slots=slots, step_s=1.0),
+        training=TrainingSpeed(per_token_s=ratio * generation_s / tokens)
+        if per_token
+        else TrainingSpeed(per_step_s=ratio * generation_s),
+    )
+
+
+def lengths(options: argparse.Namespace, tail: float) -> Lengths:
+    """As many as the run trains, so that it sees the whole distribution once."""
+    return log_normal(options.batch * options.steps, MEAN_TOKENS, tail, options.seed)
+
+
+def run(work: Workload, policy: str, bound: int, depth: float, workers: int | None = None) -> Outcome:
+    settings = {"straggler_policy": policy, "max_staleness_steps": bound, "pipeline_depth": depth}
+    if workers is not None:
+        settings["num_parallel_generation_workers"] = workers
+    edge = work.steps // 6
+    return simulate(work, *(f"trainer.fully_async.{name}={value}" for name, value in settings.items()), edge=edge)
+
+
+def throughput(options: argparse.Namespace) -> None:
+    print("Sampled tokens trained per second over min(generation, training); S = 2, D = 2.\n")
+    print(
+        "| tail | slots / B | regime | policy | throughput | mean lag | max trained lag | groups over S | masked tokens |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for tail in options.tails:
+        for share in options.slots:
+            for regime, ratio in REGIMES.items():
+                for policy in ("accept", "mask"):
+                    work = workload(options, tail, ratio, round(share * options.batch), per_token=True)
+                    outcome = run(work, policy, 2, 2)
+                    print(
+                        f"| {tail:g} | {share:g} | {regime} | `{policy}` | **{outcome.utilization:.3f}** "
+                        f"| {outcome.mean_lag:.2f} | {outcome.max_trained_lag} | {outcome.share_over(2):.3f} "
+                        f"| {outcome.masked_share:.3f} |",
+                        flush=True,
+                    )
+
+
+def strictness(options: argparse.Namespace) -> None:
+    print(
+        "`wait`, D = S, W = slots = B. Throughput over min(generation, training), of: the run; the fastest schedule that a"
+    )
+    print(
+        "search with all lengths known found; the bound for every schedule without drops. (Whole runs, both ends included.)\n"
+    )
+    print("| regime | tail | S | run | found | bound | run / bound | run / found | max trained lag |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for regime, ratio in REGIMES.items():
+        for tail in options.tails:
+            for bound in options.bounds:
+                work = workload(options, tail, ratio, options.batch, per_token=False)
+                outcome = run(work, "wait", bound, bound, options.batch)
+                pipeline = Pipeline(
+                    [work.lengths[i] for i in range(options.batch * options.steps)],
+                    options.batch,
+                    bound,
+                    work.training.per_step_s,
+                    work.engine.slots,
+                )
+                ideal_s = options.steps * max(MEAN_TOKENS, work.training.per_step_s)
+                least_s = least_time(pipeline)
+                found_s = (
+                    min(outcome.total_s, best_found(pipeline, options.width)) if options.width else outcome.total_s
+                )
+                print(
+                    f"| {regime} | {tail:g} | {bound} | **{ideal_s / outcome.total_s:.3f}** | {ideal_s / found_s:.3f} "
+                    f"| {ideal_s / least_s:.3f} | {least_s / outcome.total_s:.3f} | {found_s / outcome.total_s:.3f} "
+                    f"| {outcome.max_trained_lag} |",
+                    flush=True,
+                )
+
+
+def depth(options: argparse.Namespace) -> None:
+    print("Balanced, S = 4. Throughput over min(generation, training) / mean lag.\n")
+    depths = (0.5, 1, 1.5, 2, 3, 4)
+    print(f"| tail | slots / B | policy | {' | '.join(f'D = {d:g}' for d in depths)} |")
+    print("|---" * (3 + len(depths)) + "|")
+    for tail in options.tails:
+        for share in options.slots:
+            for policy in ("accept", "mask", "wait", "drop"):
+                work = workload(options, tail, 1.0, round(share * options.batch), per_token=True)
+                outcomes = [run(work, policy, 4, d) for d in depths]
+                cells = " | ".join(f"{o.utilization:.3f} / {o.mean_lag:.2f}" for o in outcomes)
+                print(f"| {tail:g} | {share:g} | `{policy}` | {cells} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("throughput", "strictness", "depth"))
+    parser.add_argument("--batch", type=int, default=64, help="B, groups per step")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tails", type=float, nargs="*", default=[2, 8, 16, 32])
+    parser.add_argument("--bounds", type=int, nargs="*", default=[0, 1, 2, 3, 4, 6, 8, 12, 16], help="S")
+    parser.add_argument("--slots", type=float, nargs="*", default=[0.5, 1.0], help="slots over B")
+    parser.add_argument(
+        "--width", type=int, default=0, help="of the search for a faster schedule; 0: none (64 takes minutes)"
+    )
+    options = parser.parse_args()
+    began = time.process_time()
+    {"throughput": throughput, "strictness": strictness, "depth": depth}[options.table](options)
+    print(f"\n{time.process_time() - began:.0f} s of processor time")
+
+
+if __name__ == "__main__":
+    main()

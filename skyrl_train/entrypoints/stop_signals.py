@@ -1,0 +1,91 @@
+"""SIGTERM and Ctrl-C, which nothing in the process can hold up.
+
+    the first ──> the event loop is asked to stop ──> checkpoint, exit 0
+                        └── it does not turn for limit_s (a call blocks it) ──> as the second
+    the second ──> the process ends by the signal, at once
+
+Python runs these handlers between two instructions of the main thread, also while a call blocks its event loop; asyncio's
+own would wait until the loop turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from skyrl_train.rollout.watchdog import blocking_call
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SIGNAL_S = 0.5  # a Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on
+LISTEN_LIMIT_S = 60.0
+LAST_LIMIT_S = 5.0  # for a main thread that is inside a call which does not return to Python
+
+
+class StopSignals:
+    """``with StopSignals(...)`` in the main thread, on the loop that is to be stopped.
+
+    Args:
+        stop: called on the event loop after the first signal.
+        before_end: called before the process ends by a signal, such as to give the terminal its cursor back.
+        limit_s: how long the event loop may take to hear of the first signal.
+    """
+
+    def __init__(
+        self, stop: Callable[[], None], before_end: Callable[[], None], *, limit_s: float = LISTEN_LIMIT_S
+    ) -> None:
+        self._stop = stop
+        self._before_end = before_end
+        self._limit_s = limit_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked_at: float | None = None
+        self._heard = threading.Event()
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._previous = {number: signal.signal(number, self._arrived) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._heard.set()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            threading.Thread(target=self._insist, args=(number,), name="stop", daemon=True).start()
+            assert self._loop is not None, "handlers are installed on entering"
+            self._loop.call_soon_threadsafe(self._hear)
+        elif time.monotonic() - self._asked_at >= min(SAME_SIGNAL_S, self._limit_s):
+            self._before_end()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _hear(self) -> None:
+        self._heard.set()
+        self._stop()
+
+    def _insist(self, number: int) -> None:
+        if not self._heard.wait(self._limit_s):
+            logger.error(
+                "the run cannot stop, because a call blocks its event loop; it ends now. %s", self._blocking_call()
+            )
+            os.kill(os.getpid(), number)  # handled as the second one
+            if not self._heard.wait(LAST_LIMIT_S):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _blocking_call(self) -> str:
+        assert self._loop is not None, "handlers are installed on entering"
+        return blocking_call(self._loop, threading.main_thread().ident or 0)

@@ -1,0 +1,154 @@
+"""Log-probs of finished groups under other policies than the one that sampled them: the reference, and the proximal one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, ProximalPolicy
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import StageError
+from skyrl_train.rollout.filters import has_signal
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.rollout.placement.base import CallFailed, Place
+from skyrl_train.rollout.stages import Stage
+from skyrl_train.training.backend import TrainingSequence
+from skyrl_train.training.frozen_policy import TokensToScore
+
+Scores = Sequence[Sequence[float]]  # per sequence, per token of its response; 0.0 where the loss mask is 0
+
+
+class _LogprobStage(ABC):
+    """Scores all sequences of a group together.
+
+    Args:
+        adds: the field of the sequences in which the scores are put.
+        needed: whether a group is going to be trained; the others pass unscored.
+    """
+
+    def __init__(self, name: str, adds: str, max_parallel: int, needed: Callable[[RolloutGroup], bool]) -> None:
+        self.name = name
+        self.max_parallel = max_parallel
+        self._adds = adds
+        self._needed = needed
+
+    async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
+        """See :class:`Stage`."""
+        if not self._needed(group):
+            return group
+        return with_scores(group, self._adds, await self._score(tokens_to_score(group)))
+
+    @abstractmethod
+    async def _score(self, sequences: list[TokensToScore]) -> Scores:
+        """The log-probs of each token with loss mask 1."""
+
+
+class ReferenceStage(_LogprobStage):
+    """Log-probs of the policy that the run started from, by frozen copies of it in ``place``.
+
+    Args:
+        max_parallel: groups that are scored at once.
+        needed: whether a group is going to be trained; the others pass unscored.
+    """
+
+    def __init__(
+        self, place: Place, *, max_parallel: int, needed: Callable[[RolloutGroup], bool] = lambda group: True
+    ) -> None:
+        super().__init__("reference", "reference_logprobs", max_parallel, needed)
+        self._place = place
+
+    async def start(self) -> None:
+        """See :class:`Stage`."""
+        await self._place.start()
+
+    async def aclose(self) -> None:
+        """See :class:`Stage`."""
+        await self._place.aclose()
+
+    async def _score(self, sequences: list[TokensToScore]) -> Scores:
+        try:
+            scores: Scores = await self._place.call(sequences)
+        except CallFailed as failure:
+            raise StageError(f"The reference log-probs cannot be computed: {failure.reason}") from failure
+        return scores
+
+
+class ProximalStage(_LogprobStage):
+    """Log-probs of the policy that is being trained, as it is when the group is finished.
+
+    It computes where that policy is, between two steps, so that it needs no weights of its own.
+
+    Args:
+        forward: the backend's ``forward_logprobs`` in its thread.
+        needed: whether a group is going to be trained; the others pass unscored.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Sequence[TrainingSequence]], Awaitable[list[torch.Tensor]]],
+        *,
+        needed: Callable[[RolloutGroup], bool] = lambda group: True,
+    ) -> None:
+        super().__init__("proximal", "proximal_logprobs", 1, needed)
+        self._forward = forward
+
+    async def start(self) -> None:
+        """Nothing to bring up."""
+
+    async def aclose(self) -> None:
+        """Nothing to end."""
+
+    async def _score(self, sequences: list[TokensToScore]) -> Scores:
+        laid_out = [sequence.training_sequence() for sequence in sequences]
+        scored = await self._forward(laid_out)
+        return [
+            (values * sequence.loss_mask)[len(tokens.prompt_token_ids) :].tolist()
+            for tokens, sequence, values in zip(sequences, laid_out, scored, strict=True)
+        ]
+
+
+def proximal_stages(
+    algorithm: AlgorithmConfig,
+    forward: Callable[[Sequence[TrainingSequence]], Awaitable[list[torch.Tensor]]],
+) -> list[Stage]:
+    """The proximal stage where ``trainer.algorithm.proximal_policy=arrival`` asks for it; else none.
+
+    Args:
+        forward: see :class:`ProximalStage`.
+    """
+    if algorithm.proximal_policy is ProximalPolicy.step:
+        return []
+    return [ProximalStage(forward, needed=worth_scoring(algorithm))]
+
+
+def worth_scoring(algorithm: AlgorithmConfig) -> Callable[[RolloutGroup], bool]:
+    """Whether a group with its rewards is going to be trained, as far as that is known before the filter."""
+    return has_signal if algorithm.dynamic_sampling is DynamicSampling.filter else lambda group: True
+
+
+def tokens_to_score(group: RolloutGroup) -> list[TokensToScore]:
+    """All sequences of the group, sample by sample. Pure."""
+    return [
+        TokensToScore(sequence.prompt_token_ids, sequence.response_ids, sequence.loss_mask)
+        for sample in group.samples
+        for sequence in sample.sequences
+    ]
+
+
+def with_scores(group: RolloutGroup, field: str, scores: Scores) -> RolloutGroup:
+    """The group with the scores of all its sequences, sample by sample, in ``field``. Pure."""
+    remaining = iter(scores)
+    samples = tuple(
+        Sample(tuple(_with(sequence, field, next(remaining)) for sequence in sample.sequences))
+        for sample in group.samples
+    )
+    return replace(group, samples=samples)
+
+
+def _with(sequence: RolloutSequence, field: str, scores: Sequence[float]) -> RolloutSequence:
+    change: dict[str, Any] = {field: list(scores)}
+    return replace(sequence, **change)

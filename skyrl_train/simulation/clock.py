@@ -1,0 +1,102 @@
+"""An event loop in virtual time: whenever nothing is ready, its clock jumps to the next timer.
+
+    ready callbacks ──run──> nothing ready ──jump──> next timer       nothing ready and no timer: a deadlock, which is raised
+
+``asyncio.sleep``, ``asyncio.timeout`` and ``loop.time`` keep their meaning. Work for executors runs inline, so that no
+thread ever races the virtual clock; how long it takes is what it says with :meth:`VirtualTimeLoop.spend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from skyrl_train.errors import SimulationError
+
+T = TypeVar("T")
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Looks at files (signals come through one) without waiting, and lets virtual time pass instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if events:
+            return events
+        if timeout is None:
+            raise SimulationError(
+                "everything waits and no timer is set: a deadlock. asyncio.all_tasks() and their stacks say who waits."
+            )
+        self.now += max(0.0, timeout)
+        return []
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose seconds cost nothing.
+
+    An executor is one thread: its calls run one after the other, each from when the one before has ended. Calls without
+    an executor (``asyncio.to_thread``) all run at once.
+    """
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self._spent_s: float | None = None  # by the call that runs now
+        self._free_at: dict[Executor, float] = {}
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._jumping.now
+
+    def spend(self, seconds: float) -> None:
+        """Called by work that runs in an executor: it takes so long.
+
+        Raises:
+            SimulationError: called on the loop itself, where nothing may block.
+        """
+        if self._spent_s is None:
+            raise SimulationError("modelled work runs on the event loop; blocking work belongs in an executor")
+        self._spent_s += seconds
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]  # typeshed's TypeVarTuple says the same
+        """Calls ``func`` at once; the future is done when the modelled time of the call has passed."""
+        starts_at = self.time() if executor is None else max(self.time(), self._free_at.get(executor, 0.0))
+        future: asyncio.Future[T] = self.create_future()
+        outer, self._spent_s = self._spent_s, 0.0
+        deliver: Callable[[], None]
+        try:
+            result = func(*args)
+            deliver = lambda: _unless_cancelled(future, future.set_result, result)  # noqa: E731
+        except Exception as error:
+            failure = error
+            deliver = lambda: _unless_cancelled(future, future.set_exception, failure)  # noqa: E731
+        finally:
+            ends_at, self._spent_s = starts_at + self._spent_s, outer
+        if executor is not None:
+            self._free_at[executor] = ends_at
+        self.call_at(ends_at, deliver)
+        return future
+
+
+def _unless_cancelled(future: asyncio.Future[T], settle: Callable[[Any], None], outcome: object) -> None:
+    if not future.done():
+        settle(outcome)
+
+
+def run_in_virtual_time(main: Callable[[VirtualTimeLoop], Coroutine[Any, Any, T]]) -> T:
+    """Runs ``main(loop)`` on a new virtual-time loop and returns its result.
+
+    Raises:
+        SimulationError: a deadlock: everything waited for something that nothing could bring about.
+    """
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        return runner.run(main(loop))

@@ -1,0 +1,263 @@
+"""A modelled engine: the engine contract in virtual time, with slots, a decode speed and truthful versions.
+
+    request ──> queue (by priority) ──> slot ──decode steps──> all tokens: done
+                                                └─ pause · load · resume: frozen, recomputed, aborted or finished first
+
+All requests in the slots decode in step, so one clock of decode steps serves them all: a request that enters at step ``w``
+ends at ``w + its tokens``, whatever happens to the speed in between. One timer, for whoever ends next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.interface import (
+    EngineCapabilities,
+    EngineHealth,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    PauseMode,
+    SamplingParams,
+    StopReason,
+    TokenChunk,
+    only_chunk,
+    output_of,
+)
+from skyrl_train.inference.weight_update import WeightUpdate
+
+TRANSPORT = "modelled"
+_TOKEN, _LOGPROB = 3, -1.0
+_SMALL = 1e-9  # of a decode step
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """What an engine's work takes, in virtual seconds."""
+
+    slots: int  # requests decoded at once
+    step_s: float  # a decode step of an empty batch: reading the weights
+    step_per_request_s: float = 0.0  # what each request adds to it
+    prefill_steps_per_token: float = 0.0  # decode steps that computing one token's KV cache takes its request
+    transfer_s: float = 0.0  # receiving an update while serving
+    load_s: float = 0.0  # swapping it in, paused
+    sleep_s: float = 0.0  # giving the device's memory up, and as long to take it back
+
+    def steps_per_s(self, running: int) -> float:
+        """Decode steps per second with so many requests in the batch."""
+        return 1.0 / (self.step_s + self.step_per_request_s * running)
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt_tokens: int
+    max_tokens: int
+    done: asyncio.Future[StopReason]
+    entered: float = 0.0  # the decode step at which its first token is under way; -1 token while it waits
+    sampled: int = 0  # once it has left its slot
+    in_slot: bool = False
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (tokens sampled before, version from there on)
+
+
+class ModelledEngine(InferenceEngineInterface):
+    """Samples ``max_tokens`` tokens per request; their versions are those that it held when each was sampled."""
+
+    def __init__(self, speed: EngineSpeed, max_model_len: int = 1 << 30) -> None:
+        self.speed = speed
+        self._capabilities = EngineCapabilities(
+            frozenset(PauseMode), frozenset({TRANSPORT}), max_model_len, sleep=True, priorities=True
+        )
+        self.busy_slot_s = 0.0  # integral of the requests in slots over time
+        self._version = -1
+        self._paused: PauseMode | None = None
+        self._alive = True
+        self._steps = 0.0  # decode steps since the start, fractions included
+        self._looked_at = 0.0  # the time at which that was so
+        self._running: set[_Request] = set()
+        self._ends: list[tuple[float, int, _Request]] = []  # heap; entries of requests that left are skipped
+        self._waiting: list[tuple[int, int, _Request]] = []  # heap: by priority, then arrival
+        self._arrivals = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._drained: asyncio.Future[None] | None = None
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        self._looked_at = asyncio.get_running_loop().time()
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+        if not self._alive:
+            raise EngineDeadError("the modelled engine was torn down")
+        (prompt,) = engine_input.get("prompt_token_ids") or ()
+        params = SamplingParams.parse(engine_input.get("sampling_params"))
+        request = _Request(len(prompt), params.max_tokens, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, (engine_input.get("priority") or 0, next(self._arrivals), request))
+        self._go_on()
+        try:
+            reason = await request.done
+        except asyncio.CancelledError:
+            self._withdraw(request)
+            raise
+        return output_of([self._chunk(request, reason)])
+
+    async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
+        yield only_chunk(await self.generate(engine_input))
+
+    async def abort_generation(self) -> None:
+        self._advance()
+        for request in list(self._running):
+            self._leave(request, StopReason.ABORT)
+        for _, _, request in self._waiting:
+            if not request.done.done():
+                request.done.set_result(StopReason.ABORT)
+        self._waiting.clear()
+        self._go_on()
+
+    def _withdraw(self, request: _Request) -> None:
+        if request.in_slot:
+            self._advance()
+            self._leave(request, StopReason.ABORT)
+            self._go_on()
+
+    def _chunk(self, request: _Request, reason: StopReason) -> TokenChunk:
+        count = request.sampled
+        versions: list[int] = []
+        for (begin, version), following in itertools.zip_longest(request.marks, request.marks[1:]):
+            end = count if following is None else following[0]
+            versions += [version] * (min(end, count) - begin)
+        return TokenChunk([_TOKEN] * count, [_LOGPROB] * count, versions, reason)
+
+    # The clock of decode steps ------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Brings the count of decode steps up to now."""
+        now = asyncio.get_running_loop().time()
+        elapsed, self._looked_at = now - self._looked_at, now
+        if self._sampling and self._running:
+            self._steps += elapsed * self.speed.steps_per_s(len(self._running))
+            self.busy_slot_s += elapsed * len(self._running)
+
+    @property
+    def _sampling(self) -> bool:
+        return self._paused in (None, PauseMode.WAIT) and self._version >= 0
+
+    def _go_on(self) -> None:
+        """Lets finished requests go and waiting ones in, then sets the timer. After every change of who runs."""
+        self._advance()
+        while self._ends and self._ends[0][0] <= self._steps + _SMALL:
+            request = heapq.heappop(self._ends)[2]
+            if request.in_slot:
+                self._leave(request, StopReason.LENGTH)
+        while self._waiting and self._paused is None and self._sampling and len(self._running) < self.speed.slots:
+            request = heapq.heappop(self._waiting)[2]
+            if not request.done.done():
+                self._enter(request)
+        if self._drained is not None and not self._running and not self._drained.done():
+            self._drained.set_result(None)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._ends and not self._ends[0][2].in_slot:
+            heapq.heappop(self._ends)
+        if self._ends and self._sampling:
+            wait_s = (self._ends[0][0] - self._steps) / self.speed.steps_per_s(len(self._running))
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._go_on)
+
+    def _enter(self, request: _Request) -> None:
+        request.in_slot = True
+        request.entered = self._steps + request.prompt_tokens * self.speed.prefill_steps_per_token
+        request.marks = [(0, self._version)]
+        self._running.add(request)
+        heapq.heappush(self._ends, (request.entered + request.max_tokens, next(self._arrivals), request))
+
+    def _sampled(self, request: _Request) -> int:
+        now = int(self._steps - request.entered + _SMALL)
+        return max(request.marks[-1][0], min(request.max_tokens, now))  # fewer only while its cache is computed again
+
+    def _leave(self, request: _Request, reason: StopReason) -> None:
+        request.sampled = self._sampled(request)
+        request.in_slot = False
+        self._running.discard(request)
+        if not request.done.done():
+            request.done.set_result(reason)
+
+    # Updates ------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._advance()
+        self._paused = mode
+        if mode is PauseMode.ABORT:
+            await self.abort_generation()
+        elif mode is PauseMode.WAIT and self._running:
+            self._drained = asyncio.get_running_loop().create_future()
+            self._go_on()
+            await self._drained
+            self._drained = None
+        self._set_timer()
+
+    async def resume(self) -> None:
+        self._advance()
+        if self._paused is PauseMode.RECOMPUTE:
+            self._recompute()
+        self._paused = None
+        self._go_on()
+
+    def _recompute(self) -> None:
+        """Frozen requests wait until their KV caches are there again."""
+        self._ends.clear()
+        for request in self._running:
+            have = request.prompt_tokens + self._sampled(request)
+            request.entered += have * self.speed.prefill_steps_per_token
+            heapq.heappush(self._ends, (request.entered + request.max_tokens, next(self._arrivals), request))
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        await asyncio.sleep(self.speed.transfer_s)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        if self._paused is None:
+            raise EngineError("load_weights needs a pause")
+        await asyncio.sleep(self.speed.load_s)
+        self._version = update.version
+        for request in self._running:
+            request.marks.append((self._sampled(request), update.version))
+
+    async def sleep(self, level: int = 1) -> None:
+        await asyncio.sleep(self.speed.sleep_s)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await asyncio.sleep(self.speed.sleep_s)
+
+    async def reset_prefix_cache(self) -> None:
+        return None
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(
+            self._alive, self._version, len(self._running), len(self._waiting), self._paused is not None
+        )
+
+    async def teardown(self) -> None:
+        self._alive = False
+        self._advance()
+        if self._timer is not None:
+            self._timer.cancel()
+        for request in [*self._running, *(request for _, _, request in self._waiting)]:
+            if not request.done.done():
+                request.done.set_exception(EngineDeadError("the modelled engine was torn down"))
+        self._running.clear()
+        self._waiting.clear()

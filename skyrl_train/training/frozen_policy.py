@@ -1,0 +1,81 @@
+"""A policy that stays as it is: the reference of a KL term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_train.models.folder import load_model
+from skyrl_train.training.backend import TrainingSequence
+from skyrl_train.training.batch import collate, pack_by_tokens
+from skyrl_train.training.logprobs import scored_logits, token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokensToScore:
+    """A sequence as plain data, which any process can be sent. ``loss_mask`` and what comes back have an entry per token
+    of the response."""
+
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.response_ids)
+
+    def training_sequence(self) -> TrainingSequence:
+        """The same for a training backend, with nothing to learn."""
+        unknown = torch.zeros(len(self))
+        return TrainingSequence(
+            token_ids=torch.tensor(self.prompt_token_ids + self.response_ids, dtype=torch.int64),
+            loss_mask=torch.tensor([0] * len(self.prompt_token_ids) + self.loss_mask, dtype=torch.bool),
+            advantages=unknown,
+            behaviour_logprobs=unknown,
+            versions=torch.full((len(self),), -1),
+            group_index=0,
+        )
+
+
+class FrozenPolicy:
+    """A HF causal LM that only scores.
+
+    Log-probs are those of the sampling temperature (logits / temperature; greedy counts as 1), as the trained policy's are.
+
+    Args:
+        micro_batch_tokens: padded tokens per forward pass.
+
+    Raises:
+        ModelError: (constructor) the model folder cannot be used.
+    """
+
+    def __init__(
+        self, model_path: str, *, dtype: str, device: str, temperature: float, micro_batch_tokens: int
+    ) -> None:
+        self._model = load_model(model_path, dtype, device)
+        self._model.eval()
+        self._model.requires_grad_(False)
+        self._temperature = temperature if temperature > 0 else 1.0
+        self._micro_batch_tokens = micro_batch_tokens
+
+    @torch.inference_mode()
+    def __call__(self, sequences: Sequence[TokensToScore]) -> list[list[float]]:
+        """The log-prob of each token with loss mask 1 given all tokens before it; 0.0 where the loss mask is 0.
+
+        Raises:
+            ConfigError: a sequence does not fit ``micro_batch_tokens``.
+        """
+        results = [[0.0] * len(sequence.response_ids) for sequence in sequences]
+        laid_out = [sequence.training_sequence() for sequence in sequences]
+        masks = [sequence.loss_mask for sequence in laid_out]
+        scored = [index for index, mask in enumerate(masks) if bool(mask.any())]
+        for chosen in pack_by_tokens([len(sequences[index]) for index in scored], self._micro_batch_tokens):
+            micro_batch = collate(laid_out, [scored[position] for position in chosen], masks)
+            logits = scored_logits(self._model, micro_batch, self._temperature)
+            logprobs = token_logprobs(logits, micro_batch.targets.to(logits.device)).float().cpu()
+            counts = [int(masks[index].sum()) for index in micro_batch.indices]
+            for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):
+                scores = iter(values.tolist())
+                results[index] = [next(scores) if sampled else 0.0 for sampled in sequences[index].loss_mask]
+        return results

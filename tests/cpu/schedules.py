@@ -1,0 +1,445 @@
+"""Random runs of the rules of admission and freshness in virtual time: no task, no torch, some milliseconds each.
+
+    prompts ──admit──> running ──end──> buffer ──trainer──> trained
+                          │ engine loss: starts again        │ publication: at once, or during the next step
+                          └ failed, filtered, dropped        └ checkpoint ──kill──> resume, with recordings
+
+The trainer is a generator that yields the time it needs, or WAIT until it is notified. It and the admission look at their
+conditions only when they are notified, at the places where the real loops are; ``_check`` finds an opening that nobody was
+told of.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from skyrl_train.errors import StalenessError
+from skyrl_train.rollout.staleness import StalenessManager
+from skyrl_train.rollout.stragglers import resolve_straggler_policy
+
+WAIT: Final = None
+Trainer = Generator[float | None, None, None]
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything that a run depends on. Times are in ticks; chances are per event."""
+
+    seed: int = 0
+    policy: str = "wait"
+    b: int = 2
+    s: int = 2
+    d: float = 1.0
+    w: int = 8
+    k: int = 1
+    steps: int = 8
+    overlap: bool = False
+    streaming: int | None = None
+    mean_ticks: float = 3.0  # of a group
+    tail: float = 1.0  # sigma of the log-normal lengths
+    step_ticks: float = 2.0
+    publication_ticks: float = 0.5
+    queued: float = 0.2  # of the groups: they begin later than they are admitted
+    fails: float = 0.0  # of the groups
+    filtered: float = 0.0  # of the groups
+    engine_loss: float = 0.0
+    update_fails: float = 0.0  # per step; the run stops with a checkpoint and is resumed
+    checkpoint: float = 0.3  # per step
+    resize: float = 0.0
+    kills: int = 0
+
+    @staticmethod
+    def drawn(seed: int, policy: str) -> World:
+        """A world whose every number is drawn."""
+        rng = random.Random(seed)
+        k = rng.choice((1, 1, 1, 2, 3))
+        b = rng.randint(1, 5)
+        s = k - 1 + rng.choice((0, 1, 1, 2, 2, 3, 6))
+        room = s - k + 1
+        streaming = rng.choice((None, None, 1, rng.randint(1, b)))
+        return World(
+            seed=seed,
+            policy=policy,
+            b=b,
+            s=s,
+            d=rng.choice((0, room, min(1, room), rng.uniform(0, room), rng.randint(0, 4 * room) / 4)),
+            w=rng.choice((1, b, 2 * b, 50)),
+            k=k,
+            steps=rng.randint(1, 12),
+            overlap=rng.random() < 0.4,
+            streaming=streaming,
+            mean_ticks=rng.choice((0.3, 1.0, 4.0)),
+            tail=rng.choice((0.0, 1.0, 2.0, 3.0)),
+            step_ticks=rng.choice((0.0, 0.3, 1.0)),
+            publication_ticks=rng.choice((0.0, 0.3, 3.0)),
+            queued=rng.choice((0.0, 0.3)),
+            fails=rng.choice((0.0, 0.0, 0.15)),
+            filtered=rng.choice((0.0, 0.0, 0.4)),
+            engine_loss=rng.choice((0.0, 0.0, 0.05)),
+            update_fails=rng.choice((0.0, 0.0, 0.1)),
+            checkpoint=rng.choice((0.2, 1.0)),
+            resize=rng.choice((0.0, 0.0, 0.1)),
+            kills=rng.choice((0, 0, 1, 3)),
+        )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A group in the buffer."""
+
+    ordinal: int
+    versions: tuple[int, ...]  # of its tokens
+
+    @property
+    def oldest_version(self) -> int:
+        return min(self.versions)
+
+
+@dataclass
+class Running:
+    """A group that is being generated."""
+
+    ends: float
+    outcome: str
+    versions: list[int] = field(default_factory=list)  # of the tokens so far
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    sizes: World
+    counts: dict[str, int]
+    buffered: tuple[Finished, ...]
+    settled: dict[int, str]
+    next_ordinal: int
+    recordings: dict[int, tuple[tuple[int, ...], float, str]]  # ordinal -> versions so far, ticks left, outcome
+
+
+class Resume(Exception):
+    """The process has ended, and another one begins at the last checkpoint."""
+
+
+class Run:
+    """One run from its first step to its last, through all kills. ``play`` returns when it is over and was right."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rng = random.Random(world.seed)
+        self.now = 0.0
+        self.kills_left, self.resizes_left = world.kills, 3
+        self.lags: list[int] = []  # of the groups that were trained
+        self.partly_masked = self.wholly_masked = 0  # groups
+        self.waits = 0  # times that the trainer had enough groups and waited
+        self.fresh_starts = 0  # recordings that could not go on
+        self.largest_bound = world.s
+        self.resumes = 0
+        self.settled: dict[int, str] = {}
+        self.saved: Checkpoint | None = None
+        self._begin()
+
+    def play(self) -> Run:
+        while True:
+            try:
+                self._live()
+            except Resume:
+                self.resumes += 1
+                self._begin()
+            else:
+                self._check_end()
+                return self
+
+    # The process --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        saved = self.saved
+        self.sizes = sizes = self.world if saved is None else saved.sizes
+        self.m = StalenessManager(
+            batch_groups=sizes.b,
+            max_staleness_steps=sizes.s,
+            pipeline_depth=sizes.d,
+            max_running=sizes.w,
+            total_steps=sizes.steps,
+            policy=resolve_straggler_policy(sizes.policy),
+            steps_per_publication=sizes.k,
+            overlap=sizes.overlap,
+        )
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.scheduled = 0
+        self.running: dict[int, Running] = {}
+        self.taken: list[Finished] = []  # groups with a seat in the current step
+        self.delivering = False
+        self.lacks: int | None = None  # groups that the trainer waits for
+        self.trainer_is = "ready"  # or "waiting" for a notification, or "busy" for some time
+        self.buffer = {} if saved is None else {group.ordinal: group for group in saved.buffered}
+        self.settled = {} if saved is None else dict(saved.settled)
+        self.outcomes = Counter(self.settled.values())
+        self.next_ordinal = 0 if saved is None else saved.next_ordinal
+        self.recordings = {} if saved is None else dict(saved.recordings)
+        known = self.settled.keys() | self.buffer.keys()
+        self.reissue = [ordinal for ordinal in range(self.next_ordinal) if ordinal not in known]
+        self.served = 0 if saved is None else saved.step - 1
+        if saved is not None:
+            self._resume(saved)
+        self.m.published(self.served)
+        self._notify()
+
+    def _resume(self, saved: Checkpoint) -> None:
+        self.m.load_state_dict(saved.counts, saved.step, self.buffer.values())
+        self._drop_overdue()
+        all_fit, before = len(self.reissue) <= self.m.capacity(), self.fresh_starts
+        self._admit()
+        if all_fit:  # always, unless W or D have shrunk
+            assert not self.reissue and not self.recordings
+            assert self.sizes.policy == "drop" or self.fresh_starts == before, "what was feasible when saved still is"
+
+    def _live(self) -> None:
+        trainer = self._trainer()
+        self._move(trainer)
+        while self.m.step <= self.world.steps or self.delivering:
+            assert self.events, "deadlock: nothing will ever happen again"
+            self.now, _, happen = heapq.heappop(self.events)
+            happen()
+            self._misfortunes()
+            self._move(trainer)
+            self._check()
+
+    def _move(self, trainer: Trainer) -> None:
+        """Runs the trainer until it needs time, or waits."""
+        while self.trainer_is == "ready":
+            ticks = next(trainer, WAIT)
+            if ticks is WAIT:
+                self.trainer_is = "waiting"
+            elif ticks > 0:
+                self.trainer_is = "busy"
+                self._at(ticks, self._wake)
+
+    def _wake(self) -> None:
+        self.trainer_is = "ready"
+
+    def _notify(self) -> None:
+        self._admit()
+        if self.trainer_is == "waiting":
+            self._wake()
+
+    def _at(self, ticks: float, happen: Callable[[], None]) -> None:
+        self.scheduled += 1
+        heapq.heappush(self.events, (self.now + ticks, self.scheduled, happen))
+
+    # Groups -------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.m.capacity() > 0:
+            if self.reissue:
+                ordinal = self.reissue.pop(0)
+            else:
+                ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
+            recording = self.recordings.pop(ordinal, None)
+            if recording is not None and not self.m.may_admit(min(recording[0])):
+                self.fresh_starts += 1
+                recording = None
+            if recording is None:
+                self._admit_afresh(ordinal)
+            else:
+                versions, ticks, outcome = recording
+                self.m.admit(ordinal, min(versions))
+                self._generate(ordinal, Running(self.now + ticks, outcome, list(versions)))
+
+    def _admit_afresh(self, ordinal: int) -> None:
+        self.m.admit(ordinal, self.served)
+        outcome = self.rng.choices(
+            ("finished", "failed", "filtered"),
+            (1 - self.world.fails - self.world.filtered, self.world.fails, self.world.filtered),
+        )[0]
+        ticks = self._length()
+        if self.rng.random() < self.world.queued:
+            self._generate(ordinal, Running(self.now + ticks, outcome))
+        else:
+            self._generate(ordinal, Running(self.now + ticks, outcome, [self.served]))
+
+    def _length(self) -> float:
+        return self.world.mean_ticks * self.rng.lognormvariate(0.0, self.world.tail)
+
+    def _generate(self, ordinal: int, group: Running) -> None:
+        self.running[ordinal] = group
+        self._at(group.ends - self.now, lambda: self._end(ordinal, group))
+
+    def _end(self, ordinal: int, group: Running) -> None:
+        if self.running.get(ordinal) is not group:
+            return  # it was cancelled or started again
+        del self.running[ordinal]
+        if group.outcome == "finished":
+            self.buffer[ordinal] = finished = Finished(ordinal, tuple(group.versions or [self.served]))
+            self.m.finish(ordinal, finished.oldest_version)
+        else:
+            self._settle(ordinal, group.outcome)
+            (self.m.fail if group.outcome == "failed" else self.m.filter)(ordinal)
+        self._notify()
+
+    def _settle(self, ordinal: int, outcome: str) -> None:
+        assert ordinal not in self.settled, "nothing is settled twice"
+        self.settled[ordinal] = outcome
+        self.outcomes[outcome] += 1
+
+    def _drop_overdue(self) -> None:
+        overdue = self.m.overdue(self.buffer.values())
+        for ordinal in overdue.running:
+            del self.running[ordinal]
+        for group in overdue.buffered:
+            del self.buffer[group.ordinal]
+        for ordinal in [*overdue.running, *(group.ordinal for group in overdue.buffered)]:
+            self._settle(ordinal, "dropped")
+            self.m.drop(ordinal)
+
+    # The trainer --------------------------------------------------------------------------------------------------
+
+    def _trainer(self) -> Trainer:
+        while self.m.step <= self.world.steps:
+            yield from self._train_step()
+            yield from self._publish()
+            self._drop_overdue()
+            self._notify()
+            if self.rng.random() < self.world.checkpoint:
+                self._save()
+
+    def _train_step(self) -> Trainer:
+        self.taken = []
+        while (missing := self.world.b - len(self.taken)) > 0:
+            at_least = None if self.world.streaming is None else min(self.world.streaming, missing)
+            while (part := self._select(at_least)) is None:
+                self.lacks = at_least or missing
+                yield WAIT
+            self.lacks = None
+            self._consume(part)
+            self.taken += part
+            if self.world.streaming is not None:
+                yield self.world.step_ticks * len(part) / self.world.b
+        yield self.world.step_ticks
+        if self.rng.random() < self.world.update_fails:
+            self._save()
+            raise Resume
+        for group in self.taken:
+            del self.buffer[group.ordinal]
+            self._settle(group.ordinal, "trained")
+        self.m.train(self.taken)
+        self.taken = []
+
+    def _select(self, at_least: int | None) -> Sequence[Finished] | None:
+        free = [group for group in self.buffer.values() if group not in self.taken]
+        chosen = self.m.select(free, committed=len(self.taken), at_least=at_least)
+        wanted = self.world.b - len(self.taken) if at_least is None else at_least
+        if chosen is None and len(free) >= wanted:
+            assert self.sizes.policy in ("wait", "drop"), "nothing waits for a straggler under the other policies"
+            self.waits += 1
+        if chosen is not None:
+            assert wanted <= len(chosen) <= self.world.b - len(self.taken)
+            assert list(chosen) == sorted(chosen, key=lambda group: group.ordinal)
+        return chosen
+
+    def _consume(self, part: Sequence[Finished]) -> None:
+        """The promises, checked from the tokens."""
+        self.m.assert_bound(part)
+        for group in part:
+            lag = (self.m.step - 1) - group.oldest_version
+            self.lags.append(lag)
+            if self.sizes.policy in ("wait", "drop"):
+                assert lag <= self.m.max_staleness_steps
+            if self.sizes.policy == "mask":
+                assert self.m.oldest_trained_version is not None
+                trained = [version for version in group.versions if version >= self.m.oldest_trained_version]
+                assert all((self.m.step - 1) - version <= self.m.max_staleness_steps for version in trained)
+                assert len(trained) == len(group.versions) or lag > self.m.max_staleness_steps, "only what is too old"
+                self.partly_masked += 0 < len(trained) < len(group.versions)
+                self.wholly_masked += not trained
+
+    def _publish(self) -> Trainer:
+        due, version = self.m.publication_due, self.m.step
+        self.m.advance()
+        if due:
+            while self.delivering:
+                yield WAIT
+            self.delivering = True
+            self._at(self.world.publication_ticks, lambda: self._served(version))
+            while self.delivering and not self.world.overlap:
+                yield WAIT
+
+    def _served(self, version: int) -> None:
+        self.served, self.delivering = version, False
+        for group in self.running.values():
+            group.versions.append(version)
+        self.m.published(version)
+        self._notify()
+
+    # What goes wrong ----------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self.saved = Checkpoint(
+            step=self.outcomes["trained"] // self.world.b + 1,
+            sizes=self.sizes,
+            counts=self.m.state_dict(),
+            buffered=tuple(self.buffer.values()),
+            settled=dict(self.settled),
+            next_ordinal=self.next_ordinal,
+            recordings={
+                **self.recordings,
+                **{o: (tuple(g.versions), g.ends - self.now, g.outcome) for o, g in self.running.items() if g.versions},
+            },
+        )
+
+    def _misfortunes(self) -> None:
+        if self.rng.random() < self.world.engine_loss:
+            for ordinal in [ordinal for ordinal in self.running if self.rng.random() < 0.5]:
+                group = self.running[ordinal]
+                self._generate(ordinal, Running(self.now + self._length(), group.outcome, [self.served]))
+        if self.resizes_left and self.rng.random() < self.world.resize:
+            self._resize()
+        if self.kills_left and self.rng.random() < 0.03:
+            self.kills_left -= 1
+            raise Resume
+
+    def _resize(self) -> None:
+        self.resizes_left -= 1
+        bound = self.world.k - 1 + self.rng.randint(0, 5)
+        depth = self.rng.uniform(0, bound - self.world.k + 1)
+        before = (self.m.max_staleness_steps, self.m.pipeline_depth, self.m.max_running)
+        workers = self.rng.choice((1, self.world.b, 20))
+        try:
+            self.m.resize(max_staleness_steps=bound, pipeline_depth=depth, max_running=workers)
+        except StalenessError:
+            assert self.sizes.policy == "wait" and bound < before[0]
+            assert before == (self.m.max_staleness_steps, self.m.pipeline_depth, self.m.max_running)
+        else:
+            self.sizes = replace(self.sizes, s=bound, d=depth, w=workers)
+            self.largest_bound = max(self.largest_bound, bound)
+            self._drop_overdue()
+            self._notify()
+
+    # What must hold -----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        c = self.m.counts
+        assert (c.running, c.buffered) == (len(self.running), len(self.buffer))
+        assert all(
+            self.outcomes[name] == count
+            for name, count in (
+                ("trained", c.trained),
+                ("failed", c.failed),
+                ("filtered", c.filtered),
+                ("dropped", c.dropped),
+            )
+        )
+        assert c.submitted == c.running + c.buffered + c.trained + c.failed + c.filtered + c.dropped
+        assert c.dropped == 0 or self.sizes.policy == "drop"
+        assert self.m.capacity() == 0, "lost wake-up: there is room, and the admission was not told"
+        if self.lacks is not None:
+            assert self._select(self.lacks) is None, "lost wake-up: there is a batch, and the trainer was not told"
+
+    def _check_end(self) -> None:
+        c = self.m.counts
+        assert c.trained == self.world.steps * self.world.b and c.running == c.buffered == 0
+        assert sorted(self.settled) == list(range(self.next_ordinal)), "nothing is lost"
+        assert c.submitted == self.next_ordinal

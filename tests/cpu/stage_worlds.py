@@ -1,0 +1,92 @@
+"""Stages and reward functions that do as they are told. Imports little: some of it runs in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.rollout.placement.base import Work
+from skyrl_train.rollout.reward_function import GroupToReward
+
+
+def work(**arguments: Any) -> Work:
+    """A work that obeys: see :class:`Obey`."""
+    return Work("stage_worlds:Obey", arguments)
+
+
+class Obey:
+    """Does what the argument says. ``on_start``: what it does when it is built."""
+
+    def __init__(self, on_start: str = "") -> None:
+        self.calls = 0
+        if on_start:
+            self(on_start)
+
+    def __call__(self, order: Any) -> Any:
+        self.calls += 1
+        match order:
+            case "count":
+                return self.calls
+            case "where":
+                return os.getpid(), threading.get_ident()
+            case "raise":
+                raise ValueError("scripted")
+            case "exit":
+                sys.exit(3)
+            case "die":
+                os.kill(os.getpid(), 9)
+            case "hang":
+                time.sleep(3600)
+            case "unpicklable":
+                return lambda: None
+            case "await":
+                return answered_later(7)
+            case ("meet", here, there):  # named pipes: opening one blocks until somebody opens the other end
+                Path(here).write_text("")
+                Path(there).read_text()
+        return order
+
+
+async def answered_later(value: Any) -> Any:
+    await asyncio.sleep(0)
+    return value
+
+
+# Reward functions -----------------------------------------------------------------------------------------------------
+
+
+def length_reward(group: GroupToReward, scale: float = 1.0) -> list[float]:
+    return [scale * len(sample.response_ids) for sample in group.samples]
+
+
+async def async_length_reward(group: GroupToReward) -> list[float]:
+    await asyncio.sleep(0)
+    return length_reward(group)
+
+
+def even_tokens_reward(group: GroupToReward) -> list[float]:
+    return [float(sum(token % 2 == 0 for token in sample.response_ids)) for sample in group.samples]
+
+
+class Model:
+    """A reward model that is built once."""
+
+    def __init__(self, bonus: float) -> None:
+        self.bonus = bonus
+
+    def __call__(self, group: GroupToReward) -> Sequence[float]:
+        return tuple(sample.reward + self.bonus for sample in group.samples)
+
+
+class AsyncModel(Model):
+    async def __call__(self, group: GroupToReward) -> Sequence[float]:  # type: ignore[override]
+        return super().__call__(group)
+
+
+NOT_CALLABLE = 3

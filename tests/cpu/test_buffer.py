@@ -1,0 +1,239 @@
+"""Finished groups that wait, in memory and on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from harness import Harness
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.errors import StalenessError
+from skyrl_train.rollout.buffer import RolloutBuffer, size_bytes
+from skyrl_train.rollout.checkpoint import read_rollout_state, write_rollout_state
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.rollout.spill import SpilledGroup, SpillFolder
+
+
+def group(ordinal: int, version: int = 0, tokens: int = 40, uid: str = "u") -> RolloutGroup:
+    rng = random.Random(ordinal)
+    sequence = RolloutSequence(
+        prompt_token_ids=[rng.randrange(300, 50_000) for _ in range(5)],
+        response_ids=[rng.randrange(300, 50_000) for _ in range(tokens)],
+        loss_mask=[1] * tokens,
+        logprobs=[-rng.random() for _ in range(tokens)],
+        versions=[version] * tokens,
+        rewards=[rng.random() for _ in range(tokens)],
+        stop_reason="stop",
+    )
+    return RolloutGroup(ordinal, uid, "s", (Sample((sequence,)), Sample((sequence, sequence))), 0, {"m": 0.1})
+
+
+def in_memory(buffer: RolloutBuffer) -> list[int]:
+    return sorted(entry.ordinal for entry in buffer if isinstance(entry, RolloutGroup))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name.split("-")[1] for path in folder.glob("*"))
+
+
+async def test_beyond_the_limit_the_groups_with_the_latest_deadlines_go_to_the_disk(tmp_path: Path) -> None:
+    buffer = RolloutBuffer(memory_bytes=3 * size_bytes(group(0)), folder=tmp_path / "spill")
+    versions = {0: 5, 1: 2, 2: 7, 3: 2, 4: 1, 5: 7}
+    for ordinal, version in versions.items():
+        buffer.put(group(ordinal, version))
+        await buffer.flushed()
+    assert in_memory(buffer) == [1, 3, 4]
+    assert files(tmp_path / "spill") == ["0", "2", "5"]
+    assert {entry.ordinal: entry.oldest_version for entry in buffer} == versions, "selection needs no file"
+    chosen = [entry for entry in buffer if entry.ordinal in (5, 1, 0)]
+    assert await buffer.load(chosen) == [group(entry.ordinal, versions[entry.ordinal]) for entry in chosen]
+    buffer.take(chosen)
+    assert in_memory(buffer) == [3, 4] and len(buffer) == 3
+    del chosen
+    assert files(tmp_path / "spill") == ["2"], "a file goes with its group"
+    await buffer.aclose()
+
+
+async def test_memory_stays_bounded_however_many_groups_wait(tmp_path: Path) -> None:
+    one = size_bytes(group(0, tokens=1500))
+    limit = 4 * one
+    buffer = RolloutBuffer(limit, tmp_path)
+    tracemalloc.start()
+    try:
+        for ordinal in range(30):
+            buffer.put(group(ordinal, tokens=1500))
+            assert buffer.memory_bytes <= limit + one
+            await buffer.flushed()
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert buffer.memory_bytes <= limit
+    # The samples of a group share a sequence here, which counts three times; the estimate is of groups that do not.
+    assert held < limit
+    assert peak < limit + 3 * one, "what is being written, and its text"
+    assert (len(buffer), buffer.num_spilled) == (30, 26)
+    await buffer.aclose()
+
+
+def test_the_size_of_a_group_is_estimated_well_enough() -> None:
+    tracemalloc.start()
+    try:
+        groups = [
+            RolloutGroup(o, "u", "s", (group(o, tokens=1000).samples[0],), submitted_version=0) for o in range(20)
+        ]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * held < sum(map(size_bytes, groups)) < 1.3 * held
+
+
+async def test_a_slow_disk_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+    write = SpillFolder.write
+
+    def slow(self: SpillFolder, group: RolloutGroup) -> SpilledGroup:
+        assert may_write.wait(60)
+        return write(self, group)
+
+    monkeypatch.setattr(SpillFolder, "write", slow)
+    buffer = RolloutBuffer(0, tmp_path)
+    for ordinal in range(3):
+        buffer.put(group(ordinal))
+    assert await buffer.load(list(buffer)) == [group(0), group(1), group(2)], "what is being written is still there"
+    buffer.take([group(1)])
+    may_write.set()
+    await buffer.flushed()
+    assert in_memory(buffer) == [] and len(buffer) == 2
+    assert files(tmp_path) == ["0", "2"], "a group that was taken meanwhile leaves no file"
+    assert buffer.memory_bytes == 0
+    await buffer.aclose()
+
+
+async def test_groups_that_cannot_be_written_stay_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    buffer = RolloutBuffer(0, tmp_path / "file" / "folder")
+    with caplog.at_level(logging.ERROR):
+        for ordinal in range(3):
+            buffer.put(group(ordinal))
+            await buffer.flushed()
+    assert "group 0 cannot be put on the disk and stays in memory" in caplog.text
+    assert await buffer.load(list(buffer)) == [group(0), group(1), group(2)]
+    buffer.take(list(buffer))
+    assert buffer.memory_bytes == 0
+    await buffer.aclose()
+
+
+async def test_a_snapshot_can_be_written_after_its_groups_were_trained(tmp_path: Path) -> None:
+    buffer = RolloutBuffer(size_bytes(group(0)), tmp_path / "spill")
+    for ordinal in range(4):
+        buffer.put(group(ordinal))
+    await buffer.flushed()
+    snapshot = buffer.snapshot()
+    buffer.take(list(buffer))
+    assert len(buffer) == 0 and len(files(tmp_path / "spill")) == 3
+    write_rollout_state({}, snapshot, tmp_path)
+    del snapshot
+    assert files(tmp_path / "spill") == []
+    await buffer.aclose()
+    restored = RolloutBuffer(2 * size_bytes(group(0)), tmp_path / "other")
+    await restored.restore(read_rollout_state(tmp_path)[1])
+    assert in_memory(restored) == [0, 1], "the limit holds while a checkpoint is read"
+    assert sorted(await restored.load(list(restored)), key=lambda group: group.ordinal) == [group(o) for o in range(4)]
+
+
+async def test_what_a_killed_run_has_left_in_the_folder_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "group-7-0.json").write_text("{")
+    buffer = RolloutBuffer(0, tmp_path)
+    buffer.put(group(1))
+    await buffer.aclose()
+    assert files(tmp_path) == ["1"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.sampled_from(["put", "put", "take", "load", "flush", "snapshot", "restore"]), max_size=40),
+    st.randoms(use_true_random=False),
+    st.integers(0, 4),
+)
+def test_a_buffer_that_spills_holds_what_one_in_memory_holds(
+    tmp_path_factory: pytest.TempPathFactory, events: list[str], rng: random.Random, fit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("buffer")
+
+    async def play() -> None:
+        limit = fit * size_bytes(group(0))
+        buffer, held = RolloutBuffer(limit, folder), dict[int, RolloutGroup]()
+        saved, ordinal = (buffer.snapshot(), dict(held)), 0
+        for event in events:
+            if event == "put":
+                held[ordinal] = group(ordinal, version=rng.randrange(4))
+                buffer.put(held[ordinal])
+                ordinal += 1
+            elif event in ("take", "load"):
+                chosen = rng.sample(list(buffer), min(2, len(buffer)))
+                assert await buffer.load(chosen) == [held[entry.ordinal] for entry in chosen]
+                if event == "take":
+                    buffer.take(chosen)
+                    for entry in chosen:
+                        del held[entry.ordinal]
+            elif event == "flush":
+                await buffer.flushed()
+                assert buffer.memory_bytes <= limit
+            elif event == "snapshot":
+                saved = (buffer.snapshot(), dict(held))
+                write_rollout_state({}, saved[0], folder)
+            elif event == "restore" and (folder / "groups.jsonl").exists():
+                await buffer.aclose()
+                buffer, held = RolloutBuffer(limit, folder / str(ordinal)), dict(saved[1])
+                await buffer.restore(read_rollout_state(folder)[1])
+            assert {entry.ordinal for entry in buffer} == held.keys()
+        assert {g.ordinal: g for g in await buffer.load(list(buffer))} == held
+        assert buffer.memory_bytes == sum(size_bytes(g) for g in held.values() if g.ordinal in in_memory(buffer))
+        await buffer.aclose()
+
+    asyncio.run(play())
+
+
+def test_a_group_cannot_finish_twice() -> None:
+    buffer = RolloutBuffer()
+    buffer.put(group(3))
+    with pytest.raises(StalenessError, match="group 3 finished twice"):
+        buffer.put(group(3))
+
+
+async def test_without_a_limit_everything_stays_in_memory() -> None:
+    buffer = RolloutBuffer()
+    for ordinal in range(100):
+        buffer.put(group(ordinal, tokens=1))
+        buffer.take([group(ordinal, tokens=1)] if ordinal % 10 else [])
+    assert in_memory(buffer) == list(range(0, 100, 10))
+    assert buffer.memory_bytes == 10 * size_bytes(group(0, tokens=1))
+
+
+async def test_a_run_whose_groups_wait_on_the_disk_trains_and_resumes_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "spill"
+    monkeypatch.setattr("skyrl_train.trainer.RolloutBuffer", lambda *_, **__: RolloutBuffer(0, folder))
+    overrides = ["trainer.mode=fully_async", "trainer.max_steps=8", "trainer.ckpt_interval=1"]
+    stopped = Harness(tmp_path / "run", *overrides)
+    spilled: list[int] = []
+
+    def look(_: object) -> None:
+        spilled.append(stopped.trainer.buffer.num_spilled)
+        if stopped.trainer.global_step == 3:
+            stopped.trainer.request_stop()
+
+    stopped.backend.before_update = look
+    await stopped.train()
+    resumed = Harness(tmp_path / "run", *overrides)
+    await resumed.train()
+    assert max(spilled) > 0
+    assert sorted(resumed.trained) == list(range(32))

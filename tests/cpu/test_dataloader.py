@@ -1,0 +1,270 @@
+"""The prompt loader (SEMANTICS 5): whatever happens in whatever order, every prompt has one surviving outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.concurrency import Signal
+from skyrl_train.config.schema import DataConfig
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import CheckpointError, DataError
+from skyrl_train.rollout import streaming
+from skyrl_train.rollout.dataloader import PromptLoader, build_loader
+from skyrl_train.rollout.dataset import PromptDataset
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.rollout.ledger import OUTCOMES
+from skyrl_train.rollout.records import RecordMaker
+from skyrl_train.rollout.samplers import SampledPrompts, Sampler
+from skyrl_train.rollout.streaming import StreamingPrompts
+
+SEED = 3
+
+
+def dataset(size: int) -> PromptDataset:
+    return PromptDataset(tuple(PromptRecord(f"p{row}", [], data_source="ab"[row % 2]) for row in range(size)))
+
+
+def group(ordinal: int, uid: str = "u", reward: float = 0.5) -> RolloutGroup:
+    sequence = RolloutSequence([1], [2], [1], [-0.5], [0], [reward], "stop")
+    return RolloutGroup(ordinal, uid, "s", (Sample((sequence,)),), submitted_version=0)
+
+
+class LeastRewarded(Sampler):
+    """A curriculum: the row whose groups had the lowest mean reward so far, those never seen first."""
+
+    def __init__(self, dataset: PromptDataset, seed: int) -> None:
+        super().__init__(dataset, seed)
+        self.totals = [0.0] * len(dataset)
+        self.seen = [0] * len(dataset)
+        self.drawn = 0
+
+    def row(self, ordinal: int) -> int:
+        assert ordinal == self.drawn, "asked twice, or out of order"
+        self.drawn += 1
+        return min(
+            range(len(self.seen)), key=lambda row: (self.totals[row] / max(self.seen[row], 1), self.seen[row], row)
+        )
+
+    def observe(self, row: int, group: RolloutGroup) -> None:
+        assert self.dataset[row].uid == group.uid
+        self.totals[row] += group.samples[0].reward
+        self.seen[row] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"totals": self.totals, "seen": self.seen, "drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.totals, self.seen, self.drawn = list(state["totals"]), list(state["seen"]), state["drawn"]
+
+
+SAMPLERS: dict[str, DataConfig] = {
+    "shuffle": DataConfig(sampler="shuffle"),
+    "sequential": DataConfig(sampler="sequential"),
+    "weighted": DataConfig(sampler="weighted", sampler_kwargs={"weights": {"a": 2, "b": 1}}),
+    "curriculum": DataConfig(sampler="test_dataloader:LeastRewarded"),
+}
+
+
+def loader_of(sampler: str, size: int = 6) -> PromptLoader:
+    return build_loader(dataset(size), SAMPLERS[sampler], SEED)
+
+
+class History:
+    """One loader after the other, as a run that is interrupted has them; checkpoints go through JSON."""
+
+    def __init__(self, make: Callable[[], PromptLoader], rng: random.Random) -> None:
+        self.make = make
+        self.rng = rng
+        self.flying: dict[int, str] = {}  # ordinal -> uid
+        self.buffered: dict[int, str] = {}
+        self.settled: dict[int, tuple[str, str]] = {}  # ordinal -> (uid, outcome)
+        self.known: dict[int, str] = {}  # of every ordinal that the saved history has issued
+        self.loader = make()
+        self.changed = Signal()
+        self.save()
+
+    def save(self) -> None:
+        self.saved = (json.dumps(self.loader.state_dict()), dict(self.buffered), dict(self.settled), self.issued)
+
+    @property
+    def issued(self) -> dict[int, str]:
+        return {**self.flying, **self.buffered, **{ordinal: uid for ordinal, (uid, _) in self.settled.items()}}
+
+    async def crash(self) -> None:
+        await self.loader.aclose()
+        state, buffered, settled, self.known = self.saved
+        self.flying, self.buffered, self.settled = {}, dict(buffered), dict(settled)
+        self.loader = self.make()
+        self.loader.load_state_dict(json.loads(state), self.buffered)
+        await self.loader.start(self.changed.notify)
+
+    async def issue(self) -> bool:
+        await self.changed.wait_until(lambda: self.loader.ready)
+        ended = self.loader.ended
+        ordinal = self.loader.issue()
+        assert (ordinal is None) == ended
+        if ordinal is None:
+            return False
+        uid = self.loader.record(ordinal).uid
+        assert ordinal not in self.issued, "issued twice"
+        assert self.known.get(ordinal, uid) == uid, "an ordinal has become another prompt"
+        self.flying[ordinal] = uid
+        return True
+
+    def settle(self, outcome: str) -> None:
+        pool = self.rng.choice([pool for pool in (self.flying, self.buffered) if pool])
+        ordinal = self.rng.choice(sorted(pool))
+        uid = pool.pop(ordinal)
+        self.settled[ordinal] = (uid, outcome)
+        learned = [group(ordinal, uid, self.rng.random())] if outcome in ("trained", "filtered") else []
+        self.loader.settle([ordinal], outcome, learned)
+
+    async def play(self, events: list[str], to_the_end: int) -> list[str]:
+        """Plays ``events``, then goes on without crashes to ordinal ``to_the_end``; returns the uids by ordinal."""
+        await self.loader.start(self.changed.notify)
+        for event in events:
+            if event == "issue":
+                await self.issue()
+            elif event == "finish" and self.flying:
+                ordinal = self.rng.choice(sorted(self.flying))
+                self.buffered[ordinal] = self.flying.pop(ordinal)
+            elif event in OUTCOMES and self.flying | self.buffered:
+                self.settle(event)
+            elif event == "checkpoint":
+                self.save()
+            elif event == "crash":
+                await self.crash()
+            for ordinal, uid in (self.flying | self.buffered).items():
+                assert self.loader.record(ordinal).uid == uid
+        while self.loader.frontier < to_the_end:
+            if not (len(self.issued) < to_the_end and await self.issue()) and not self.flying | self.buffered:
+                break
+            self.settle("trained")
+        while self.flying | self.buffered:
+            self.settle("trained")
+        await self.loader.aclose()
+        assert sorted(self.settled) == list(range(len(self.settled)))
+        assert self.loader.frontier == len(self.settled)
+        return [self.settled[ordinal][0] for ordinal in sorted(self.settled)]
+
+
+EVENTS = st.lists(
+    st.sampled_from(["issue", "issue", "finish", *OUTCOMES, "checkpoint", "crash"]), min_size=10, max_size=70
+)
+
+
+@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
+@settings(max_examples=60, deadline=None)
+@given(events=EVENTS, rng=st.randoms(use_true_random=False))
+def test_every_prompt_has_one_surviving_outcome_with_any_sampler(
+    sampler: str, events: list[str], rng: random.Random
+) -> None:
+    history = History(lambda: loader_of(sampler), rng)
+    uids = asyncio.run(history.play(events, to_the_end=30))
+    if sampler == "sequential":
+        assert uids[:12] == [f"p{row}" for row in range(6)] * 2
+    if sampler == "shuffle":
+        assert all(len(set(uids[start : start + 6])) == 6 for start in range(0, 30, 6))
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=EVENTS, rng=st.randoms(use_true_random=False), epochs=st.integers(1, 3))
+def test_every_prompt_has_one_surviving_outcome_with_a_stream(
+    tmp_path_factory: pytest.TempPathFactory, events: list[str], rng: random.Random, epochs: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "stream"
+    folder.mkdir(exist_ok=True)
+    rows = [[f"a{row}" for row in range(7)], [f"b{row}" for row in range(4)]]
+    paths = [folder / "a.jsonl", folder / "b.jsonl"]
+    for path, uids in zip(paths, rows, strict=True):
+        path.write_text("".join(json.dumps({"prompt": uid, "uid": uid}) + "\n" for uid in uids))
+
+    def make() -> PromptLoader:
+        return PromptLoader(StreamingPrompts(paths, RecordMaker("prompt", "run_length"), epochs), SEED)
+
+    with patch.object(streaming, "CHUNK_ROWS", 2), patch.object(streaming, "ROWS_AHEAD", 3):
+        uids = asyncio.run(History(make, rng).play(events, to_the_end=1000))
+    assert uids == (rows[0] + rows[1]) * epochs
+
+
+async def test_after_a_resume_a_curriculum_goes_on_with_the_rows_and_the_knowledge_it_had() -> None:
+    loader = loader_of("curriculum")
+    uids = {
+        ordinal: loader.record(ordinal).uid for ordinal in [loader.issue() for _ in range(6)] if ordinal is not None
+    }
+    for ordinal in (0, 2, 3):
+        loader.settle([ordinal], "trained", [group(ordinal, uids[ordinal], reward=0.1 * (ordinal + 1))])
+    resumed = loader_of("curriculum")
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())), buffered=[4])
+    assert [resumed.record(ordinal).uid for ordinal in (1, 4, 5)] == [uids[ordinal] for ordinal in (1, 4, 5)]
+    assert [resumed.issue(), resumed.issue()] == [1, 5]
+    rest = [[loader.issue() for _ in range(8)], [resumed.issue() for _ in range(8)]]
+    assert rest[0] == rest[1]
+    assert [loader.record(o).uid for o in rest[0]] == [resumed.record(o).uid for o in rest[1]]  # type: ignore[arg-type]
+
+
+async def test_a_sampler_that_fails_to_learn_stops_the_next_issue_and_not_the_step_that_it_learns_from() -> None:
+    class Forgetful(LeastRewarded):
+        def observe(self, row: int, group: RolloutGroup) -> None:
+            raise KeyError("notes")
+
+    loader = PromptLoader(SampledPrompts(dataset(4), Forgetful(dataset(4), 0)), 0)
+    ordinal = loader.issue()
+    assert ordinal == 0
+    loader.settle([0], "trained", [group(0, "p0")])
+    assert loader.frontier == 1
+    assert loader.ready
+    with pytest.raises(DataError, match="failed in observe") as caught:
+        loader.issue()
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("row", [-1, 4])
+def test_a_sampler_that_chooses_no_row_is_named(row: int) -> None:
+    class Astray(Sampler):
+        def row(self, ordinal: int) -> int:
+            return row
+
+    loader = PromptLoader(SampledPrompts(dataset(4), Astray(dataset(4), 0)), 0)
+    with pytest.raises(DataError, match=rf"Astray chose row {row} of a data set of 4 prompts"):
+        loader.issue()
+    assert loader.state_dict()["ledger"]["next"] == 0, "an ordinal without a row must not be issued"
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (lambda: build_loader(dataset(5), SAMPLERS["shuffle"], SEED), "dataset_len 6, this run's has 5"),
+        (lambda: build_loader(dataset(6), SAMPLERS["shuffle"], SEED + 1), "seed 3, this run's has 4"),
+        (
+            lambda: build_loader(dataset(6), SAMPLERS["sequential"], SEED),
+            "sampler 'shuffle', this run's has 'sequential'",
+        ),
+        (
+            lambda: build_loader(
+                PromptDataset((PromptRecord("x", []), *dataset(6).records[1:])), SAMPLERS["shuffle"], SEED
+            ),
+            "fingerprint",
+        ),
+    ],
+)
+def test_a_checkpoint_of_other_data_is_refused(other: Callable[[], PromptLoader], key: str) -> None:
+    loader = other()
+    with pytest.raises(CheckpointError, match=f"{key}.*resume with the data set"):
+        loader.load_state_dict(loader_of("shuffle").state_dict(), [])
+    assert loader.issue() == 0, "a refused checkpoint has changed nothing"
+
+
+def test_other_weights_are_another_order() -> None:
+    other = DataConfig(sampler="weighted", sampler_kwargs={"weights": {"a": 3, "b": 1}})
+    with pytest.raises(CheckpointError, match="sampler"):
+        build_loader(dataset(6), other, SEED).load_state_dict(loader_of("weighted").state_dict(), [])

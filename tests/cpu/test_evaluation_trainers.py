@@ -1,0 +1,114 @@
+"""Evaluation in whole trainers, of every mode: each row is of one version, and training neither loses nor repeats."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import EchoGenerator, Harness
+
+from skyrl_train.errors import EvaluationError
+from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
+
+MODES = ["sync", "one_step_off", "fully_async", "partial_rollout"]
+EVALUATION = ["trainer.eval.interval=3", "trainer.eval.before_train=true", "trainer.eval.generate=3"]
+
+
+def is_evaluation(batch: GeneratorInput) -> bool:
+    return batch["batch_metadata"].training_phase == "eval"
+
+
+def steps(h: Harness) -> list[int]:
+    return [row["step"] for row in h.run_folder.read_evaluations()]
+
+
+def generator_of_the_evaluation(h: Harness) -> EchoGenerator:
+    generator = h.generator if h.evaluation_engines is None else h.evaluation_engines.generator
+    assert isinstance(generator, EchoGenerator)
+    return generator
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+async def test_each_row_is_of_one_version_and_training_is_what_it_was(tmp_path: Path, mode: str, own: int) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", *EVALUATION)
+    await h.train()
+    rows = h.run_folder.read_evaluations()
+    assert [row["step"] for row in rows] == [row["policy_version"] for row in rows] == [0, 3, 6, 8]
+    assert all(row["eval/prompts"] == 3 and row["eval/failed"] == 0 for row in rows)
+    assert sorted(h.trained) == list(range(32)) and not h.trainer.evaluation.cancelled
+    assert "evaluation of version 8" in h.screen.getvalue()
+
+
+async def test_with_rare_publications_the_last_policy_is_published_to_be_measured(tmp_path: Path) -> None:
+    overrides = ["trainer.fully_async.sync_every_steps=3", "trainer.fully_async.overlap_publication=true"]
+    h = Harness(tmp_path, *overrides, *EVALUATION)
+    await h.train()
+    assert steps(h) == [0, 3, 6, 8]
+
+
+@pytest.mark.parametrize("own", [0, 1])
+async def test_a_stop_in_the_middle_of_an_evaluation_runs_it_again_and_repeats_no_row(tmp_path: Path, own: int) -> None:
+    settings = [f"trainer.eval.num_engines={own}", *EVALUATION]
+    h = Harness(tmp_path, *settings)
+
+    def stop_at_6(batch: GeneratorInput) -> Any:
+        if is_evaluation(batch) and batch["batch_metadata"].global_step == 6:
+            h.trainer.request_stop()
+            return asyncio.get_running_loop().create_future()
+        return None
+
+    generator_of_the_evaluation(h).before = stop_at_6
+    await h.train()
+    stopped_at = h.trainer.global_step
+    assert steps(h) == [0, 3] and h.trainer.evaluation.cancelled and stopped_at in (6, 7)
+    resumed = Harness(tmp_path, *settings)
+    await resumed.train()
+    assert steps(resumed) == [0, 3, stopped_at, 8], "the weights that there are, under their own name"
+    assert sorted(resumed.trained) == list(range(32))
+
+
+async def test_a_stop_while_the_last_policy_is_measured_leaves_that_to_be_done(tmp_path: Path) -> None:
+    h = Harness(tmp_path, *EVALUATION)
+
+    def stop_at_8(batch: GeneratorInput) -> Any:
+        if is_evaluation(batch) and batch["batch_metadata"].global_step == 8:
+            h.trainer.request_stop()
+            return asyncio.get_running_loop().create_future()
+        return None
+
+    h.generator.before = stop_at_8
+    await h.train()
+    assert h.trainer.global_step == 8 and h.trainer.evaluation.cancelled and steps(h) == [0, 3, 6]
+    resumed = Harness(tmp_path, *EVALUATION)
+    await resumed.train()
+    assert steps(resumed) == [0, 3, 6, 8] and not resumed.trainer.evaluation.cancelled
+
+
+async def test_a_token_of_another_version_ends_the_run_with_what_was_trained(tmp_path: Path) -> None:
+    h = Harness(tmp_path, *EVALUATION)
+
+    def spoil(output: GeneratorOutput) -> None:
+        ids, versions = output["trajectory_ids"], output["rollout_versions"]
+        if ids is not None and versions is not None and "@eval-3" in ids[0].instance_id:
+            versions[0][-1] += 1
+
+    h.generator.after = spoil
+    with pytest.raises(EvaluationError, match="version 3 met tokens of version 4"):
+        await h.train()
+    assert steps(h) == [0] and h.trainer.parts.checkpoints.latest() is not None
+
+
+async def test_failing_evaluations_never_stop_training(tmp_path: Path) -> None:
+    h = Harness(tmp_path, *EVALUATION)
+
+    def fail(batch: GeneratorInput) -> None:
+        if is_evaluation(batch):
+            raise ValueError("scripted")
+
+    h.generator.before = fail
+    await h.train()
+    assert [row["eval/failed"] for row in h.run_folder.read_evaluations()] == [3, 3, 3, 3]
+    assert sorted(h.trained) == list(range(32)) and h.rows[-1]["async/failed"] == 0

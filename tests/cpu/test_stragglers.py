@@ -1,0 +1,174 @@
+"""The straggler policies by themselves: what they ask of an outlook, and how users bring their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_staleness import Finished, manager
+
+from skyrl_train.errors import ConfigError, StalenessError
+from skyrl_train.rollout.stragglers import (
+    STRAGGLER_POLICIES,
+    FinishedGroup,
+    Outlook,
+    StragglerPolicy,
+    WaitPolicy,
+    resolve_straggler_policy,
+)
+
+versions = st.lists(st.integers(0, 4), max_size=6)
+
+
+@st.composite
+def outlooks(draw: st.DrawFn) -> Outlook:
+    batch_groups = draw(st.integers(1, 4))
+    return Outlook(
+        step=draw(st.integers(3, 6)),
+        batch_groups=batch_groups,
+        seats=draw(st.integers(0, batch_groups)),
+        max_staleness_steps=draw(st.integers(0, 5)),
+        running=Counter(draw(versions)),
+        finished=Counter(draw(versions)),
+    )
+
+
+def fits_one_by_one(outlook: Outlook) -> bool:
+    """Fills the steps from ``t`` on, earliest deadline first, and looks whether anyone comes too late."""
+    deadlines = sorted(
+        outlook.deadline(version) for version in [*expanded(outlook.running), *expanded(outlook.finished)]
+    )
+    step, seats = outlook.step, outlook.seats
+    for deadline in deadlines:
+        if seats == 0:
+            step, seats = step + 1, outlook.batch_groups
+        if deadline < step:
+            return False
+        seats -= 1
+    return True
+
+
+def expanded(groups: Mapping[int, int]) -> list[int]:
+    return [version for version, number in groups.items() for _ in range(number)]
+
+
+@given(outlooks())
+def test_an_outlook_is_feasible_if_filling_the_steps_one_by_one_makes_every_deadline(outlook: Outlook) -> None:
+    assert outlook.feasible == fits_one_by_one(outlook)
+
+
+def chosen_by_wait(outlook: Outlook, number: int) -> list[Finished]:
+    groups = [Finished(ordinal, version) for ordinal, version in enumerate(expanded(outlook.finished))]
+    return list(WaitPolicy().select(outlook, groups)[:number])
+
+
+def after(outlook: Outlook, chosen: Collection[Finished]) -> Outlook:
+    """What is left behind when these groups have seats."""
+    taken = Counter(group.oldest_version for group in chosen)
+    return replace(outlook, seats=outlook.seats - len(chosen), finished=Counter(outlook.finished) - taken)
+
+
+@given(outlooks())
+def test_wait_waits_exactly_if_no_choice_of_groups_would_leave_the_rest_feasible(outlook: Outlook) -> None:
+    if not outlook.feasible:
+        return  # never under this policy
+    groups = [Finished(ordinal, version) for ordinal, version in enumerate(expanded(outlook.finished))]
+    for number in range(min(outlook.seats, len(groups)) + 1):
+        possible = any(after(outlook, choice).feasible for choice in combinations(groups, number))
+        assert WaitPolicy().must_wait(outlook, number) == (not possible)
+        assert after(outlook, chosen_by_wait(outlook, number)).feasible == possible, (
+            "so the earliest deadlines are best"
+        )
+
+
+@given(outlooks())
+def test_whoever_need_not_wait_with_a_number_of_groups_need_not_wait_with_fewer(outlook: Outlook) -> None:
+    waits = [WaitPolicy().must_wait(outlook, number) for number in range(outlook.seats + 1)]
+    assert waits == sorted(waits)
+
+
+@given(outlooks())
+def test_once_everything_has_finished_a_feasible_outlook_never_waits(outlook: Outlook) -> None:
+    ended = replace(outlook, running={})
+    if ended.feasible:
+        assert not WaitPolicy().must_wait(ended, min(ended.seats, sum(ended.finished.values())))
+
+
+def test_the_built_in_policies_are_the_four_of_semantics_4_2() -> None:
+    assert STRAGGLER_POLICIES.names() == ["accept", "drop", "mask", "wait"]
+    bounded = {name for name in STRAGGLER_POLICIES.names() if resolve_straggler_policy(name).bounded}
+    assert bounded == {"wait", "mask", "drop"}
+
+
+class FreshestFirst(StragglerPolicy):
+    """Takes the newest groups, and promises what it does not keep."""
+
+    bounded = True
+
+    def select(self, outlook: Outlook, finished: Sequence[FinishedGroup]) -> Sequence[FinishedGroup]:  # type: ignore[override]
+        return sorted(finished, key=lambda group: -group.oldest_version)
+
+
+class Patient(StragglerPolicy):
+    """Waits for everything that runs."""
+
+    def must_wait(self, outlook: Outlook, seats: int) -> bool:
+        return sum(outlook.running.values()) > 0
+
+
+class NeedsArguments(StragglerPolicy):
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+
+
+def test_a_policy_of_ones_own_is_named_by_its_import_path() -> None:
+    m = manager(1, 3, 3, policy=f"{__name__}:FreshestFirst")
+    for ordinal in range(2):
+        m.admit(ordinal, 0)
+        m.finish(ordinal)
+    assert m.select([Finished(0, 0), Finished(1, 1)]) == [Finished(1, 1)]
+
+
+def test_a_policy_of_ones_own_can_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from skyrl_train.rollout.stragglers import AcceptPolicy\nclass Mine(AcceptPolicy):\n    pass\n")
+    assert type(resolve_straggler_policy(f"{file}:Mine")).__name__ == "Mine"
+
+
+def test_a_policy_of_ones_own_decides_when_to_wait() -> None:
+    m = manager(1, 1, 1, policy=f"{__name__}:Patient")
+    for ordinal in range(2):
+        m.admit(ordinal, 0)
+    m.finish(0)
+    assert m.select([Finished(0, 0)]) is None
+    m.fail(1)
+    assert m.select([Finished(0, 0)]) == [Finished(0, 0)]
+
+
+def test_the_promise_of_a_policy_of_ones_own_is_asserted_too() -> None:
+    m = manager(1, 0, 0, policy=f"{__name__}:FreshestFirst")
+    m.admit(0, 0)
+    m.finish(0)
+    m.advance()
+    with pytest.raises(StalenessError, match="lag 1 > S = 0"):
+        m.assert_bound([Finished(0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("wiat", "Did you mean 'wait'"),
+        ("no.such:Policy", "cannot be imported"),
+        (f"{__name__}:fits_one_by_one", "is no subclass of"),
+        (f"{__name__}:NeedsArguments", "is made without arguments"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        resolve_straggler_policy(name)

@@ -1,0 +1,324 @@
+"""Prompts from files that are read as they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import harness
+import pyarrow as pa
+import pytest
+import torch
+from harness import Harness
+from pyarrow import parquet
+
+from skyrl_train.concurrency import Signal
+from skyrl_train.config.compose import compose
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import CheckpointError, ConfigError, DataError
+from skyrl_train.rollout import streaming
+from skyrl_train.rollout.dataloader import PromptLoader
+from skyrl_train.rollout.dataset import check_alphabet, load_dataset, open_prompts
+from skyrl_train.rollout.records import RecordMaker
+from skyrl_train.rollout.rows import Row, open_rows
+from skyrl_train.rollout.streaming import CHUNK_ROWS, ROWS_AHEAD, StreamingPrompts
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{row}=", "answer": str(row)} for row in range(count)]
+
+
+def write_all_kinds(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
+    """The same rows as .jsonl (with blank lines), as .parquet (in several row groups), and as a saved folder."""
+    lines, table, saved = folder / "lines.jsonl", folder / "table.parquet", folder / "saved"
+    lines.write_text("".join("\n" * (number % 3 == 1) + json.dumps(row) + "\n" for number, row in enumerate(rows)))
+    parquet.write_table(pa.Table.from_pylist(rows), table, row_group_size=7)
+    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
+    return [lines, table, saved]
+
+
+def stream(paths: Sequence[Path], epochs: int = 1, maker: RecordMaker | None = None) -> StreamingPrompts:
+    return StreamingPrompts(paths, maker or RecordMaker("prompt", "run_length"), epochs)
+
+
+class Reader:
+    """A loader with what a caller needs in order to wait for it."""
+
+    def __init__(self, prompts: StreamingPrompts) -> None:
+        self.loader = PromptLoader(prompts, seed=0)
+        self.changed = Signal()
+        self.started = False
+
+    async def start(self) -> None:
+        if not self.started:
+            self.started = True
+            await self.loader.start(self.changed.notify)
+
+    async def issue(self) -> int | None:
+        await self.changed.wait_until(lambda: self.loader.ready)
+        return self.loader.issue()
+
+    async def read(self, count: int | None = None) -> list[PromptRecord]:
+        """The next prompts, settled at once; all that are left without ``count``."""
+        await self.start()
+        records: list[PromptRecord] = []
+        while len(records) != count and (ordinal := await self.issue()) is not None:
+            records.append(self.loader.record(ordinal))
+            self.loader.settle([ordinal], "trained")
+        return records
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("start", [0, 1, 6, 7, 20, 22])
+def test_a_file_can_be_read_from_any_row_on(tmp_path: Path, kind: int, start: int) -> None:
+    file = open_rows(write_all_kinds(tmp_path, rows_of(23))[kind])
+    rows = list(file.rows())
+    assert [row.value for row in rows] == rows_of(23)
+    assert list(file.rows(rows[start].next)) == rows[start + 1 :]
+
+
+async def test_a_stream_has_the_records_of_the_data_set_in_its_order_epoch_after_epoch(tmp_path: Path) -> None:
+    paths = [str(path) for path in write_all_kinds(tmp_path, rows_of(50))]
+    config = compose(
+        "quickstart",
+        [f"data.train_data=[{','.join(paths)}]", "data.streaming=true", "trainer.epochs=2", "trainer.max_steps=99"],
+    )
+    in_memory = load_dataset(config.data, config.environment)
+    prompts = open_prompts(config)
+    assert isinstance(prompts, StreamingPrompts)
+    reader = Reader(prompts)
+    assert await reader.read() == [*in_memory, *in_memory]
+    assert reader.loader.ended
+    assert reader.loader.issue() is None, "the end is for good"
+    await reader.loader.aclose()
+
+
+async def test_a_row_that_is_still_being_read_does_not_block_the_event_loop(tmp_path: Path) -> None:
+    may_read = threading.Event()
+
+    class Slow(RecordMaker):
+        def make(self, row: Row, index: int, stem: str) -> PromptRecord:
+            if index == CHUNK_ROWS:
+                assert may_read.wait(60)
+            return super().make(row, index, stem)
+
+    reader = Reader(stream(write_all_kinds(tmp_path, rows_of(2 * CHUNK_ROWS))[:1], maker=Slow("prompt", "run_length")))
+    assert len(await reader.read(CHUNK_ROWS)) == CHUNK_ROWS
+    assert not reader.loader.ready and not reader.loader.ended
+    with pytest.raises(RuntimeError, match="still being read"):
+        reader.loader.issue()
+    waiting = asyncio.create_task(reader.issue())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    may_read.set()
+    assert await waiting == CHUNK_ROWS, "the loop is told when the row is there"
+    await reader.loader.aclose()
+
+
+async def test_little_is_read_ahead_and_little_is_kept_however_long_the_stream(tmp_path: Path) -> None:
+    read = 0
+
+    class Counting(RecordMaker):
+        def make(self, row: Row, index: int, stem: str) -> PromptRecord:
+            nonlocal read
+            read += 1
+            return super().make(row, index, stem)
+
+    rows = 20 * ROWS_AHEAD
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(rows)))
+    prompts = stream([path], maker=Counting("prompt", "run_length"))
+    reader = Reader(prompts)
+    await reader.start()
+    held: list[int] = []  # a window of prompts in flight
+    for _ in range(rows - ROWS_AHEAD):
+        ordinal = await reader.issue()
+        assert ordinal is not None
+        held.append(ordinal)
+        assert read <= ordinal + 1 + ROWS_AHEAD + CHUNK_ROWS
+        if len(held) > 100:
+            reader.loader.settle([held.pop(0)], "trained")
+    assert len(prompts._records) <= len(held) + ROWS_AHEAD + CHUNK_ROWS
+    assert len(prompts._marks) <= (len(held) + ROWS_AHEAD) // CHUNK_ROWS + 3
+    assert len(json.dumps(reader.loader.state_dict())) < 2000
+    await reader.loader.aclose()
+
+
+async def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    reader = Reader(stream(write_all_kinds(tmp_path, rows_of(40))))
+    await reader.read()
+    reader.loader.state_dict()
+    await reader.loader.aclose()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+async def test_a_broken_row_is_an_error_once_its_turn_comes(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    good = 2 * CHUNK_ROWS + 5
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(good)) + "{")
+    reader = Reader(stream([path]))
+    assert len(await reader.read(good)) == good
+    with pytest.raises(DataError, match=rf"broken\.jsonl:{good + 1} is not JSON"):
+        await reader.issue()
+    await reader.loader.aclose()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no rows"),
+        ('{"prompt": 7}\n', "must be a string or a list of messages"),
+        ('{"prompt": "1", "env_class": "runlength"}\n', "env_class of prompt .* cannot be used"),
+    ],
+)
+async def test_a_stream_that_begins_broken_does_not_start(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text(content)
+    reader = Reader(stream([path]))
+    with pytest.raises(DataError, match=message):
+        await reader.start()
+    await reader.loader.aclose()
+
+
+def test_a_missing_file_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        stream([tmp_path / "absent.jsonl"])
+
+
+async def test_characters_that_the_tokenizer_lacks_are_found_as_they_are_read(tmp_path: Path) -> None:
+    prompts = stream(write_all_kinds(tmp_path, rows_of(3))[:1])
+    check_alphabet(prompts, "0123456789")
+    reader = Reader(prompts)
+    with pytest.raises(ConfigError, match=r"contain '=', which .*alphabet"):
+        await reader.read()
+    await reader.loader.aclose()
+
+
+async def test_duplicate_ids_are_two_prompts_with_an_ordinal_each(tmp_path: Path) -> None:
+    path = tmp_path / "twice.jsonl"
+    path.write_text('{"prompt": "a", "uid": "x"}\n{"prompt": "b", "uid": "x"}\n')
+    records = await Reader(stream([path])).read()
+    assert [(record.uid, record.prompt[0]["content"]) for record in records] == [("x", "a"), ("x", "b")]
+
+
+def rewritten(rows: list[dict[str, Any]], how: str) -> list[dict[str, Any]]:
+    return {
+        "the same": rows,
+        "shorter": rows[:-1],
+        "longer": [*rows, {"prompt": "1=", "answer": "1"}],
+        "changed": [{**rows[0], "answer": "9"}, *rows[1:]],
+    }[how]
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("how", ["the same", "shorter", "longer", "changed"])
+async def test_after_a_resume_files_may_be_elsewhere_but_not_others(tmp_path: Path, kind: int, how: str) -> None:
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+    reader = Reader(stream([write_all_kinds(tmp_path / "before", rows_of(40))[kind]]))
+    await reader.read(10)
+    state = reader.loader.state_dict()
+    await reader.loader.aclose()
+    resumed = Reader(stream([write_all_kinds(tmp_path / "after", rewritten(rows_of(40), how))[kind]]))
+    if how != "the same":
+        with pytest.raises(CheckpointError, match="fingerprint"):
+            resumed.loader.load_state_dict(state, [])
+        return
+    resumed.loader.load_state_dict(state, [])
+    assert [record.prompt[0]["content"] for record in await resumed.read(3)] == ["10=", "11=", "12="]
+    await resumed.loader.aclose()
+
+
+class Counted(StreamingPrompts):
+    """What the plan is told of a stream, here."""
+
+    def __len__(self) -> int:
+        return 11
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+async def test_a_run_ends_with_its_stream_and_resumes_within_it(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "eleven.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(11)))
+    monkeypatch.setattr(
+        harness, "load_dataset", lambda *_: Counted([path], RecordMaker("prompt", "run_length"), epochs=2)
+    )
+    overrides = [f"trainer.mode={mode}", f"data.train_data=[{path}]", "trainer.max_steps=30"]
+    stopped = Harness(tmp_path / "run", *overrides)
+    stopped.backend.before_update = lambda _: (
+        stopped.trainer.request_stop() if stopped.trainer.global_step == 1 else None
+    )
+    await stopped.train()
+    assert len(stopped.trained) == 8 and not stopped.trainer.finished
+    resumed = Harness(tmp_path / "run", *overrides)
+    await resumed.train()
+    assert resumed.trainer.finished
+    assert len(resumed.trained) == len(set(resumed.trained)) == 20, "five steps of four; two prompts fill no minibatch"
+    assert set(resumed.trained) < set(range(22))
+    uids = {call.partition("@")[0] for call in stopped.generator.calls + resumed.generator.calls}
+    assert len(uids) == 11
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_of_its_steps(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(10)) + "{")
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(streaming, "ROWS_AHEAD", 2)
+    monkeypatch.setattr(
+        harness, "load_dataset", lambda *_: Counted([path], RecordMaker("prompt", "run_length"), epochs=1)
+    )
+    run = Harness(tmp_path / "run", f"trainer.mode={mode}", f"data.train_data=[{path}]", "trainer.max_steps=30")
+    with pytest.raises(DataError, match=r"broken\.jsonl:11 is not JSON"):
+        await run.train()
+    latest = run.trainer.parts.checkpoints.latest()
+    assert latest is not None
+    assert json.loads((latest / "rollout_state.json").read_text())["global_step"] == len(run.trained) // 4
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_nobody_waits_for_rows_that_nobody_reads(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = stream(write_all_kinds(tmp_path, rows_of(3 * CHUNK_ROWS))[:1])
+    reader = Reader(prompts)
+    await reader.start()
+    assert prompts._reading is not None
+    if how == "cancelled":
+        prompts._reading.cancel()
+    else:
+        monkeypatch.setattr(prompts._rows, "state_dict", lambda: 1 / 0)
+    with pytest.raises(DataError if how == "cancelled" else ZeroDivisionError):
+        await reader.read()
+    await reader.loader.aclose()
+
+
+@pytest.mark.parametrize("frontier", range(7))
+async def test_a_checkpoint_reads_again_from_the_frontier_on_wherever_it_is(
+    tmp_path: Path, frontier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", 3)
+    paths = write_all_kinds(tmp_path, rows_of(12))[:1]
+    reader = Reader(stream(paths))
+    await reader.start()
+    issued = [await reader.issue() for _ in range(8)]
+    settled = [ordinal for ordinal in issued if ordinal != frontier]
+    reader.loader.settle([ordinal for ordinal in settled if ordinal is not None], "trained")
+    resumed = Reader(stream(paths))
+    resumed.loader.load_state_dict(json.loads(json.dumps(reader.loader.state_dict())), [])
+    await resumed.start()
+    assert [await resumed.issue(), await resumed.issue()] == [frontier, 8]
+    texts = [resumed.loader.record(ordinal).prompt[0]["content"] for ordinal in (frontier, 8)]
+    assert texts == [f"{frontier}=", "8="]
+    for loader in (reader.loader, resumed.loader):
+        await loader.aclose()
