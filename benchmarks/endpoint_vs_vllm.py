@@ -234,6 +234,7 @@ def main() -> None:
     logprobs.add_argument("--logprobs", action="store_true", help="answers show the log-prob of each token")
     logprobs.add_argument("--hidden-logprobs", action="store_true", help="vLLM's engine computes them as ours does")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this program
     with tempfile.TemporaryDirectory() as folder:
         model, logs = Path(folder) / "model", (Path(folder) / "ours.log", Path(folder) / "theirs.log")
         build = BuildModelConfig(hidden_size=options.width, intermediate_size=2 * options.width)

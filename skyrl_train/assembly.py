@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode
@@ -42,6 +44,7 @@ from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
+from skyrl_train.stage_factory import build_stages
 from skyrl_train.trainer import PPOTrainer, TrainerParts
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
@@ -82,8 +85,9 @@ async def build_trainer(
     if own:
         clients.append(build_client(config, plan, tokenizer, model_path, range(number, number + own), workers))
     generators = [build_generator(config, plan, each, tokenizer, model_path) for each in clients]
-    # Engines import and load while the backend does.
-    starting = asyncio.gather(*(each.start() for each in clients))
+    stages = build_stages(config, model_path, client.decode, reporter.attempt_failed)
+    # Engines and stages import and load while the backend does.
+    starting = asyncio.ensure_future(gather_or_cancel([part.start() for part in (*clients, *stages)]))
     try:
         backend = await asyncio.to_thread(
             LocalBackend,
@@ -97,7 +101,7 @@ async def build_trainer(
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        await asyncio.gather(*(each.teardown() for each in clients))
+        await asyncio.gather(*(each.teardown() for each in clients), *(stage.aclose() for stage in stages))
         raise
     publishers = [
         WeightPublisher(each, build_transport(config), PauseMode(config.generator.pause_mode)) for each in clients
@@ -110,6 +114,7 @@ async def build_trainer(
         dataset=dataset,
         checkpoints=CheckpointStore(run_folder.checkpoints, config.trainer.max_ckpts_to_keep),
         reporter=reporter,
+        stages=stages,
         evaluation_engines=OwnEngines(generators[1], clients[1], publishers[1], backend.named_weights) if own else None,
         evaluation_prompts=evaluation_prompts,
         spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
@@ -122,6 +127,7 @@ def known_names() -> dict[str, list[str]]:
     """By setting, the names that its registry knows."""
     return {
         "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS.names(),
+        "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS.names(),
         "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
         "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
         "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),

@@ -38,7 +38,10 @@ from skyrl_train.rollout.dataloader import build_loader
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.filters import groups_to_train, make_filter
 from skyrl_train.rollout.group import RolloutGroup
+from skyrl_train.rollout.logprob_stages import proximal_stages
+from skyrl_train.rollout.reward_stage import RewardStage
 from skyrl_train.rollout.runner import GroupRunner
+from skyrl_train.rollout.stages import Stage, StagePipeline
 from skyrl_train.rollout.staleness import StalenessManager
 from skyrl_train.rollout.stragglers import resolve_straggler_policy
 from skyrl_train.rollout.watchdog import LoopMonitor, Phase, Watchdog
@@ -68,6 +71,7 @@ class TrainerParts:
     dataset: PromptDataset | StreamingPrompts
     checkpoints: CheckpointStore
     reporter: Reporter
+    stages: Sequence[Stage] = ()  # what a group goes through between its generation and the buffer; started
     evaluation_engines: EvaluationEngines | None = None  # of its own; None: the run's
     evaluation_prompts: Sequence[PromptRecord] = ()
     spill_folder: Path | None = None  # of finished groups beyond rollout.buffer_memory_bytes
@@ -108,6 +112,10 @@ class PPOTrainer:
             steps_per_publication=plan.steps_per_publication,
             overlap=plan.overlap_publication,
         )
+        proximal = proximal_stages(
+            trainer.algorithm, lambda sequences: self.off_loop(parts.backend.forward_logprobs, sequences)
+        )
+        self.stages = StagePipeline([*parts.stages, *proximal])
         self.runner = GroupRunner(
             parts.generator,
             self.prompts,
@@ -118,6 +126,7 @@ class PPOTrainer:
             env_class=config.environment.env_class,
             seed=trainer.seed,
             recordings=client.recordings,
+            stages=self.stages,
             on_failure=parts.reporter.attempt_failed,
         )
         self.workers = GenerationWorkers(
@@ -138,6 +147,7 @@ class PPOTrainer:
             parts.evaluation_prompts,
             sink=parts.reporter,
             changed=self.changed,
+            score=next((stage.run for stage in parts.stages if isinstance(stage, RewardStage)), None),
             on_progress=self.watchdog.progress,
             clock=parts.clock,
         )
@@ -391,6 +401,7 @@ class PPOTrainer:
             self.parts.client.generated_tokens - self._tokens_reported,
             self.parts.client.generated_tokens,
         )
+        trained.metrics.update(self.stages.take_metrics())
         full = step_metrics(
             self.global_step,
             trained.batch,
@@ -554,6 +565,7 @@ class PPOTrainer:
         if self._watching is not None:
             self._watching.cancel()
         await self.workers.close()
+        await self.stages.aclose()
         await self.buffer.aclose()
         await self.prompts.aclose()
         await self._close_generator()

@@ -28,7 +28,8 @@ class InferenceEngineClient(TokenClient):
     """A client that also takes OpenAI's bodies, without HTTP between: for generators in this process.
 
     The payloads are SkyRL's: ``{"json": body, "headers": headers}``. Headers are not looked at. A body's ``session_id``
-    keeps its requests on one engine. What was sampled is recorded by sessions, which belong to the endpoint; here
+    keeps its requests on one engine; with a trajectory's own (``TrajectoryID.to_string()``) they are replayed after a
+    resume. What was sampled is recorded by sessions, which belong to the endpoint; here
     ``"return_token_ids": True`` brings the tokens, log-probs and versions with the response.
     """
 

@@ -82,8 +82,9 @@ class _Request:
     def was_served_whole(self) -> bool:
         """Whether the caller was given exactly what the record has, to its end."""
         running, known = self.running, self.known
-        ended = running is not None and running.stop_reason is not None and known.stop_reason is not None
-        return ended and running is not None and len(running.token_ids) == known.tokens
+        if running is None or running.stop_reason is None or known.stop_reason is None:
+            return False
+        return len(running.token_ids) == known.tokens
 
     def settle(self) -> None:
         """Keeps what there is now."""

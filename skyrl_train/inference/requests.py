@@ -18,7 +18,7 @@ class GenerationRequest:
     """A prompt and how one response to it is sampled (``params.n`` is ignored: ``choice`` counts the responses).
 
     Args:
-        session_id: requests of one session stay on one engine while it lives.
+        session_id: requests of one session stay on one engine while it lives, and are recorded and replayed under it.
         choice: tells the responses of one request apart in their seeds.
         adapter: a LoRA adapter by name.
         oldest_version: the oldest policy version that the response will be trained with (a session's earlier turns);

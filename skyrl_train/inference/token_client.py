@@ -310,7 +310,7 @@ class TokenClient:
     async def _run(
         self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None
     ) -> None:
-        """Takes what is recorded of the response, then runs segments until it has ended."""
+        """Takes what is recorded of the response, then samples the rest."""
         with self.recordings.recorded(request, response) as known:
             for chunk in known:
                 response.recall(chunk)
@@ -324,6 +324,7 @@ class TokenClient:
     async def _sample(
         self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None
     ) -> None:
+        """Runs segments until the response has ended."""
         while (segment := response.next_segment()) is not None:
             await self._updates.gate.passed()
             lease = await self._pool.acquire(request.session_id)

@@ -50,6 +50,7 @@ class StepRecord:
 
     step: int
     ended_s: float
+    processor_s: float  # of this process until then, not virtual
     lags: tuple[int, ...]  # of its groups, by their oldest sampled token
     metrics: Mapping[str, float]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -55,7 +56,7 @@ class _Log(Reporter):
 
     def step(self, step: int, batch: Sequence[RolloutGroup], metrics: Mapping[str, float], **_: Any) -> None:
         lags = tuple(group.lag(step) for group in batch)
-        self.records.append(StepRecord(step, self._clock(), lags, metrics))
+        self.records.append(StepRecord(step, self._clock(), time.process_time(), lags, dict(metrics)))
 
 
 def simulate(workload: Workload, *overrides: str, edge: int = 0) -> Outcome:
@@ -78,6 +79,7 @@ def _settings(workload: Workload, folder: Path) -> list[str]:
         f"trainer.run_dir={folder}",
         "trainer.ckpt_interval=0",
         "trainer.trackers=[]",
+        "trainer.failures.stuck_after_s=1e9",  # the loop finds deadlocks at once; virtual hours are no sign of one
         f"trainer.algorithm.advantage_estimator={ESTIMATOR}",
         f"generator.n_samples_per_prompt={workload.samples}",
         f"data.generate={_PROMPTS}",

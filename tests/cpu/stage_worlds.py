@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.placement.base import Work
 from skyrl_train.rollout.reward_function import GroupToReward
 
@@ -90,3 +92,28 @@ class AsyncModel(Model):
 
 
 NOT_CALLABLE = 3
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+RECORD = PromptRecord("p", [{"role": "user", "content": "3?"}], env_extras={"answer": "3"}, data_source="d")
+
+
+def sequence(*ids: int, mask: list[int] | None = None, rewards: list[float] | None = None) -> RolloutSequence:
+    mask = [1] * len(ids) if mask is None else mask
+    return RolloutSequence(
+        prompt_token_ids=[5, 6],
+        response_ids=list(ids),
+        loss_mask=mask,
+        logprobs=[-0.5 * value for value in mask],
+        versions=[3 if value else -1 for value in mask],
+        rewards=[0.0] * len(ids) if rewards is None else rewards,
+        stop_reason="stop",
+    )
+
+
+def group(*samples: Sample, ordinal: int = 7) -> RolloutGroup:
+    return RolloutGroup(ordinal, "p", "d", samples or (Sample((sequence(1, 2),)), Sample((sequence(3),))), 3)
+
+
+def decode(ids: Any) -> str:
+    return "".join(map(str, ids))

@@ -209,12 +209,16 @@ async def test_a_failed_load_is_raised_and_the_old_weights_stay(
     assert (await engine.served_checksum(), engine.policy_version) == (before, version)
 
 
-async def test_it_cannot_sleep_and_says_so(engine: EmbeddedEngine) -> None:
-    assert not engine.capabilities.sleep
-    with pytest.raises(EngineError, match="cannot sleep"):
+async def test_it_sleeps_while_it_is_paused_and_must_be_woken(engine: EmbeddedEngine) -> None:
+    assert engine.capabilities.sleep
+    with pytest.raises(EngineError, match="call pause"):
         await engine.sleep()
-    with pytest.raises(EngineError, match="cannot sleep"):
-        await engine.wake_up()
+    await engine.pause(PauseMode.ABORT)
+    await engine.sleep()
+    with pytest.raises(EngineError, match="wake_up"):
+        await engine.resume()
+    await engine.wake_up()
+    await engine.resume()
     await engine.reset_prefix_cache()
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,58 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_worlds import World
 from scripted import settle
-from stage_worlds import work
-from training_worlds import backend, build_small_model, one_thread
+from stage_worlds import RECORD, decode, group, sequence
 
-from skyrl_train.config import refusals
-from skyrl_train.config.compose import compose
-from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, RunConfig
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import ConfigError, GeneratorOutputError, RolloutError, StageError
-from skyrl_train.rollout.buffer import size_bytes
+from skyrl_train.errors import GeneratorOutputError, RolloutError, StageError
 from skyrl_train.rollout.checkpoint import read_recordings
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.group_json import decode_group, encode_group, from_line, to_line
+from skyrl_train.rollout.group import RolloutGroup, Sample
 from skyrl_train.rollout.logprob_stages import (
-    ProximalStage,
-    ReferenceStage,
-    tokens_to_score,
     with_scores,
-    worth_scoring,
 )
-from skyrl_train.rollout.placement.local import LoopPlace, ThreadWorker
-from skyrl_train.rollout.placement.process import ProcessWorker
-from skyrl_train.rollout.placement.workers import WorkerPlace
-from skyrl_train.rollout.reward_function import GroupToReward, is_async, load_reward_function, reward_work
-from skyrl_train.rollout.reward_stage import RewardStage, group_to_reward, with_rewards
+from skyrl_train.rollout.placement.local import LoopPlace
+from skyrl_train.rollout.reward_function import reward_work
+from skyrl_train.rollout.reward_stage import RewardStage
 from skyrl_train.rollout.stages import Seats, Stage, StagePipeline
-from skyrl_train.stage_factory import build_stages
-from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.frozen_policy import FrozenPolicy
-from skyrl_train.training.minibatch import build_minibatch
-
-RECORD = PromptRecord("p", [{"role": "user", "content": "3?"}], env_extras={"answer": "3"}, data_source="d")
-
-
-def sequence(*ids: int, mask: list[int] | None = None, rewards: list[float] | None = None) -> RolloutSequence:
-    mask = [1] * len(ids) if mask is None else mask
-    return RolloutSequence(
-        prompt_token_ids=[5, 6],
-        response_ids=list(ids),
-        loss_mask=mask,
-        logprobs=[-0.5 * value for value in mask],
-        versions=[3 if value else -1 for value in mask],
-        rewards=[0.0] * len(ids) if rewards is None else rewards,
-        stop_reason="stop",
-    )
-
-
-def group(*samples: Sample, ordinal: int = 7) -> RolloutGroup:
-    return RolloutGroup(ordinal, "p", "d", samples or (Sample((sequence(1, 2),)), Sample((sequence(3),))), 3)
-
-
-def decode(ids: Any) -> str:
-    return "".join(map(str, ids))
 
 
 class Scripted:
@@ -334,270 +294,6 @@ async def test_a_stage_tells_how_busy_it_is_and_who_waits() -> None:
         assert not any(line.startswith("stage") for line in w.workers.describe())
 
 
-# Rewards --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_reward_function_sees_the_prompts_row_and_the_last_sequence_of_each_sample() -> None:
-    branched = Sample((sequence(1, 2, rewards=[0.0, 0.25]), sequence(3, 4, 5, mask=[1, 0, 1], rewards=[0.0, 0.0, 0.5])))
-    asked = group_to_reward(RECORD, [branched, Sample((sequence(9),))], decode)
-    assert (asked.uid, asked.data_source, asked.prompt, asked.env_extras) == ("p", "d", RECORD.prompt, {"answer": "3"})
-    assert [s.text for s in asked.samples] == ["345", "9"]
-    assert [s.reward for s in asked.samples] == [0.75, 0.0]
-    assert asked.samples[0].loss_mask == [1, 0, 1] and asked.samples[0].prompt_token_ids == [5, 6]
-
-
-def test_rewards_replace_those_of_the_generator_and_stand_on_the_last_token() -> None:
-    branched = Sample((sequence(1, 2, rewards=[0.5, 0.25]), sequence(3, 4, rewards=[0.0, 0.5])))
-    cut_off = Sample((sequence(1, rewards=[1.0]), sequence()))
-    rewarded = with_rewards([branched, cut_off, Sample((sequence(),))], [2.0, 3, 4.0])
-    assert [[s.rewards for s in sample.sequences] for sample in rewarded] == [
-        [[0.0, 0.0], [0.0, 2.0]],
-        [[3.0], []],
-        [[]],
-    ]
-    assert [sample.reward for sample in rewarded] == [2.0, 3.0, 0]
-
-
-@pytest.mark.parametrize(
-    "answer", [None, 1.0, [1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], ["a", "b"], [1.0, None], "12x"], ids=repr
-)
-def test_what_is_no_reward_for_each_sample_stops_the_run(answer: Any) -> None:
-    with pytest.raises(StageError, match="one finite number for each"):
-        with_rewards(group().samples, answer)
-
-
-def test_numbers_of_other_libraries_are_rewards() -> None:
-    assert [s.reward for s in with_rewards(group().samples, torch.tensor([1.0, 2.0]))] == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("path", "kwargs", "rewards"),
-    [("length_reward", {"scale": 2.0}, [4.0, 2.0]), ("Model", {"bonus": 1.5}, [1.5, 1.5])],
-)
-def test_a_reward_function_is_a_function_with_arguments_or_a_class(
-    path: str, kwargs: dict[str, float], rewards: list[float]
-) -> None:
-    function = load_reward_function(f"stage_worlds:{path}", kwargs)
-    assert list(function(group_to_reward(RECORD, group().samples, decode))) == rewards
-
-
-def test_what_a_setting_names_wrongly_is_refused_before_the_run() -> None:
-    assert [
-        is_async(f"stage_worlds:{name}") for name in ("length_reward", "async_length_reward", "Model", "AsyncModel")
-    ] == [
-        False,
-        True,
-        False,
-        True,
-    ]
-    with pytest.raises(ConfigError, match="cannot be called"):
-        is_async("stage_worlds:NOT_CALLABLE")
-    with pytest.raises(ConfigError, match=r"rollout.stages.reward.function='stage_worlds:nothing' cannot be imported"):
-        is_async("stage_worlds:nothing")
-    with pytest.raises(ConfigError, match=r"rollout.stages.reward.kwargs.*no_such"):
-        load_reward_function("stage_worlds:Model", {"no_such": 1})
-
-
-def reward_stage(
-    place: Any, told: list[tuple[int, str]], attempts: int = 2, timeout_s: float | None = None
-) -> RewardStage:
-    return RewardStage(
-        place,
-        decode,
-        max_parallel=1,
-        attempts=attempts,
-        timeout_s=timeout_s,
-        on_failure=lambda ordinal, reason: told.append((ordinal, reason)),
-    )
-
-
-class FlakyPlace:
-    """Fails as often as it is told to."""
-
-    def __init__(self, place: WorkerPlace, *orders: str) -> None:
-        self.orders = list(orders)
-        self.place = place
-        self.start, self.aclose = place.start, place.aclose
-
-    async def call(self, argument: GroupToReward, timeout_s: float | None = None) -> Any:
-        order = self.orders.pop(0) if self.orders else [float(i) for i, _ in enumerate(argument.samples)]
-        return await self.place.call(order, timeout_s)
-
-
-@pytest.mark.parametrize("order", ["raise", "hang", "die"])
-async def test_a_reward_function_that_fails_once_is_asked_again(order: str) -> None:
-    told: list[tuple[int, str]] = []
-    stage = reward_stage(FlakyPlace(WorkerPlace([ProcessWorker(work())]), order), told, timeout_s=0.3)
-    await stage.start()
-    try:
-        rewarded = await stage.run(group(), RECORD)
-        assert [sample.reward for sample in rewarded.samples] == [0.0, 1.0]
-        assert [ordinal for ordinal, _ in told] == [7]
-    finally:
-        await stage.aclose()
-
-
-async def test_a_reward_function_that_fails_for_good_is_a_failed_rollout_with_its_reason() -> None:
-    told: list[tuple[int, str]] = []
-    stage = reward_stage(FlakyPlace(WorkerPlace([ThreadWorker(work())]), "raise", "raise"), told)
-    await stage.start()
-    with pytest.raises(RolloutError, match=r"no reward after 2 attempts; .* it raised ValueError: scripted") as caught:
-        await stage.run(group(), RECORD)
-    assert "in __call__" in caught.value.__cause__.__notes__[0]  # type: ignore[union-attr]
-    assert len(told) == 2
-    await stage.aclose()
-
-
-# Log-probs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("model"))
-
-
-def scored_group() -> RolloutGroup:
-    branched = Sample((sequence(1, 2, 3), sequence(4, 5, 6, 7, mask=[1, 0, 0, 1])))
-    return group(branched, Sample((sequence(),)), Sample((sequence(8, 9, mask=[0, 0]),)), Sample((sequence(2),)))
-
-
-def frozen(folder: str, temperature: float = 1.0) -> FrozenPolicy:
-    return FrozenPolicy(folder, dtype="float32", device="cpu", temperature=temperature, micro_batch_tokens=16)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_the_frozen_policy_scores_as_the_trained_one_did_when_it_started(folder: str, temperature: float) -> None:
-    with one_thread():
-        trained = backend(folder, temperature=temperature, micro_batch_tokens=64)
-        scores = frozen(folder, temperature)(tokens_to_score(scored_group()))
-        sequences = build_minibatch(
-            [with_scores(scored_group(), "reference_logprobs", scores)], 1, AlgorithmConfig()
-        ).sequences
-        for s, expected in zip(sequences, trained.forward_logprobs(sequences), strict=True):
-            assert s.reference_logprobs is not None
-            torch.testing.assert_close(s.reference_logprobs, expected * s.loss_mask, rtol=1e-5, atol=1e-5)
-    assert not any(parameter.requires_grad for parameter in frozen(folder)._model.parameters())
-
-
-def test_scores_are_aligned_with_the_response_and_survive_the_checkpoint() -> None:
-    scores = [[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0, -5.0], [], [0.0, 0.0], [-6.0]]
-    scored = with_scores(scored_group(), "reference_logprobs", scores)
-    assert [s.reference_logprobs for sample in scored.samples for s in sample.sequences] == scores
-    assert decode_group(encode_group(scored)) == scored
-    assert size_bytes(scored) == size_bytes(scored_group()) + 32 * 10
-
-
-def test_a_group_that_was_written_before_there_were_stages_is_read() -> None:
-    row = from_line(encode_group(scored_group()))
-    for sample in row["samples"]:
-        for written in sample["sequences"]:
-            del written["reference_logprobs"], written["proximal_logprobs"]
-    assert decode_group(to_line(row)) == scored_group()
-
-
-async def test_proximal_logprobs_are_those_of_the_policy_when_the_group_is_finished(folder: str) -> None:
-    with one_thread():
-        trained = backend(folder, algorithm__entropy_coef=0.1)
-
-        async def forward(sequences: list[TrainingSequence]) -> list[torch.Tensor]:
-            return await asyncio.to_thread(trained.forward_logprobs, sequences)
-
-        arrived = await ProximalStage(forward).run(scored_group(), RECORD)
-        expected = frozen(folder)(tokens_to_score(scored_group()))
-        (before,) = [build_minibatch([arrived], 1, AlgorithmConfig())]
-        given = [s.proximal_logprobs for sample in arrived.samples for s in sample.sequences]
-        assert [len(values) for values in given if values is not None] == [3, 4, 0, 2, 1]
-        flat = [value for values in given for value in values or ()]
-        assert flat == pytest.approx([value for values in expected for value in values], abs=1e-5)
-
-        moved = trained.update(build_minibatch([with_rewards_of(scored_group())], 1, AlgorithmConfig()))
-        assert moved["policy/ratio_mean"] == 1.0, "proximal and current policy are the same"
-        trained.accumulate(before)
-        assert trained.finish(1)["policy/ratio_mean"] != pytest.approx(1.0, abs=1e-4), "the policy has moved since"
-
-
-def with_rewards_of(g: RolloutGroup) -> RolloutGroup:
-    return dataclasses.replace(g, samples=with_rewards(g.samples, [float(i) for i, _ in enumerate(g.samples)]))
-
-
-async def test_a_reference_that_fails_stops_the_run() -> None:
-    place = WorkerPlace([ThreadWorker(work())])
-    stage = ReferenceStage(place, max_parallel=1)
-    await stage.start()
-    place.call = lambda argument, timeout_s=None: WorkerPlace.call(place, "raise")  # type: ignore[method-assign]
-    with pytest.raises(StageError, match="reference log-probs cannot be computed: it raised ValueError"):
-        await stage.run(group(), RECORD)
-    await stage.aclose()
-
-
-async def test_groups_that_the_filter_will_take_away_are_not_scored() -> None:
-    async def forward(sequences: Any) -> list[torch.Tensor]:
-        return [torch.full((len(s),), -1.0) for s in sequences]
-
-    filtering = AlgorithmConfig(dynamic_sampling=DynamicSampling.filter)
-    alike = group()
-    for algorithm, scored in ((filtering, False), (AlgorithmConfig(), True)):
-        result = await ProximalStage(forward, needed=worth_scoring(algorithm)).run(alike, RECORD)
-        assert (result.samples[0].sequences[0].proximal_logprobs is not None) is scored
-    different = with_rewards_of(alike)
-    result = await ProximalStage(forward, needed=worth_scoring(filtering)).run(different, RECORD)
-    assert result.samples[0].sequences[0].proximal_logprobs == [-1.0, -1.0]
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-def configured(*overrides: str) -> RunConfig:
-    return compose("quickstart", list(overrides))
-
-
-REWARD = "rollout.stages.reward"
-FUNCTION = f"{REWARD}.function=stage_worlds:length_reward"
-ASYNC = f"{REWARD}.function=stage_worlds:async_length_reward"
-
-
-def test_without_settings_there_are_no_stages(folder: str) -> None:
-    assert build_stages(configured(), folder, decode, lambda ordinal, reason: None) == []
-
-
-def test_stages_are_built_in_their_order(folder: str) -> None:
-    stages = build_stages(
-        configured(FUNCTION, "trainer.algorithm.kl_loss_coef=0.1"), folder, decode, lambda ordinal, reason: None
-    )
-    assert [(stage.name, stage.max_parallel) for stage in stages] == [("reward", 8), ("reference", 1)]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "place"),
-    [([FUNCTION], WorkerPlace), ([ASYNC], LoopPlace), ([ASYNC, f"{REWARD}.placement=process"], WorkerPlace)],
-)
-def test_a_reward_function_has_a_fitting_place_by_default(folder: str, overrides: list[str], place: type) -> None:
-    (stage,) = build_stages(configured(*overrides), folder, decode, lambda ordinal, reason: None)
-    assert isinstance(stage, RewardStage) and isinstance(stage._place, place)
-
-
-def test_a_function_that_blocks_is_refused_on_the_loop(folder: str) -> None:
-    with pytest.raises(ConfigError, match="Set placement=thread or process"):
-        build_stages(configured(FUNCTION, f"{REWARD}.placement=loop"), folder, decode, lambda ordinal, reason: None)
-
-
-@pytest.mark.parametrize(
-    ("override", "remedy"),
-    [
-        (f"{REWARD}.kwargs={{scale: 1}}", "Name the function"),
-        (f"{REWARD}.function=length_reward", "Name it as package.module:function"),
-        (f"{REWARD}.max_parallel=0", "must be at least 1"),
-        (f"{REWARD}.timeout_s=0", "must be more than 0"),
-        (f"{REWARD}.placement=proces", "Did you mean process"),
-        ("rollout.stages.reference.placement=loop", "unknown"),
-        ("rollout.stages.reference.ray_num_gpus=-1", "must be at least 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_with_their_remedy(override: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        refusals.refuse(configured(override))
-
-
 # A trainer ------------------------------------------------------------------------------------------------------------
 
 
@@ -649,6 +345,23 @@ async def test_a_failed_stage_leaves_a_checkpoint_that_has_what_was_sampled(tmp_
     await again.train()
     assert sorted(again.trained) == list(range(32)), "no prompt is lost, none comes twice"
     assert again.client.recordings.totals.replayed_tokens > 0, "group 13 was not sampled again"
+
+
+@pytest.mark.parametrize("policy", ["step", "arrival"])
+async def test_the_proximal_policy_is_the_one_at_arrival_where_that_is_asked_for(tmp_path: Path, policy: str) -> None:
+    h = Harness(tmp_path, f"trainer.algorithm.proximal_policy={policy}")
+    h.backend.forward_logprobs = lambda sequences: [  # type: ignore[method-assign]
+        torch.full((len(s),), -1.0 - float(h.backend.weight)) for s in sequences
+    ]
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+    for minibatch in h.backend.minibatches:
+        for s in minibatch.sequences:
+            assert (s.proximal_logprobs is not None) is (policy == "arrival")
+            if s.proximal_logprobs is not None:
+                (scored,) = s.proximal_logprobs[s.loss_mask].unique().tolist()
+                updates = -scored - 1.0
+                assert int(s.versions.max()) <= updates <= minibatch.step - 1, "between its end and its step"
 
 
 # The real thing -------------------------------------------------------------------------------------------------------
