@@ -87,7 +87,9 @@ async def build_trainer(
     generators = [build_generator(config, plan, each, tokenizer, model_path) for each in clients]
     stages = build_stages(config, model_path, client.decode, reporter.attempt_failed)
     # Engines and stages import and load while the backend does.
-    starting = asyncio.ensure_future(gather_or_cancel([part.start() for part in (*clients, *stages)]))
+    starting = asyncio.ensure_future(
+        gather_or_cancel([*(each.start() for each in clients), *(stage.start() for stage in stages)])
+    )
     try:
         backend = await asyncio.to_thread(
             LocalBackend,

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Signal:
@@ -139,6 +141,21 @@ async def cancel_within(tasks: Iterable[asyncio.Task[Any]], limit_s: float) -> l
             asyncio._unregister_task(task)
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # the caller says it better
     return stubborn
+
+
+async def close_within(closing: Coroutine[Any, Any, None], name: str, limit_s: float, grace_s: float = 5.0) -> None:
+    """Runs the closing of a part that is somebody else's code: after ``limit_s`` it is cancelled, then left behind.
+
+    Raises:
+        Exception: what it raised, if it ended in time.
+    """
+    task = asyncio.create_task(closing, name=name)
+    await asyncio.wait([task], timeout=limit_s)
+    if not task.done():
+        logger.error("%s has not ended after %g s; it is cancelled and left behind", name, limit_s)
+        await cancel_within([task], grace_s)
+    elif not task.cancelled():
+        task.result()
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

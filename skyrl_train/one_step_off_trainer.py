@@ -25,7 +25,10 @@ class OneStepOffTrainer(PPOTrainer):
         return await self.wait_for_groups()
 
     async def publish(self) -> dict[str, float]:
-        """Publishes once the batch that is being generated has ended."""
+        """Publishes once the batch that is being generated has ended. When the run is to stop, the checkpoint does: weights
+        that changed under the requests in flight would give them two policies."""
         await self.workers.idle()
         self.raise_if_failed()
+        if self.stop_requested:
+            return {}
         return await super().publish()

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.concurrency import Signal, cancel_within
+from skyrl_train.concurrency import Signal, close_within
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import CheckpointError, GeneratorOutputError, StalenessError
+from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, StalenessError
 from skyrl_train.evaluation.engines import EvaluationEngines, SharedEngines
 from skyrl_train.evaluation.runner import Evaluation
 from skyrl_train.generators.base import GeneratorInterface
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_LIMIT_S = 30.0  # what a generator may take to close
-CANCEL_LIMIT_S = 5.0  # and to end once that is cancelled
 
 
 @dataclass(frozen=True)
@@ -182,10 +181,7 @@ class PPOTrainer:
                 trained = await self.train_step()
                 if trained is None:
                     break
-                try:
-                    trained.metrics.update(await self.publish())
-                finally:  # the step is trained, published or not
-                    self.report(trained)
+                await self._publish_and_report(trained)
                 await self.checkpoint_if_due()
             await self.delivered()
             await self.save_checkpoint()
@@ -197,14 +193,27 @@ class PPOTrainer:
             await self._save_what_is_finished(error)
             raise
         finally:
-            await self.close()
+            unclosed = await self.close()
+        if unclosed:
+            raise unclosed[0]
+
+    async def _publish_and_report(self, trained: TrainedStep) -> None:
+        try:
+            trained.metrics.update(await self.publish())
+        except Exception as error:  # the step is trained all the same
+            try:
+                self.report(trained)
+            except Exception as second:
+                error.add_note(f"The step could not be reported either: {second!r}")
+            raise
+        self.report(trained)
 
     async def _save_what_is_finished(self, error: Exception) -> None:
         if self._weights_in_doubt or not self._started:
             return
         try:
             await self.save_checkpoint()
-        except CheckpointError as second:
+        except Exception as second:  # whatever it is, the first one is why the run ends
             error.add_note(f"The steps since the last checkpoint could not be saved either: {second}")
 
     def request_stop(self) -> None:
@@ -239,8 +248,9 @@ class PPOTrainer:
 
     @property
     def out_of_prompts(self) -> bool:
-        """Whether the data has ended and all of it was generated; fewer groups than a minibatch may be left over."""
-        return self.workers.exhausted and self.staleness.counts.running == 0
+        """Whether the data has ended and all minibatches that it fills are trained; a smaller rest is left over."""
+        left = self.staleness.counts.running + len(self.buffer)
+        return self.workers.exhausted and left < self.config.trainer.policy_mini_batch_size
 
     # Phases -------------------------------------------------------------------------------------------------------
 
@@ -377,6 +387,8 @@ class PPOTrainer:
     async def _deliver(self, staged: Staged, version: int) -> dict[str, float]:
         try:
             metrics = await self.evaluation.hold()
+            if not self.parts.client.serving:  # one that is started again takes these weights as well
+                await self.parts.client.wait_for_engine()
             metrics |= await self.parts.publisher.deliver(staged)
             self.staleness.published(version)
             await self.evaluation.served(version)
@@ -447,7 +459,8 @@ class PPOTrainer:
     async def save_checkpoint(self) -> None:
         """Writes a checkpoint of the current step, unless it is on disk already, and returns when it is."""
         await self._saved()
-        if self._checkpointed_step != self.global_step:
+        if self._checkpointed_step != self.global_step or self.global_step < self.plan.total_steps:
+            # Within a step, groups finish and fail and unfinished ones sample on: a checkpoint of its beginning is not enough.
             await self._begin_save()
             await self._saved()
 
@@ -468,16 +481,21 @@ class PPOTrainer:
             write_rollout_state(state, groups, folder, (recording.to_json() for recording in recordings))
 
         self._saving = asyncio.create_task(asyncio.to_thread(self.parts.checkpoints.write, step, write))
+        self._saving.add_done_callback(lambda saved: self.changed.notify())
 
     async def _saved(self) -> None:
         if self._saving is not None:
-            saving, self._saving = self._saving, None
-            self._checkpointed_step = checkpoint_step(await saving)
+            try:
+                self._checkpointed_step = checkpoint_step(await asyncio.shield(self._saving))
+            finally:
+                if self._saving.done():  # else we are being cancelled: close() waits for the thread that writes
+                    self._saving = None
 
     def rollout_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the backend's state and the finished groups; JSON-able."""
         return {
             "global_step": self.global_step,
+            "reported": self._reported,
             "prompts": self.prompts.state_dict(),
             "workers": self.workers.state_dict(),
             "counts": self.staleness.state_dict(),
@@ -503,7 +521,7 @@ class PPOTrainer:
             CheckpointError: it is of another model, data set or seed, or of a newer format.
         """
         state, groups = await asyncio.to_thread(read_rollout_state, folder)
-        recordings = await asyncio.to_thread(read_recordings, folder)
+        recordings = await asyncio.to_thread(read_recordings, folder) if self.config.rollout.replay else []
         await self.off_loop(self.parts.backend.load, folder / "policy")
         self.global_step = state["global_step"]
         await self.buffer.restore(groups)
@@ -513,7 +531,7 @@ class PPOTrainer:
         self.staleness.load_state_dict(state["counts"], self.global_step + 1, self.buffer)
         self.workers.drop_overdue()
         self._checkpointed_step = self.global_step
-        self._newly_untrained()  # reported before
+        self._reported = dict(state.get("reported", {}))
 
     # The rest -----------------------------------------------------------------------------------------------------
 
@@ -535,7 +553,7 @@ class PPOTrainer:
         self._weights_in_doubt = True
         try:
             result = await self.off_loop(function, *args)
-        except (GeneratorOutputError, StalenessError):  # found before anything moved
+        except (ConfigError, GeneratorOutputError, StalenessError):  # found before anything moved
             self._weights_in_doubt = False
             raise
         self._weights_in_doubt = False
@@ -547,11 +565,9 @@ class PPOTrainer:
 
     def _failure(self) -> BaseException | None:
         """What stopped a part of the run that works in the background, if anything did."""
-        delivery = self._delivery
-        failed = delivery.exception() if delivery is not None and delivery.done() and not delivery.cancelled() else None
-        watching = self._watching
-        lost = watching.exception() if watching is not None and watching.done() and not watching.cancelled() else None
-        return self.workers.error or failed or self.evaluation.error or lost
+        ended = [task for task in (self._delivery, self._saving, self._watching) if task is not None and task.done()]
+        failed = next((task.exception() for task in ended if not task.cancelled() and task.exception()), None)
+        return self.workers.error or failed or self.evaluation.error
 
     def raise_if_failed(self) -> None:
         """Raises what stopped a part of the run that works in the background, if anything did."""
@@ -559,27 +575,33 @@ class PPOTrainer:
         if failure is not None:
             raise failure
 
-    async def close(self) -> None:
-        """Stops generation and engines; waits for a checkpoint that is being written."""
-        await self.evaluation.aclose()
-        if self._watching is not None:
-            self._watching.cancel()
-        await self.workers.close()
-        await self.stages.aclose()
-        await self.buffer.aclose()
-        await self.prompts.aclose()
-        await self._close_generator()
-        await asyncio.gather(*filter(None, (self._saving, self._delivery)), return_exceptions=True)
-        await self.parts.client.teardown()
-        self.parts.publisher.close()
-        self.parts.reporter.close()
-        await asyncio.to_thread(self._compute.shutdown)
+    async def close(self) -> list[Exception]:
+        """Stops generation and engines; waits for a checkpoint that is being written. Every part is closed, whatever the
+        others do; returns what they raised."""
+        for task in (self._watching, self._delivery):
+            if task is not None:
+                task.cancel()
+        parts = self.parts
+        errors: list[Exception] = []
+        for closing in (
+            self.evaluation.aclose(),
+            self.workers.close(),
+            self.stages.aclose(),
+            self.buffer.aclose(),
+            self.prompts.aclose(),
+            close_within(parts.generator.aclose(), "the closing of the generator", CLOSE_LIMIT_S),
+            self._background_ended(),
+            parts.client.teardown(),
+            asyncio.to_thread(self._compute.shutdown),
+        ):
+            try:
+                await closing
+            except Exception as error:
+                logger.exception("a part of the run does not close")
+                errors.append(error)
+        parts.publisher.close()
+        parts.reporter.close()
+        return errors
 
-    async def _close_generator(self) -> None:
-        """It is somebody else's code: it gets a while, and is left behind after that."""
-        closing = asyncio.create_task(self.parts.generator.aclose(), name="generator-close")
-        await asyncio.wait([closing], timeout=CLOSE_LIMIT_S)
-        if await cancel_within([closing], CANCEL_LIMIT_S):
-            logger.error("the generator's aclose() does not end and ignores its cancellation; it is left behind")
-        elif not closing.cancelled():
-            closing.result()
+    async def _background_ended(self) -> None:
+        await asyncio.gather(*filter(None, (self._saving, self._delivery)), return_exceptions=True)

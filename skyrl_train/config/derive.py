@@ -55,6 +55,12 @@ def overlap_publication(config: RunConfig) -> bool:
     return is_fully_async(config) and config.trainer.fully_async.overlap_publication
 
 
+def straggler_policy(config: RunConfig) -> str:
+    """What gives way beyond S. One step off always waits: a batch that a resumed run has not finished goes first."""
+    one_step_off = config.trainer.mode is TrainerMode.one_step_off
+    return "wait" if one_step_off else config.trainer.fully_async.straggler_policy
+
+
 def streaming_min_groups(config: RunConfig) -> int | None:
     """Groups that train as soon as they are there; None: whole minibatches."""
     return config.trainer.fully_async.streaming_min_groups if is_fully_async(config) else None

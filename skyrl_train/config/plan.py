@@ -117,7 +117,7 @@ def resolve(
         overlap_publication=derive.overlap_publication(config),
         streaming_min_groups=derive.streaming_min_groups(config),
         num_workers=derive.num_workers(config),
-        straggler_policy=config.trainer.fully_async.straggler_policy,
+        straggler_policy=derive.straggler_policy(config),
         max_model_len=length,
         memory=None if shape is None else estimate_memory(config, shape, length),
     )

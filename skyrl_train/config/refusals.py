@@ -169,6 +169,11 @@ def _bound_below_zero(config: RunConfig) -> Problems:
 
 
 def _oversubmission(config: RunConfig) -> Problems:
+    if config.trainer.failures.rollout_timeout_s is not None:
+        yield (
+            "trainer.failures.rollout_timeout_s with trainer.mode=partial_rollout: the time of a rollout goes on while engines are "
+            "interrupted for training, so the limit would hit those that wait. Leave it out, or give the environment a limit."
+        )
     factor, bound = config.trainer.partial_rollout.oversubmit_factor, config.trainer.fully_async.max_staleness_steps
     if factor < 1:
         yield f"trainer.partial_rollout.oversubmit_factor={factor:g}: must be at least 1, or no step would be full."

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from skyrl_train.concurrency import close_within
 from skyrl_train.errors import EvaluationError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
@@ -20,6 +21,9 @@ from skyrl_train.publication.publisher import Staged, WeightPublisher
 
 if TYPE_CHECKING:
     import torch
+
+
+CLOSE_LIMIT_S = 30.0  # what a generator may take to close
 
 
 class EvaluationEngines(ABC):
@@ -106,6 +110,8 @@ class OwnEngines(EvaluationEngines):
 
     async def aclose(self) -> None:
         """Closes generator, engines and staging areas."""
-        await self.generator.aclose()
-        await self.client.teardown()
-        self._publisher.close()
+        try:
+            await close_within(self.generator.aclose(), "the closing of the evaluation's generator", CLOSE_LIMIT_S)
+        finally:
+            await self.client.teardown()
+            self._publisher.close()

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -67,6 +68,7 @@ class ReplayTotals:
 class _Request:
     """A request of this run. ``known`` is what the record had of its response, later all that was sampled."""
 
+    number: int  # in the order in which the session's requests were begun
     digest: bytes
     known: RecordedResponse
     running: Continuation | None
@@ -100,7 +102,9 @@ class SessionRecord:
 
     def __init__(self, totals: ReplayTotals, recorded: Iterable[_Entry] = ()) -> None:
         self._totals = totals
-        self._requests: list[_Request] = []
+        self._numbers = itertools.count()
+        self._running: dict[int, _Request] = {}
+        self._ended: list[_Request] = []  # they never change, and only more are added
         self._waiting: dict[bytes, deque[RecordedResponse]] = {}  # to be asked for again
         self._saw_more = False  # than the record
         for digest, response in recorded:
@@ -108,8 +112,8 @@ class SessionRecord:
 
     def begin(self, digest: bytes, response: Continuation) -> _Request:
         """A request of the session begins. Its ``known`` is what the record has of it; nothing, if it has nothing."""
-        request = _Request(digest, self._take(digest), response)
-        self._requests.append(request)
+        request = _Request(next(self._numbers), digest, self._take(digest), response)
+        self._running[request.number] = request
         self._totals.replayed_tokens += request.known.tokens
         return request
 
@@ -131,19 +135,41 @@ class SessionRecord:
             self._saw_more = True
             request.settle()
         request.running = None
+        del self._running[request.number]
+        self._ended.append(request)
 
     def discard(self) -> None:
         """Throws away what was not asked for again."""
         self._totals.discarded_tokens += sum(r.tokens for responses in self._waiting.values() for r in responses)
         self._waiting.clear()
 
-    def entries(self) -> Iterator[tuple[bytes, RecordedResponse | ResponseSoFar]]:
-        """All requests that are worth keeping, as they are now: those of this run, then those that may still come."""
-        for request in self._requests:
-            yield request.digest, request.so_far()
-        for digest, responses in self._waiting.items():
-            for response in responses:
-                yield digest, response
+    def now(self) -> SessionMoment:
+        """All requests that are worth keeping, as they are now. Costs a step per request that runs, whatever has ended."""
+        return SessionMoment(
+            ended=self._ended,
+            num_ended=len(self._ended),
+            running=tuple((request.number, request.digest, request.so_far()) for request in self._running.values()),
+            waiting=tuple((digest, r) for digest, responses in self._waiting.items() for r in responses),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMoment:
+    """A session's requests at one moment; it shares the list of those that had ended with the session."""
+
+    ended: Sequence[_Request]
+    num_ended: int
+    running: tuple[tuple[int, bytes, RecordedResponse | ResponseSoFar], ...]
+    waiting: tuple[tuple[bytes, RecordedResponse], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.num_ended or self.running or self.waiting)
+
+    def entries(self) -> list[tuple[bytes, RecordedResponse | ResponseSoFar]]:
+        """The requests of this run in the order in which they were begun, then those that may still come. Any thread."""
+        ended = [(request.number, request.digest, request.known) for request in self.ended[: self.num_ended]]
+        begun = sorted([*ended, *self.running], key=lambda entry: entry[0])
+        return [*((digest, response) for _, digest, response in begun), *self.waiting]
 
 
 @dataclass(slots=True)
@@ -159,7 +185,7 @@ class SessionSnapshot:
     group: int
     attempt: int
     session_id: str
-    entries: tuple[tuple[bytes, RecordedResponse | ResponseSoFar], ...]
+    moment: SessionMoment
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able. Takes time in proportion to the tokens; any thread may call it."""
@@ -167,7 +193,7 @@ class SessionSnapshot:
             "group": self.group,
             "attempt": self.attempt,
             "session": self.session_id,
-            "requests": [{"request": digest.hex(), **packed(now).to_json()} for digest, now in self.entries],
+            "requests": [{"request": digest.hex(), **packed(now).to_json()} for digest, now in self.moment.entries()],
         }
 
 
@@ -210,7 +236,7 @@ class Recordings:
         begun = self._groups[group] = _Group(attempt)
         for session_id in session_ids:
             earlier = known.pop(session_id, None)
-            recorded = () if earlier is None else [(d, packed(response)) for d, response in earlier.entries()]
+            recorded = () if earlier is None else [(d, packed(response)) for d, response in earlier.now().entries()]
             begun.sessions[session_id] = self._sessions[session_id] = SessionRecord(self._totals, recorded)
         if before is not None:
             self._forget(before)  # of fewer samples than then
@@ -235,7 +261,7 @@ class Recordings:
         responses = (
             packed(response)
             for session in (() if known is None else known.sessions.values())
-            for _, response in session.entries()
+            for _, response in session.now().entries()
         )
         return min((v for response in responses if (v := response.oldest_version) is not None), default=None)
 
@@ -267,11 +293,12 @@ class Recordings:
         Costs a few steps per request; tokens are packed by :meth:`SessionSnapshot.to_json`.
         """
         snapshots = (
-            SessionSnapshot(number, group.attempt, session_id, tuple(session.entries()))
+            SessionSnapshot(number, group.attempt, session_id, session.now())
             for number, group in self._groups.items()
             for session_id, session in group.sessions.items()
         )
-        return [snapshot for snapshot in snapshots if snapshot.entries]
+        # Of a later attempt, the number alone is worth keeping: retries are counted across resumes.
+        return [snapshot for snapshot in snapshots if snapshot.moment or snapshot.attempt]
 
     def load(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Takes what :meth:`SessionSnapshot.to_json` wrote, to be served once the groups begin.

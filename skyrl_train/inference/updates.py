@@ -66,6 +66,8 @@ class FleetUpdates:
         self._received: dict[int, WeightUpdate] = {}
         self._paused_mode: PauseMode | None = None
         self._paused: set[int] = set()
+        self._awake = Gate()  # closed while the fleet sleeps
+        self._asleep: set[int] = set()
         pool.frozen = lambda: self._lock.locked() or not self.gate.is_open
 
     async def pause(self, mode: PauseMode) -> None:
@@ -115,10 +117,16 @@ class FleetUpdates:
     async def sleep(self) -> None:
         """Frees the device memory of the paused engines that can sleep. Wake them before weights are loaded.
 
+        Until then nobody joins: an engine that is started again would take the memory that others gave back.
+
         Raises:
             PublicationError: engines can sleep, and none did.
         """
-        await self._on_sleepers("put to sleep", lambda engine: engine.sleep())
+        self._awake.close()
+        async with self._lock:
+            able = [n for n in self._pool.routed if n in self._paused and self._pool.engine(n).capabilities.sleep]
+            self._asleep |= set(able)  # also those that fail to: nobody knows how far they came
+            await self._on_sleepers("put to sleep", lambda engine: engine.sleep(), able)
 
     async def wake_up(self) -> None:
         """Brings the engines that :meth:`sleep` put to sleep back, still paused. One that cannot must catch up first.
@@ -126,16 +134,20 @@ class FleetUpdates:
         Raises:
             PublicationError: no engine came back.
         """
-        await self._on_sleepers("wake", lambda engine: engine.wake_up())
+        try:
+            async with self._lock:
+                asleep = [n for n in self._pool.routed if n in self._asleep]
+                await self._on_sleepers("wake", lambda engine: engine.wake_up(), asleep)
+                self._asleep -= set(self._pool.routed)
+        finally:
+            self._awake.open()
 
-    async def _on_sleepers(self, phase: str, call: PhaseCall) -> None:
-        async with self._lock:  # nobody joins meanwhile
-            targets = [n for n in self._pool.routed if n in self._paused and self._pool.engine(n).capabilities.sleep]
-            if targets:
-                outcome = await self._run(phase, call, targets)
-                if outcome.succeeded:
-                    self._to_be_caught_up(outcome.alive_but_failed)
-                outcome.raise_if_none_succeeded(phase)
+    async def _on_sleepers(self, phase: str, call: PhaseCall, targets: Sequence[int]) -> None:
+        if targets:
+            outcome = await self._run(phase, call, targets)
+            if outcome.succeeded:
+                self._to_be_caught_up(outcome.alive_but_failed)
+            outcome.raise_if_none_succeeded(phase)
 
     async def receive(self, update: WeightUpdate) -> None:
         """*Transfer*: engines take the bytes and go on serving.
@@ -229,11 +241,15 @@ class FleetUpdates:
         Raises:
             EngineError: it could not; it stays stale.
         """
+        await self._awake.passed()
         async with self._lock:  # no newer version is loaded meanwhile
             if self._pool.fleet.state(number) is not EngineState.STALE:
                 return  # it died, or was removed
             self._pool.fleet.catching_up(number)
             update, engine = self._current, self._pool.engine(number)
+            if number in self._asleep:
+                self._asleep.discard(number)
+                await self._one("wake", number, lambda e: e.wake_up())
             await self._one("load the adapters of", number, self._load_adapters)
             if update is not None:
                 mode = _quietest(engine.capabilities.pause_modes)

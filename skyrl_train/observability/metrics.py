@@ -160,7 +160,11 @@ declare(
     MetricSpec("async/lag_histogram/", _SUM, "trained groups by lag"),
     MetricSpec("async/lag_in_flight_histogram/", _SUM, "trained groups by the lag gained while generating"),
     MetricSpec("async/lag_in_queue_histogram/", _SUM, "trained groups by the lag gained while waiting"),
-    MetricSpec("async/over_bound", _SUM, "trained groups whose lag exceeded S"),
+    MetricSpec(
+        "async/over_bound",
+        _SUM,
+        "trained groups whose lag exceeded S (under mask, their older tokens were not trained)",
+    ),
     MetricSpec("async/submitted", _LAST, "groups admitted since training began"),
     MetricSpec("async/in_flight", _LAST, "groups in generation as the step ended"),
     MetricSpec("async/buffered", _LAST, "finished groups that wait to be trained as the step ended"),

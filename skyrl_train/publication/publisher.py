@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from skyrl_train.errors import PublicationError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.inference.weight_update import WeightUpdate
@@ -57,10 +58,16 @@ class WeightPublisher:
     async def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Staged:
         """Copies ``weights`` to a staging area; they may change when this has returned.
 
+        Raises:
+            PublicationError: there is no room for the copy.
+
         The copy stays valid until the next but one ``gather``: deliver it before that.
         """
         started = self._clock()
-        update = await asyncio.to_thread(self._transport.gather, weights, version)
+        try:
+            update = await asyncio.to_thread(self._transport.gather, weights, version)
+        except (OSError, RuntimeError) as error:  # no room for the copy: shared memory, or the device's
+            raise PublicationError(f"the weights of version {version} cannot be copied: {error}") from error
         return Staged(update, self._clock() - started)
 
     async def deliver(self, staged: Staged) -> dict[str, float]:

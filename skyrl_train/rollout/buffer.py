@@ -112,11 +112,15 @@ class RolloutBuffer:
         self._contents = await asyncio.to_thread(self._read_in, groups)
 
     def _read_in(self, groups: Iterable[RolloutGroup]) -> _Contents:
-        contents = _Contents()
+        contents, limit = _Contents(), self._limit
         for group in groups:
             contents.put(group)
-            while self._folder is not None and self._limit is not None and contents.memory_bytes > self._limit:
-                contents.replace(self._folder.write(contents.pop_latest()))
+            while self._folder is not None and limit is not None and contents.memory_bytes > limit:
+                try:
+                    contents.replace(self._folder.write(contents.pop_latest()))
+                except OSError as error:
+                    logger.error("finished groups cannot be put on the disk and stay in memory: %s", error)
+                    limit = None
         return contents
 
     async def flushed(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -150,5 +151,9 @@ def with_scores(group: RolloutGroup, field: str, scores: Scores) -> RolloutGroup
 
 
 def _with(sequence: RolloutSequence, field: str, scores: Sequence[float]) -> RolloutSequence:
+    if not all(map(math.isfinite, scores)):
+        raise StageError(
+            f"The {field} of a group are not all finite numbers: the model that computes them has diverged."
+        )
     change: dict[str, Any] = {field: list(scores)}
     return replace(sequence, **change)

@@ -77,6 +77,10 @@ class _Attempt:
     generated: bool = False
 
 
+def _instance(uid: str, ordinal: int) -> str:
+    return f"{uid}@{ordinal}"
+
+
 class GroupRunner:
     """Turns an ordinal into a finished group.
 
@@ -135,7 +139,7 @@ class GroupRunner:
 
     def trajectory_ids(self, ordinal: int) -> list[TrajectoryID]:
         """The names of the group's samples. The ordinal is part of them: a prompt comes again in the next epoch."""
-        instance = f"{self._prompts.record(ordinal).uid}@{ordinal}"
+        instance = _instance(self._prompts.record(ordinal).uid, ordinal)
         return [TrajectoryID(instance, repetition) for repetition in range(self._n)]
 
     def failed_group(self, ordinal: int) -> RolloutGroup:
@@ -169,7 +173,8 @@ class GroupRunner:
         return lines + self.stages.describe()
 
     def _line(self, attempt: _Attempt, now: float) -> str:
-        session = self.trajectory_ids(attempt.ordinal)[0].to_string()
+        # Not asked of the prompts: a group that was dropped is not among them any more while it winds down.
+        session = TrajectoryID(_instance(attempt.uid, attempt.ordinal), 0).to_string()
         return (
             f"group {attempt.ordinal} (prompt {attempt.uid!r}): attempt {attempt.number} of "
             f"{1 + self._failures.max_rollout_retries} began {now - attempt.since:.0f} s ago, {self._n} sessions from "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from abc import ABC, abstractmethod
@@ -183,7 +184,9 @@ def _check_weights(weights: Mapping[str, float], known: Collection[str]) -> None
     if missing:
         raise ConfigError(f"{setting} lacks {', '.join(missing)}. Give each a weight; 0 leaves its prompts out.")
     numbers: list[Any] = list(weights.values())  # from a file of settings
-    if not all(isinstance(w, int | float) and math.isfinite(w) and w >= 0 for w in numbers) or not any(numbers):
+    if not all(
+        isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) and w >= 0 for w in numbers
+    ) or not any(numbers):
         raise ConfigError(
             f"{setting}={dict(weights)}: the weights must be numbers of at least 0, and not all of them 0."
         )
@@ -270,7 +273,8 @@ class SampledPrompts:
         self._sampler.observe(self._row(group.ordinal), group)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self._sampler.state_dict(), "drawn": sorted(self._drawn.items())}
+        # A copy: it is written while the sampler goes on.
+        return {"sampler": copy.deepcopy(self._sampler.state_dict()), "drawn": sorted(self._drawn.items())}
 
     def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
         self._sampler.load_state_dict(state["sampler"])

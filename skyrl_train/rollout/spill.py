@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import secrets
 import weakref
 from pathlib import Path
 
@@ -18,8 +20,8 @@ class SpilledGroup:
         self.ordinal = group.ordinal
         self.oldest_version = group.oldest_version
         self._path = path
+        weakref.finalize(self, _remove, path)  # first: half a file on a full disk goes as well
         path.write_bytes(encode_group(group))
-        weakref.finalize(self, path.unlink, missing_ok=True)
 
     def encoded(self) -> bytes:
         """The group as :func:`encode_group` encodes it. Blocking."""
@@ -28,6 +30,11 @@ class SpilledGroup:
     def read(self) -> RolloutGroup:
         """The group. Blocking."""
         return decode_group(self.encoded())
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the folder may have gone first
+        path.unlink()
 
 
 class SpillFolder:
@@ -39,6 +46,7 @@ class SpillFolder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._numbers = itertools.count()
+        self._mark = secrets.token_hex(4)  # an earlier folder object's groups may still be held, and unlink theirs
 
     def write(self, group: RolloutGroup) -> SpilledGroup:
         """Puts a group on the disk.
@@ -51,4 +59,4 @@ class SpillFolder:
             self._path.mkdir(parents=True, exist_ok=True)
             for left_behind in self._path.glob("group-*.json"):
                 left_behind.unlink(missing_ok=True)
-        return SpilledGroup(group, self._path / f"group-{group.ordinal}-{number}.json")
+        return SpilledGroup(group, self._path / f"group-{group.ordinal}-{self._mark}-{number}.json")

@@ -160,7 +160,6 @@ class AcceptPolicy(StragglerPolicy):
     """The bound gives way: a late group is trained, corrected by its log-probs, and counted."""
 
 
-
 @STRAGGLER_POLICIES.register("wait")
 class WaitPolicy(StragglerPolicy):
     """Time gives way: the trainer waits until what it leaves behind can still meet every deadline."""

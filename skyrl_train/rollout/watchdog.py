@@ -91,7 +91,11 @@ class Watchdog:
 
     def _speak(self) -> None:
         stuck_s = self._clock() - self._moved_at
-        lines = "".join(f"\n  {line}" for line in self._describe())
+        try:
+            described = self._describe()
+        except Exception as error:  # what it says is for a reader; a run must not end for it
+            described = [f"(it cannot be described: {error!r})"]
+        lines = "".join(f"\n  {line}" for line in described)
         self._say(f"no group and no step has ended for {stuck_s:.0f} s. This is what the run is busy with:{lines}")
         self._patience_s *= 2
         self._speaks_at = self._clock() + self._patience_s

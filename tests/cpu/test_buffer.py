@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import threading
@@ -40,6 +41,7 @@ def in_memory(buffer: RolloutBuffer) -> list[int]:
 
 
 def files(folder: Path) -> list[str]:
+    gc.collect()  # a file goes with its group, which a finished write's bookkeeping may still be a cycle around
     return sorted(path.name.split("-")[1] for path in folder.glob("*"))
 
 

@@ -122,7 +122,10 @@ def test_an_unknown_key_in_a_recipe_is_named_too(recipes: Path) -> None:
         ("trainer.epochs=abc", "trainer.epochs (in the command line) must be an integer, got abc"),
         ("trainer.epochs=1.5", "must be an integer, got 1.5"),
         ("trainer.seed=null", "must be an integer, got null"),
-        ("trainer.mode=asynchronous", "must be one of sync, one_step_off, fully_async, partial_rollout, got asynchronous"),
+        (
+            "trainer.mode=asynchronous",
+            "must be one of sync, one_step_off, fully_async, partial_rollout, got asynchronous",
+        ),
         ("generator.verify_weights=3.5", "must be true or false, got 3.5"),
         ("trainer.trackers=tensorboard", "must be a list, each entry text, got tensorboard"),
         ("trainer.policy.optimizer_config.adam_betas=[0.9,x]", "a list, each entry a number, got [0.9,x]"),

@@ -421,10 +421,10 @@ async def test_a_long_conversation_is_recorded_once_and_not_once_per_turn() -> N
             answer = await it.client.complete(GenerationRequest(prompt, PARAMS, SESSION))
             prompt = [*prompt, *answer.token_ids]
         [snapshot] = it.client.recordings.snapshot()
-        responses = [packed(response) for _, response in snapshot.entries]
+        responses = [packed(response) for _, response in snapshot.moment.entries()]
         held = sum(
             len(r.token_ids) + len(r.logprobs) + len(digest)
-            for (digest, _), r in zip(snapshot.entries, responses, strict=True)
+            for (digest, _), r in zip(snapshot.moment.entries(), responses, strict=True)
         )
         sampled = it.engine.sampled
         assert held == 12 * sampled + 16 * 20
@@ -533,7 +533,7 @@ def test_every_recorded_token_is_served_once_or_discarded_once(
             session.end(request)
         else:
             running.append(request)
-        assert sum(packed(entry).tokens for _, entry in session.entries()) >= sum(size for _, size, _ in waiting)
+        assert sum(packed(entry).tokens for _, entry in session.now().entries()) >= sum(size for _, size, _ in waiting)
     session.discard()
     thrown += sum(size for _, size, _ in waiting)
     assert totals.mismatches == mismatches <= 1

@@ -86,7 +86,8 @@ class HarnessGenerator(GeneratorInterface):
         self._config = generator_config
         self._timeout_s = timeout_s
         self._failure_reward = failure_reward
-        self._running = asyncio.Semaphore(max_concurrency)
+        # A share for each phase: an evaluation whose agents waited behind those of training would only time out.
+        self._running = {phase: asyncio.Semaphore(max_concurrency) for phase in ("train", "eval")}
         self._endpoint = SessionEndpoint(
             client,
             settings=dict(endpoint or {}),
@@ -129,7 +130,7 @@ class HarnessGenerator(GeneratorInterface):
         ids = input_batch["trajectory_ids"]
         seeds = input_batch["batch_metadata"].seeds or (None,) * len(ids)
         sessions = await gather_or_cancel(
-            self._play(prompt, extras, trajectory_id, sampling, seed)
+            self._play(prompt, extras, trajectory_id, sampling, seed, input_batch["batch_metadata"].training_phase)
             for prompt, extras, trajectory_id, seed in zip(
                 input_batch["prompts"], input_batch["env_extras"], ids, seeds, strict=True
             )
@@ -143,8 +144,9 @@ class HarnessGenerator(GeneratorInterface):
         trajectory_id: TrajectoryID,
         sampling: SamplingParams,
         seed: int | None,
+        phase: str,
     ) -> PlayedSession:
-        async with self._running:
+        async with self._running[phase]:
             base_url = self._endpoint.base_url
             with self._endpoint.session(sampling, seed, trajectory_id.to_string()) as run:
                 session, usage = run.opened.session, run.sampling
