@@ -171,8 +171,8 @@ def _bound_below_zero(config: RunConfig) -> Problems:
 def _oversubmission(config: RunConfig) -> Problems:
     if config.trainer.failures.rollout_timeout_s is not None:
         yield (
-            "trainer.failures.rollout_timeout_s with trainer.mode=partial_rollout: the time of a rollout goes on while engines are "
-            "interrupted for training, so the limit would hit those that wait. Leave it out, or give the environment a limit."
+            "trainer.failures.rollout_timeout_s with trainer.mode=partial_rollout: a rollout's time goes on while engines are "
+            "interrupted for training, so the limit would hit those that wait. Leave it out, or limit the environment."
         )
     factor, bound = config.trainer.partial_rollout.oversubmit_factor, config.trainer.fully_async.max_staleness_steps
     if factor < 1:
