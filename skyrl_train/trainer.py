@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -583,19 +583,20 @@ class PPOTrainer:
                 task.cancel()
         parts = self.parts
         errors: list[Exception] = []
-        for closing in (
-            self.evaluation.aclose(),
-            self.workers.close(),
-            self.stages.aclose(),
-            self.buffer.aclose(),
-            self.prompts.aclose(),
-            close_within(parts.generator.aclose(), "the closing of the generator", CLOSE_LIMIT_S),
-            self._background_ended(),
-            parts.client.teardown(),
-            asyncio.to_thread(self._compute.shutdown),
-        ):
+        closings: tuple[Callable[[], Awaitable[None]], ...] = (
+            self.evaluation.aclose,
+            self.workers.close,
+            self.stages.aclose,
+            self.buffer.aclose,
+            self.prompts.aclose,
+            lambda: close_within(parts.generator.aclose(), "the closing of the generator", CLOSE_LIMIT_S),
+            self._background_ended,
+            parts.client.teardown,
+            lambda: asyncio.to_thread(self._compute.shutdown),
+        )
+        for close in closings:
             try:
-                await closing
+                await close()
             except Exception as error:
                 logger.exception("a part of the run does not close")
                 errors.append(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ class RolloutGroup:
     @cached_property
     def oldest_version(self) -> int:
         """The oldest policy version among the sampled tokens (of a group without any: the one it was admitted under)."""
-        return min((v for s in self.samples for v in s.sampled_versions), default=self.submitted_version)
+        return min(chain.from_iterable(s.sampled_versions for s in self.samples), default=self.submitted_version)
 
     @cached_property
     def newest_version(self) -> int:
         """The newest policy version among the sampled tokens."""
-        return max((v for s in self.samples for v in s.sampled_versions), default=self.submitted_version)
+        return max(chain.from_iterable(s.sampled_versions for s in self.samples), default=self.submitted_version)
 
     def lag(self, step: int) -> int:
         """``(t - 1) - oldest version``: how many versions behind step ``t``'s policy its oldest token is."""

@@ -122,7 +122,7 @@ def test_metrics_count_trajectories_not_rows() -> None:
         step_s=1.0,
         idle_fraction=0.0,
         generated_tokens=0,
-        retries=0,
+        totals={},
     )
     assert (metrics["reward/mean"], metrics["reward/max"], metrics["reward/min"]) == (2.0, 3.0, 1.0)
     assert metrics["reward/zero_variance_groups"] == 0.0

@@ -243,7 +243,7 @@ async def test_a_bad_request_fails_its_own_call_with_the_engines_own_error(engin
         await anext(engine.stream(request([10_000])))
     with pytest.raises(ConfigError, match="max_tokens"):
         await engine.generate(request(max_tokens=0))
-    with pytest.raises(EngineError, match="cannot sleep"):
+    with pytest.raises(EngineError, match="call pause"):
         await engine.sleep()
     with pytest.raises(EngineError, match="adapters"):
         await engine.load_adapter("a", "/nowhere")
