@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 
+from skyrl_train.garbage import settle_collector
 from skyrl_train.simulation.engine import EngineSpeed
 from skyrl_train.simulation.lengths import log_normal
 from skyrl_train.simulation.outcome import Outcome, Workload
@@ -43,6 +44,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[64, 256, 1024], help="of a mean response")
     parser.add_argument("--policies", nargs="*", default=["accept", "wait"])
     options = parser.parse_args()
+    run(10 * (DEPTH + 1), 16, 1, "accept")  # imports what is imported late
+    settle_collector()  # as the training command does
     print("| groups in flight | samples each | mean tokens | policy | processor time per trajectory |")
     print("|---|---|---|---|---|")
     for samples in options.samples:

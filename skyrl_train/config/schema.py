@@ -217,7 +217,6 @@ class StagesConfig:
 
 @dataclass
 class RolloutConfig:
-    num_actors: int = 0  # Ray actors that run the generator; 0: the control process does
     replay: bool = True  # a checkpoint keeps what unfinished rollouts have sampled; resuming serves it again
     buffer_memory_bytes: int | None = None  # finished groups beyond it wait on the disk; None: all in memory
     stages: StagesConfig = field(default_factory=StagesConfig)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from skyrl_train.errors import ConfigError, ModelError, SkyRLError
+from skyrl_train.garbage import settle_collector
 
 if TYPE_CHECKING:
     from skyrl_train.inference.interface import InferenceEngineInterface
@@ -109,9 +109,7 @@ async def _serve(options: argparse.Namespace, settings: ServerSettings, console:
         model = await asyncio.to_thread(load_model, options.model, options.dtype, "cpu")
         await publisher.publish(model.named_parameters(), version=0)
         del model
-        # What was imported and built stays. Without this, a full collection walks it and holds every stream up for 100 ms.
-        gc.collect()
-        gc.freeze()
+        settle_collector()
         url = await server.start()
         console.print(f"serving {options.model} at {url}", markup=False, highlight=False, soft_wrap=True)
         await stopped.wait()

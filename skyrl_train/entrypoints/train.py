@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -28,6 +27,7 @@ from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.evaluation.data import load_evaluation_prompts
+from skyrl_train.garbage import settle_collector
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder, choose_run_folder, left_behind
@@ -205,9 +205,7 @@ async def _train(
 
     asyncio.get_running_loop().set_default_executor(LeavableThreads())
     trainer = await build_trainer(config, plan, dataset, run_folder, reporter, workers, evaluation_prompts)
-    # What was imported and built stays. Without this, each full collection walks it, for 100 ms and more, under the GIL.
-    gc.collect()
-    gc.freeze()
+    settle_collector()
 
     def stop() -> None:
         reporter.note("stopping after this step; once more to stop at once")

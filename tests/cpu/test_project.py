@@ -30,7 +30,7 @@ LEVELS = (
     {"trainer"},
     {"rollout", "evaluation", "publication", "training", "generators", "environments", "observability"},
     {"inference", "algorithms"},
-    {"models", "config", "errors", "concurrency", "threads", "child_process"},
+    {"models", "config", "errors", "concurrency", "garbage", "threads", "child_process"},
 )
 
 
