@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.generators.base import GeneratorOutput
@@ -21,6 +22,7 @@ MAX_LOGPROB = 1e-3
 
 _REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_versions")
 _ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")
+Number = TypeVar("Number", int, float)
 _ADVICE = {
     "rollout_logprobs": "Pass the client's response_logprobs through, with 0.0 where the loss mask is 0.",
     "rollout_versions": "Pass the client's response_versions through, with -1 where the loss mask is 0.",
@@ -76,20 +78,29 @@ def to_samples(output: GeneratorOutput) -> tuple[Sample, ...]:
 
 
 def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence:
-    response_ids = [int(token) for token in fields["response_ids"][row]]
-    mask = [int(value) for value in fields["loss_masks"][row]]
+    response_ids = _plain(fields["response_ids"][row], int)
+    mask = _plain(fields["loss_masks"][row], int)
     rewards = fields["rewards"][row]
     if isinstance(rewards, Real):
         rewards = [0.0] * (len(response_ids) - 1) + [rewards] if response_ids else []
     return RolloutSequence(
-        prompt_token_ids=[int(token) for token in fields["prompt_token_ids"][row]],
+        prompt_token_ids=_plain(fields["prompt_token_ids"][row], int),
         response_ids=response_ids,
         loss_mask=mask,
-        logprobs=[float(v) if m else 0.0 for v, m in zip(fields["rollout_logprobs"][row], mask, strict=True)],
-        versions=[int(v) if m else -1 for v, m in zip(fields["rollout_versions"][row], mask, strict=True)],
-        rewards=[float(reward) for reward in rewards],
+        logprobs=_where_sampled(_plain(fields["rollout_logprobs"][row], float), mask, 0.0),
+        versions=_where_sampled(_plain(fields["rollout_versions"][row], int), mask, -1),
+        rewards=_plain(rewards, float),
         stop_reason=stop_reason,
     )
+
+
+def _plain(values: Sequence[Any], kind: type[Number]) -> list[Number]:
+    """A copy, of Python's own numbers."""
+    return list(values) if _all_of(values, kind) else [kind(value) for value in values]
+
+
+def _where_sampled(values: list[Number], mask: Sequence[int], otherwise: Number) -> list[Number]:
+    return values if all(mask) else [v if m else otherwise for v, m in zip(values, mask, strict=True)]
 
 
 def _count_rows(fields: Mapping[str, Any], expected: int) -> int:
@@ -142,7 +153,10 @@ def _check_tokens(fields: Mapping[str, Any], row: int) -> None:
     if len(_sequence(fields, "prompt_token_ids", row)) == 0:
         _fail(fields, "prompt_token_ids", row, "is empty; a response needs something to respond to.")
     for name in ("prompt_token_ids", "response_ids"):
-        for position, token in enumerate(_sequence(fields, name, row)):
+        tokens = _sequence(fields, name, row)
+        if _all_of(tokens, int) and min(tokens, default=0) >= 0:
+            continue
+        for position, token in enumerate(tokens):
             if not _is_int(token) or token < 0:
                 _fail(fields, name, row, f"has {token!r} at position {position}; token ids are integers >= 0.")
     length = len(fields["response_ids"][row])
@@ -161,12 +175,16 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
         length, count = len(fields["response_ids"][row]), len(_sequence(fields, "rewards", row))
         if count != length:
             _fail(fields, "rewards", row, f"has {count} entries for {length} response tokens.")
+    if per_token and _all_of(reward, int, float) and all(map(math.isfinite, reward)):
+        return
     for value in reward if per_token else (reward,):
         if not isinstance(value, Real) or not math.isfinite(value):
             _fail(fields, "rewards", row, f"contains {value!r}; rewards must be finite numbers.")
 
 
 def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
+    if _plain_and_fine(*(fields[name][row] for name in _ALIGNED)):
+        return
     for position, (mask, logprob, version) in enumerate(_aligned(fields, row)):
         if not isinstance(mask, Real) or mask not in (0, 1):
             _fail(fields, "loss_masks", row, f"has {mask!r} at position {position}; it must be 0 or 1.")
@@ -180,6 +198,28 @@ def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
             advice = _ADVICE["rollout_versions"]
             problem = f"has {version!r} at position {position}, a token to train on. {advice}"
             _fail(fields, "rollout_versions", row, problem)
+
+
+def _plain_and_fine(masks: Sequence[Any], logprobs: Sequence[Any], versions: Sequence[Any]) -> bool:
+    """Whether built-in numbers keep the contract, told without a loop in Python; False leaves it to the loop to tell.
+
+    A response has thousands of tokens, and every token of a run passes here, on the control loop.
+    """
+    return (
+        _all_of(masks, int, bool)
+        and _all_of(logprobs, float, int)
+        and _all_of(versions, int)
+        and set(masks) <= {0, 1}
+        and all(map(math.isfinite, logprobs))
+        and min(versions, default=0) >= -1
+        and max(compress(logprobs, masks), default=0.0) <= MAX_LOGPROB
+        and min(compress(versions, masks), default=0) >= 0
+    )
+
+
+def _all_of(values: Sequence[Any], *types: type) -> bool:
+    """Whether every value is exactly of one of ``types``."""
+    return set(map(type, values)) <= set(types)
 
 
 def _aligned(fields: Mapping[str, Any], row: int) -> Iterator[tuple[Any, Any, Any]]:

@@ -52,7 +52,7 @@ class ModelledBackend(TrainingBackend):
     speed: TrainingSpeed
     spend: Spend
     steps: list[TrainedTokens] = field(default_factory=list)
-    _parts: list[Minibatch] = field(default_factory=list)
+    _step: TrainedTokens | None = None  # what has accumulated
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return [torch.zeros(len(sequence)) for sequence in sequences]
@@ -63,19 +63,21 @@ class ModelledBackend(TrainingBackend):
 
     def accumulate(self, part: Minibatch) -> None:
         """Adds the gradient of some of a step's groups."""
-        self._parts.append(part)
-        self.spend(self.speed.per_token_s * sum(_response_tokens(sequence) for sequence in part.sequences))
+        sampled_before = self._step.sampled if self._step is not None else 0
+        self._step = _add(part.step, self._step, part)
+        self.spend(self.speed.per_token_s * (self._step.sampled - sampled_before))
 
     def finish(self, step: int) -> dict[str, float]:
         """The optimizer step over all parts."""
         self.spend(self.speed.per_step_s)
-        parts, self._parts = self._parts, []
-        self.steps.append(_seen(step, parts))
+        assert self._step is not None and self._step.step == step, "a step ends with what it has accumulated"
+        self.steps.append(self._step)
+        self._step = None
         return {"loss/policy": 0.0, "policy/tokens": float(self.steps[-1].trained)}
 
     def discard(self) -> None:
         """Forgets the parts of a step that will not be finished."""
-        self._parts = []
+        self._step = None
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "steps", torch.tensor([float(len(self.steps))])
@@ -93,21 +95,25 @@ class ModelledBackend(TrainingBackend):
         return None
 
 
-def _response_tokens(sequence: TrainingSequence) -> int:
-    return int((sequence.versions >= 0).sum())
-
-
-def _seen(step: int, parts: Sequence[Minibatch]) -> TrainedTokens:
-    sequences = [sequence for part in parts for sequence in part.sequences]
-    versions = torch.cat([sequence.versions for sequence in sequences])
-    masks = torch.cat([sequence.loss_mask for sequence in sequences])
-    trained = versions[masks]
+def _add(step: int, before: TrainedTokens | None, part: Minibatch) -> TrainedTokens:
+    """What a step has trained on once it has also trained on ``part``."""
+    versions = torch.cat([sequence.versions for sequence in part.sequences])
+    trained = versions[torch.cat([sequence.loss_mask for sequence in part.sequences])]
+    now = TrainedTokens(
+        step=step,
+        groups=part.num_groups,
+        sampled=int((versions >= 0).sum()),
+        trained=len(trained),
+        max_lag=step - 1 - int(trained.min()) if len(trained) else -1,
+    )
+    if before is None:
+        return now
     return TrainedTokens(
         step=step,
-        groups=sum(part.num_groups for part in parts),
-        sampled=int((versions >= 0).sum()),
-        trained=int(masks.sum()),
-        max_lag=step - 1 - int(trained.min()) if len(trained) else -1,
+        groups=before.groups + now.groups,
+        sampled=before.sampled + now.sampled,
+        trained=before.trained + now.trained,
+        max_lag=max(before.max_lag, now.max_lag),
     )
 
 

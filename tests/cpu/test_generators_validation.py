@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.generators import validation
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.validation import to_samples, validate_generator_output
 
@@ -192,3 +193,34 @@ def valid(count: int) -> dict[str, Any]:
         "trajectory_ids": None,
         "is_last_step": None,
     }
+
+
+ODD = st.sampled_from(
+    [True, False, 0, 1, 2, -1, -2, 0.0, 1.0, -0.5, 1e-4, 0.5, math.nan, math.inf, np.int64(3), np.float32(-1.5), "7", None]
+)
+
+
+@given(output=outputs(), data=st.data())
+def test_lists_of_plain_numbers_get_the_verdict_that_looking_at_each_number_gives(
+    output: dict[str, Any], data: st.DataObject
+) -> None:
+    for name in data.draw(st.lists(st.sampled_from(LISTS), max_size=2)):
+        values = output[name][0]
+        place = data.draw(st.integers(0, len(values) - 1)) if isinstance(values, list) else 0
+        odd = data.draw(ODD)
+        if isinstance(values, list):
+            values[place] = odd
+        else:
+            output[name][0] = odd
+
+    def verdict() -> str:
+        try:
+            validate_generator_output(output, len(output["response_ids"]))  # type: ignore[arg-type]
+        except GeneratorOutputError as error:
+            return str(error)
+        return repr(to_samples(output))  # type: ignore[arg-type]
+
+    at_once = verdict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "_all_of", lambda values, *types: False)
+        assert verdict() == at_once

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import Harness
-from scripted import ScriptedEngine, hashed_token
+from scripted import ScriptedEngine, hashed_token, settle
 
 from skyrl_train.errors import EngineError, PublicationError
 from skyrl_train.generators.base import GeneratorInput
@@ -130,12 +130,20 @@ async def test_under_wait_streaming_leaves_room_for_the_straggler(tmp_path: Path
     )
     released = asyncio.Event()
     h.generator.before = lambda batch: released.wait() if ordinal_of(batch) == 1 else None
+    loop, taken, three_taken = asyncio.get_running_loop(), [], asyncio.Event()
+
+    def count(part: Minibatch) -> None:
+        if part.step == 3:
+            taken.append(part.num_groups)
+            if sum(taken) == 3:
+                loop.call_soon_threadsafe(three_taken.set)
+
+    h.backend.before_update = count
     training = asyncio.ensure_future(h.train())
     # Step 3 is the straggler's last: the trainer takes three groups of it and keeps a seat.
-    await h.trainer.changed.wait_until(lambda: h.trainer.global_step == 2)
-    for _ in range(2000):
-        await asyncio.sleep(0)
-    assert h.trainer.global_step == 2 and sum(part.num_groups for part in h.backend.parts) == 3
+    await asyncio.wait_for(three_taken.wait(), 60)
+    await settle(2000)
+    assert h.trainer.global_step == 2 and sum(taken) == 3
     released.set()
     await training
     assert next(row["step"] for row in h.rows if 1 in row["ordinals"]) == 3
