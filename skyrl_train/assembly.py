@@ -117,7 +117,7 @@ async def build_trainer(
         checkpoints=CheckpointStore(run_folder.checkpoints, config.trainer.max_ckpts_to_keep),
         reporter=reporter,
         stages=stages,
-        evaluation_engines=OwnEngines(generators[1], clients[1], publishers[1], backend.named_weights) if own else None,
+        evaluation_engines=OwnEngines(generators[1], clients[1], publishers[1], backend.stage) if own else None,
         evaluation_prompts=evaluation_prompts,
         spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
         export_folder=run_folder.path / "policy",

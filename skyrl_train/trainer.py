@@ -259,7 +259,7 @@ class PPOTrainer:
         folder = await asyncio.to_thread(self.parts.checkpoints.latest)
         if folder is not None:
             await self.load_checkpoint(folder)
-        await self.parts.publisher.publish(self.parts.backend.named_weights(), self.global_step)
+        await self.parts.publisher.publish(self.parts.backend.stage, self.global_step)
         self.parts.generator.pace(lambda: not self.staleness.budget_spent)
         await self.parts.generator.start()
         await self.prompts.start(self.changed.notify)
@@ -376,7 +376,7 @@ class PPOTrainer:
         if due:
             metrics = await self.delivered()
             version = self.global_step
-            staged = await self.parts.publisher.gather(self.parts.backend.named_weights(), version)
+            staged = await self.parts.publisher.gather(self.parts.backend.stage, version)
             self._delivery = asyncio.create_task(self._deliver(staged, version), name=f"publication-{version}")
             if not self.plan.overlap_publication:
                 metrics = await self.delivered()
@@ -511,7 +511,7 @@ class PPOTrainer:
         if self.finished:
             await self.evaluation.hold()
             if self.parts.client.policy_version != self.global_step:  # no publication was due any more
-                await self.parts.publisher.publish(self.parts.backend.named_weights(), self.global_step)
+                await self.parts.publisher.publish(self.parts.backend.stage, self.global_step)
             await self.evaluation.conclude(self.global_step)
 
     async def load_checkpoint(self, folder: Path) -> None:

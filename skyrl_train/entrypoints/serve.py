@@ -90,7 +90,7 @@ async def _serve(options: argparse.Namespace, settings: ServerSettings, console:
     from skyrl_train.inference.server.endpoint import EndpointServer
     from skyrl_train.inference.sessions import SessionStore
     from skyrl_train.models.folder import load_model, load_tokenizer
-    from skyrl_train.publication.publisher import WeightPublisher
+    from skyrl_train.publication.publisher import WeightPublisher, weights_of
     from skyrl_train.publication.shared_memory import SharedMemoryTransport
 
     stopped = asyncio.Event()
@@ -107,7 +107,7 @@ async def _serve(options: argparse.Namespace, settings: ServerSettings, console:
         await client.start()
         # The folder's weights are version 0. They stay in shared memory, for engines that have to start again.
         model = await asyncio.to_thread(load_model, options.model, options.dtype, "cpu")
-        await publisher.publish(model.named_parameters(), version=0)
+        await publisher.publish(weights_of(model.named_parameters()), version=0)
         del model
         settle_collector()
         url = await server.start()

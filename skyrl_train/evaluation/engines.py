@@ -10,18 +10,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from skyrl_train.concurrency import close_within
 from skyrl_train.errors import EvaluationError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.publication.publisher import Staged, WeightPublisher
-
-if TYPE_CHECKING:
-    import torch
-
+from skyrl_train.publication.publisher import Staged, WeightPublisher, WeightSource
 
 CLOSE_LIMIT_S = 30.0  # what a generator may take to close
 
@@ -87,7 +81,7 @@ class OwnEngines(EvaluationEngines):
         generator: GeneratorInterface,
         client: InferenceEngineClient,
         publisher: WeightPublisher,
-        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        weights: WeightSource,
     ) -> None:
         super().__init__(generator, client)
         self._publisher = publisher
@@ -100,7 +94,7 @@ class OwnEngines(EvaluationEngines):
 
     async def stage(self, version: int) -> Staged:
         """Copies the weights to a staging area."""
-        return await self._publisher.gather(self._weights(), version)
+        return await self._publisher.gather(self._weights, version)
 
     async def load(self, version: int, staged: Staged | None) -> None:
         """Publishes the staged copy to the engines."""

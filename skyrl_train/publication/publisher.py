@@ -1,6 +1,6 @@
 """Publishes a policy version: gather, transfer, load, with their times (SEMANTICS 6).
 
-backend ──gather (in a thread)──> staging copy ──transfer (engines serve)──> receive buffers ──load (paused)──> model
+backend ──stage (in a thread)──> staging copy ──transfer (engines serve)──> receive buffers ──load (paused)──> model
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from skyrl_train.publication.base import WeightTransport
 
 if TYPE_CHECKING:
     import torch
+
+
+# Copies weights to a staging area of the transport, as a version: ``TrainingBackend.stage``, or ``weights_of``.
+WeightSource = Callable[[WeightTransport, int], WeightUpdate]
+
+
+def weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightSource:
+    """Weights of this process, by name."""
+    return lambda transport, version: transport.gather(weights, version)
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,8 @@ class WeightPublisher:
         self._pause_mode = pause_mode
         self._clock = clock
 
-    async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
-        """Publishes ``weights`` as ``version``; they must not change until this returns.
+    async def publish(self, stage: WeightSource, version: int) -> dict[str, float]:
+        """Publishes the weights of ``stage`` as ``version``; they must not change until this returns.
 
         Returns:
             ``time/gather``, ``time/transfer``, ``time/pause`` in seconds.
@@ -53,10 +62,10 @@ class WeightPublisher:
         Raises:
             PublicationError: no engine took the update; all serve the weights that they had.
         """
-        return await self.deliver(await self.gather(weights, version))
+        return await self.deliver(await self.gather(stage, version))
 
-    async def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Staged:
-        """Copies ``weights`` to a staging area; they may change when this has returned.
+    async def gather(self, stage: WeightSource, version: int) -> Staged:
+        """Has the weights copied to a staging area; they may change when this has returned.
 
         Raises:
             PublicationError: there is no room for the copy.
@@ -65,7 +74,7 @@ class WeightPublisher:
         """
         started = self._clock()
         try:
-            update = await asyncio.to_thread(self._transport.gather, weights, version)
+            update = await asyncio.to_thread(stage, self._transport, version)
         except (OSError, RuntimeError) as error:  # no room for the copy: shared memory, or the device's
             raise PublicationError(f"the weights of version {version} cannot be copied: {error}") from error
         return Staged(update, self._clock() - started)

@@ -14,8 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from skyrl_train.inference.weight_update import WeightUpdate
+    from skyrl_train.publication.base import WeightTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,14 @@ class TrainingBackend(ABC):
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify."""
+
+    def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
+        """Copies the policy's weights to a staging area of ``transport``, in whichever process they live.
+
+        Raises:
+            PublicationError: there is no room for the copy.
+        """
+        return transport.gather(self.named_weights(), version)
 
     @abstractmethod
     def snapshot(self) -> dict[str, object]:

@@ -9,8 +9,7 @@ import torch
 
 from skyrl_train.models.folder import load_model
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.batch import collate, pack_by_tokens
-from skyrl_train.training.logprobs import scored_logits, token_logprobs
+from skyrl_train.training.scorer import Scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,10 @@ class FrozenPolicy:
     def __init__(
         self, model_path: str, *, dtype: str, device: str, temperature: float, micro_batch_tokens: int
     ) -> None:
-        self._model = load_model(model_path, dtype, device)
-        self._model.eval()
-        self._model.requires_grad_(False)
-        self._temperature = temperature if temperature > 0 else 1.0
-        self._micro_batch_tokens = micro_batch_tokens
+        model = load_model(model_path, dtype, device)
+        model.eval()
+        self._scorer = Scorer(model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
-    @torch.inference_mode()
     def __call__(self, sequences: Sequence[TokensToScore]) -> list[list[float]]:
         """The log-prob of each token with loss mask 1 given all tokens before it; 0.0 where the loss mask is 0.
 
@@ -70,10 +66,8 @@ class FrozenPolicy:
         laid_out = [sequence.training_sequence() for sequence in sequences]
         masks = [sequence.loss_mask for sequence in laid_out]
         scored = [index for index, mask in enumerate(masks) if bool(mask.any())]
-        for chosen in pack_by_tokens([len(sequences[index]) for index in scored], self._micro_batch_tokens):
-            micro_batch = collate(laid_out, [scored[position] for position in chosen], masks)
-            logits = scored_logits(self._model, micro_batch, self._temperature)
-            logprobs = token_logprobs(logits, micro_batch.targets.to(logits.device)).float().cpu()
+        for micro_batch in self._scorer.micro_batches(laid_out, scored, masks):
+            logprobs = self._scorer.logprobs(micro_batch).float().cpu()
             counts = [int(masks[index].sum()) for index in micro_batch.indices]
             for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):
                 scores = iter(values.tolist())

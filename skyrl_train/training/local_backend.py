@@ -2,7 +2,7 @@
 
 part ──pack──> micro-batches ──forward──> log-probs ──objective──> loss ──backward──┐  (gradients add up, part by part)
                                                                                     ▼
-metrics <──records of every token────────────────────────────── scale, clip, AdamW: one optimizer step a pass
+metrics <──statistics of all tokens──────────────────────────── scale, clip, AdamW: one optimizer step a pass
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.reductions import reduction_scale
+from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
 from skyrl_train.models.folder import load_model, load_tokenizer, quiet_transformers
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
-from skyrl_train.training.batch import MicroBatch, collate, flat_tokens, pack_by_tokens
-from skyrl_train.training.logprobs import scored_logits, token_entropies, token_logprobs
-from skyrl_train.training.objective import Objective, TokenFields, TokenRecord
+from skyrl_train.training.batch import MicroBatch, flat_tokens
+from skyrl_train.training.objective import Objective, TokenFields
 from skyrl_train.training.optimizer import PolicyOptimizer
 from skyrl_train.training.schedule import learning_rate
+from skyrl_train.training.scorer import Scorer
 from skyrl_train.training.state import BackendState, detached_copy, read_state, write_state
 
 
@@ -53,7 +54,7 @@ class _OpenStep:
     """What was accumulated of a step; its gradients are in the optimizer."""
 
     step: int
-    records: list[TokenRecord] = field(default_factory=list)
+    statistics: TokenStatistics = field(default_factory=TokenStatistics)
     denominators: list[float] = field(default_factory=list)
 
 
@@ -92,11 +93,13 @@ class LocalBackend(TrainingBackend):
         self._model_path = model_path
         self._config = trainer_config
         self._total_steps = total_steps
-        self._temperature = temperature if temperature > 0 else 1.0
         self._objective = Objective(trainer_config.algorithm)
         self._model = load_model(model_path, trainer_config.policy.dtype, trainer_config.device)
         self._model.eval()
         self._vocab_size = int(self._model.config.get_text_config().vocab_size)
+        self._scorer = Scorer(
+            self._model, temperature=temperature, micro_batch_tokens=trainer_config.micro_batch_tokens
+        )
         self._optimizer = PolicyOptimizer(self._model, trainer_config.policy.optimizer_config)
         self._open: _OpenStep | None = None
 
@@ -113,8 +116,8 @@ class LocalBackend(TrainingBackend):
         results = [torch.zeros(len(sequence)) for sequence in sequences]
         everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         scorable = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
-        for micro_batch in self._micro_batches(sequences, scorable, everything):
-            logprobs = self._score(micro_batch).float().cpu()
+        for micro_batch in self._scorer.micro_batches(sequences, scorable, everything):
+            logprobs = self._scorer.logprobs(micro_batch).float().cpu()
             counts = [len(sequences[index]) - 1 for index in micro_batch.indices]
             for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):
                 results[index][1:] = values
@@ -174,9 +177,9 @@ class LocalBackend(TrainingBackend):
         scale = reduction_scale(opened.denominators)
         rate = self._learning_rate(step)
         try:
-            metrics = self._objective.metrics(opened.records, scale)
+            metrics = self._objective.metrics(opened.statistics, scale)
             grad_norm, skipped = 0.0, False
-            if opened.records:
+            if opened.statistics.tokens:
                 outcome = self._optimizer.step(rate, scale) if math.isfinite(metrics["loss/policy"]) else None
                 grad_norm = outcome.grad_norm if outcome is not None else math.nan
                 skipped = outcome is None or not outcome.applied
@@ -186,7 +189,7 @@ class LocalBackend(TrainingBackend):
             "policy/grad_norm": grad_norm,
             "policy/skipped_nonfinite": float(skipped),
             "policy/lr": rate,
-            "policy/tokens": float(sum(record.token_weights.shape[0] for record in opened.records)),
+            "policy/tokens": float(opened.statistics.tokens),
         }
 
     def discard(self) -> None:
@@ -209,35 +212,21 @@ class LocalBackend(TrainingBackend):
         opened = self._open = self._open or _OpenStep(part.step)
         try:
             for scorable in part.micro_batches:
-                loss, record = self._loss(scorable)
+                loss, statistics = self._loss(scorable)
                 loss.backward()
-                opened.records.append(record)
+                opened.statistics.add(statistics)
         except BaseException:
             self.discard()
             raise
         opened.denominators.extend(part.denominators)
 
-    def _loss(self, scorable: _Scorable) -> tuple[torch.Tensor, TokenRecord]:
-        logits = scored_logits(self._model, scorable.micro_batch, self._temperature)
-        logprobs = token_logprobs(logits, scorable.micro_batch.targets.to(logits.device))
-        with torch.set_grad_enabled(self._objective.differentiates_entropy):
-            entropy = token_entropies(logits)
-        return self._objective.loss(logprobs, entropy, scorable.fields)
-
-    @torch.inference_mode()
-    def _score(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Log-probs ``[N]`` of the micro-batch's scored tokens under the current policy."""
-        logits = scored_logits(self._model, micro_batch, self._temperature)
-        return token_logprobs(logits, micro_batch.targets.to(logits.device))
+    def _loss(self, scorable: _Scorable) -> tuple[torch.Tensor, TokenStatistics]:
+        logprobs, entropies = self._scorer.logprobs_and_entropies(
+            scorable.micro_batch, differentiate_entropy=self._objective.differentiates_entropy
+        )
+        return self._objective.loss(logprobs, entropies, scorable.fields)
 
     # ---- batches
-
-    def _micro_batches(
-        self, sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
-    ) -> Iterator[MicroBatch]:
-        lengths = [len(sequences[index]) for index in indices]
-        for chosen in pack_by_tokens(lengths, self._config.micro_batch_tokens):
-            yield collate(sequences, [indices[position] for position in chosen], scored)
 
     def _part(self, minibatch: Minibatch) -> _Part:
         """Checks the sequences and packs those that have trained tokens; the others count in the denominators only.
@@ -267,7 +256,7 @@ class LocalBackend(TrainingBackend):
         proximal = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
         reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
         device = self._model.device
-        for micro_batch in self._micro_batches(sequences, range(len(sequences)), masks):
+        for micro_batch in self._scorer.micro_batches(sequences, range(len(sequences)), masks):
             of_rows = weights[list(micro_batch.indices)]
             fields = TokenFields(
                 advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
@@ -282,7 +271,7 @@ class LocalBackend(TrainingBackend):
         """The micro-batch with the log-probs of the policy as it is now, unless the trainer gave them."""
         if scorable.fields.proximal_logprobs is not None:
             return scorable
-        logprobs = self._score(scorable.micro_batch).clone()
+        logprobs = self._scorer.logprobs(scorable.micro_batch).clone()
         return replace(scorable, fields=replace(scorable.fields, proximal_logprobs=logprobs))
 
     def _check_sequences(self, sequences: Sequence[TrainingSequence]) -> None:

@@ -10,15 +10,15 @@ The scale is known once all sequences of the step are counted; until then everyt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.off_policy import CORRECTIONS, mismatch_metrics
+from skyrl_train.algorithms.off_policy import CORRECTIONS, mismatch_metrics, mismatch_statistics
 from skyrl_train.algorithms.reductions import REDUCTIONS, Share
+from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
@@ -36,20 +36,6 @@ class TokenFields:
     token_weights: torch.Tensor  # of the reduction, before its scale
     proximal_logprobs: torch.Tensor | None
     reference_logprobs: torch.Tensor | None = None  # needed where the loss has a KL term
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
-    """What one pass over N tokens leaves for the metrics; all detached, ``[N]``."""
-
-    policy_loss: torch.Tensor  # after the off-policy weight
-    entropy: torch.Tensor
-    ratio: torch.Tensor
-    clipped: torch.Tensor
-    proximal_logprobs: torch.Tensor
-    behaviour_logprobs: torch.Tensor
-    token_weights: torch.Tensor
-    kl_to_reference: torch.Tensor | None = None  # the configured estimate; None: the loss has no KL term
 
 
 class Objective:
@@ -95,9 +81,9 @@ class Objective:
 
     def loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, fields: TokenFields
-    ) -> tuple[torch.Tensor, TokenRecord]:
-        """This micro-batch's part of the step's loss before the scale (a scalar; the parts add up), and the record of
-        its tokens.
+    ) -> tuple[torch.Tensor, TokenStatistics]:
+        """This micro-batch's part of the step's loss before the scale (a scalar; the parts add up), and the
+        statistics of its tokens.
 
         Args:
             logprobs: ``[N]`` under the current policy, with gradient.
@@ -120,17 +106,19 @@ class Objective:
             objective = objective + self._config.kl_loss_coef * (kl if weight is None else kl * weight)
         if self.differentiates_entropy:
             objective = objective - self._config.entropy_coef * entropy
-        record = TokenRecord(
-            policy_loss=token_loss.detach(),
-            entropy=entropy.detach(),
-            ratio=losses.ratio,
-            clipped=losses.clipped,
-            proximal_logprobs=proximal,
-            behaviour_logprobs=fields.behaviour_logprobs,
-            token_weights=fields.token_weights,
-            kl_to_reference=None if kl is None else kl.detach(),
+        weights = fields.token_weights.double()
+        sums = {
+            "policy_loss": weights * token_loss.detach(),
+            "entropy": weights * entropy.detach(),
+            "ratio": losses.ratio,
+            "clipped": losses.clipped,
+        }
+        if kl is not None:
+            sums["kl_to_reference"] = kl
+        statistics = TokenStatistics.of(sums).join(
+            mismatch_statistics(proximal, fields.behaviour_logprobs, clip_high=self._clip_high)
         )
-        return (objective * fields.token_weights).sum(), record
+        return (objective * fields.token_weights).sum(), statistics
 
     def _kl_to_reference(self, logprobs: torch.Tensor, fields: TokenFields) -> torch.Tensor | None:
         if self._kl is None:
@@ -139,8 +127,8 @@ class Objective:
             raise ValueError("a loss with a KL term needs reference_logprobs")
         return self._kl(logprobs, fields.reference_logprobs)
 
-    def metrics(self, records: Sequence[TokenRecord], scale: float) -> dict[str, float]:
-        """Scalars over all tokens of one optimizer step, the micro-batches' records together.
+    def metrics(self, statistics: TokenStatistics, scale: float) -> dict[str, float]:
+        """Scalars over all tokens of one optimizer step, from the statistics of all its micro-batches together.
 
         ``loss/*`` are reduced as the loss is; ``policy/*`` and ``off_policy/*`` are statistics over tokens. A step
         without trained tokens has losses of 0 and no statistics.
@@ -148,24 +136,18 @@ class Objective:
         Args:
             scale: of the reduction, from all sequences of the step.
         """
-        if not records:
+        tokens, values = statistics.tokens, statistics.values()
+        if not tokens:
             return {"loss/policy": 0.0, "loss/entropy": 0.0}
-
-        def joined(name: str) -> torch.Tensor:
-            return torch.cat([getattr(record, name) for record in records]).double()
-
-        weights = joined("token_weights") * scale
-        values = {
-            "loss/policy": (weights * joined("policy_loss")).sum(),
-            "loss/entropy": (weights * joined("entropy")).sum(),
-            "policy/ratio_mean": joined("ratio").mean(),
-            "policy/clip_fraction": joined("clipped").mean(),
+        metrics = {
+            "loss/policy": scale * values["policy_loss"],
+            "loss/entropy": scale * values["entropy"],
+            "policy/ratio_mean": values["ratio"] / tokens,
+            "policy/clip_fraction": values["clipped"] / tokens,
         }
         if self.needs_reference:
-            values["policy/kl_to_reference"] = joined("kl_to_reference").mean()
-        return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)) | mismatch_metrics(
-            joined("proximal_logprobs"), joined("behaviour_logprobs"), clip_high=self._clip_high
-        )
+            metrics["policy/kl_to_reference"] = values["kl_to_reference"] / tokens
+        return metrics | mismatch_metrics(tokens, values)
 
 
 def _check(config: AlgorithmConfig) -> None:

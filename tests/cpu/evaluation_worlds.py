@@ -22,7 +22,7 @@ from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.publisher import WeightPublisher
+from skyrl_train.publication.publisher import WeightPublisher, weights_of
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK=")
 
@@ -149,7 +149,7 @@ class World:
             client = InferenceEngineClient([self.eval_engine], TOKENIZER, engine_wait_timeout_s=engine_wait_timeout_s)
         self.generator = OneTurn(client)
         engines: EvaluationEngines = (
-            OwnEngines(self.generator, client, WeightPublisher(client, self.transport, PauseMode.KEEP), lambda: ())
+            OwnEngines(self.generator, client, WeightPublisher(client, self.transport, PauseMode.KEEP), weights_of(()))
             if own
             else SharedEngines(self.generator, client)
         )
@@ -181,14 +181,14 @@ class World:
 
     async def begin(self, step: int = 0, reported: Sequence[int] = ()) -> None:
         """A run starts, or resumes after ``step``."""
-        await self.publisher.publish((), step)
+        await self.publisher.publish(weights_of(()), step)
         await self.evaluation.start(step, reported)
 
     async def train_step(self, step: int) -> dict[str, float]:
         """The policy moves, and its weights are published."""
         await self.evaluation.trained(step)
         metrics = await self.evaluation.hold()
-        await self.publisher.publish((), step)
+        await self.publisher.publish(weights_of(()), step)
         await self.evaluation.served(step)
         return metrics
 

@@ -179,7 +179,7 @@ class Harness:
     def _own_engines(self) -> OwnEngines:
         client = InferenceEngineClient([ScriptedEngine(free_running=True)], TOKENIZER)
         publisher = WeightPublisher(client, ScriptedTransport(), PauseMode.KEEP)
-        return OwnEngines(EchoGenerator(client), client, publisher, self.backend.named_weights)
+        return OwnEngines(EchoGenerator(client), client, publisher, self.backend.stage)
 
     async def train(self) -> None:
         try:

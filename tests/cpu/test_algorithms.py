@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, STD_EPSILON, group_returns, grpo
 from skyrl_train.algorithms.losses import MAX_LOG_RATIO, POLICY_LOSSES, bounded_ratio, ppo_clip
-from skyrl_train.algorithms.off_policy import CORRECTIONS, mismatch_metrics, truncated_token_weights
+from skyrl_train.algorithms.off_policy import (
+    CORRECTIONS,
+    mismatch_metrics,
+    mismatch_statistics,
+    truncated_token_weights,
+)
 from skyrl_train.algorithms.reductions import (
     REDUCTIONS,
     Reduction,
@@ -124,7 +129,8 @@ class TestTruncatedImportanceSampling:
     def test_metrics_are_those_of_the_untruncated_ratio(self, rows: list[tuple[float, ...]], cap: float) -> None:
         ratios = [math.exp(proximal - behaviour) for proximal, behaviour in rows]
         n = len(ratios)
-        assert mismatch_metrics(*columns(rows), clip_high=cap) == pytest.approx(
+        statistics = mismatch_statistics(*columns(rows), clip_high=cap)
+        assert mismatch_metrics(n, statistics.values()) == pytest.approx(
             {
                 "off_policy/ratio_mean": sum(ratios) / n,
                 "off_policy/ratio_max": max(ratios),
@@ -140,7 +146,8 @@ class TestTruncatedImportanceSampling:
     def test_k1_and_k3_estimate_the_kl_of_behaviour_from_proximal(self) -> None:
         behave, prox = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
         drawn = torch.multinomial(behave, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
-        metrics = mismatch_metrics(prox.log()[drawn], behave.log()[drawn], clip_high=2.0)
+        statistics = mismatch_statistics(prox.log()[drawn], behave.log()[drawn], clip_high=2.0)
+        metrics = mismatch_metrics(statistics.tokens, statistics.values())
         kl = (behave * (behave / prox).log()).sum().item()
         assert metrics["off_policy/kl_k1"] == pytest.approx(kl, abs=2e-3)
         assert metrics["off_policy/kl_k3"] == pytest.approx(kl, abs=2e-3)

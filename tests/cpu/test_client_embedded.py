@@ -18,7 +18,7 @@ from skyrl_train.inference.interface import PauseMode, SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationRequest
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.publisher import WeightPublisher
+from skyrl_train.publication.publisher import WeightPublisher, weights_of
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 
 
@@ -35,7 +35,7 @@ class World:
     async def publish(self, mode: PauseMode) -> None:
         self.version += 1
         publisher = WeightPublisher(self.client, self.transport, mode)
-        await publisher.publish(self.model.named_parameters(), self.version)
+        await publisher.publish(weights_of(self.model.named_parameters()), self.version)
 
     async def play(self, params: SamplingParams, events: list[Any], session: str) -> Generation:
         """Streams a response; after each piece the next event happens, if there is one."""

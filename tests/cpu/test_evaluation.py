@@ -28,7 +28,7 @@ from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
 from skyrl_train.inference.randomness import mix
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.publisher import WeightPublisher
+from skyrl_train.publication.publisher import WeightPublisher, weights_of
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.rollout.group import RolloutGroup
 from skyrl_train.rollout.reward_stage import with_rewards
@@ -205,7 +205,7 @@ async def test_weights_that_are_published_in_the_middle_are_noticed() -> None:
     world.generator.before = lambda batch: released.wait()
     await world.begin()
     await settle()
-    await world.publisher.publish((), 1)  # without asking hold()
+    await world.publisher.publish(weights_of(()), 1)  # without asking hold()
     released.set()
     with pytest.raises(EvaluationError, match="bug"):
         await world.evaluation.hold()
@@ -359,7 +359,9 @@ async def test_its_engines_sample_from_the_weights_of_the_step_that_was_due_howe
     generator = OneTurn(client)
     evaluation = Evaluation(
         world.config,
-        OwnEngines(generator, client, publisher, model.named_parameters),
+        OwnEngines(
+            generator, client, publisher, lambda transport, version: transport.gather(model.named_parameters(), version)
+        ),
         prompts_of("a"),
         sink=world,
         changed=world.changed,

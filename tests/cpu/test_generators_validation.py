@@ -196,7 +196,26 @@ def valid(count: int) -> dict[str, Any]:
 
 
 ODD = st.sampled_from(
-    [True, False, 0, 1, 2, -1, -2, 0.0, 1.0, -0.5, 1e-4, 0.5, math.nan, math.inf, np.int64(3), np.float32(-1.5), "7", None]
+    [
+        True,
+        False,
+        0,
+        1,
+        2,
+        -1,
+        -2,
+        0.0,
+        1.0,
+        -0.5,
+        1e-4,
+        0.5,
+        math.nan,
+        math.inf,
+        np.int64(3),
+        np.float32(-1.5),
+        "7",
+        None,
+    ]
 )
 
 

@@ -137,10 +137,10 @@ def test_the_kl_term_is_weighted_like_the_policy_loss(
     policy, behaviour, reference, advantages, token_weights = torch.tensor(tokens, dtype=torch.float64).T
     fields = TokenFields(advantages, behaviour, token_weights, None, reference)
     objective = Objective(algorithm)
-    loss, record = objective.loss(policy, torch.zeros_like(policy), fields)
+    loss, statistics = objective.loss(policy, torch.zeros_like(policy), fields)
     assert loss.item() == pytest.approx(loss_by_hand(tokens, algorithm), rel=1e-9, abs=1e-9)
     estimates = [of_formula(name, of, to) for of, _, to, _, _ in tokens]
-    metrics = objective.metrics([record], scale=1.0)
+    metrics = objective.metrics(statistics, scale=1.0)
     assert metrics["policy/kl_to_reference"] == pytest.approx(sum(estimates) / len(tokens), rel=1e-9, abs=1e-12)
     assert metrics["loss/policy"] == pytest.approx(
         loss_by_hand(tokens, dataclasses.replace(algorithm, kl_loss_coef=0.0)), rel=1e-9, abs=1e-9
@@ -150,9 +150,9 @@ def test_the_kl_term_is_weighted_like_the_policy_loss(
 def test_without_a_coefficient_there_is_no_kl_term_and_no_metric() -> None:
     objective = Objective(AlgorithmConfig())
     values = torch.full((3,), -1.0)
-    _, record = objective.loss(values, values, TokenFields(values, values, values, None, values))
+    _, statistics = objective.loss(values, values, TokenFields(values, values, values, None, values))
     assert not objective.needs_reference
-    assert "policy/kl_to_reference" not in objective.metrics([record], scale=1.0)
+    assert "policy/kl_to_reference" not in objective.metrics(statistics, scale=1.0)
 
 
 # The backend ----------------------------------------------------------------------------------------------------------
