@@ -9,6 +9,7 @@ thread ever races the virtual clock; how long it takes is what it says with :met
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 from skyrl_train.errors import SimulationError
 
 T = TypeVar("T")
+
+_RESOLUTION_S = 1e-9  # by which asyncio runs a timer early, if need be
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -34,7 +37,10 @@ class _JumpingSelector(selectors.DefaultSelector):
             raise SimulationError(
                 "everything waits and no timer is set: a deadlock. asyncio.all_tasks() and their stacks say who waits."
             )
-        self.now += max(0.0, timeout)
+        if timeout > 0:
+            self.now += timeout
+            if math.ulp(self.now) > _RESOLUTION_S:  # late in a long run, "due now" would never be "due"
+                self.now = math.nextafter(self.now, math.inf)
         return []
 
 
