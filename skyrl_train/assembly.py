@@ -45,7 +45,8 @@ from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
 from skyrl_train.stage_factory import build_stages
-from skyrl_train.trainer import PPOTrainer, TrainerParts
+from skyrl_train.trainer import PPOTrainer
+from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.schedule import SCHEDULES

@@ -13,69 +13,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, RolloutSnapshot
 from skyrl_train.concurrency import Signal, close_within
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, StalenessError
-from skyrl_train.evaluation.engines import EvaluationEngines, SharedEngines
+from skyrl_train.evaluation.engines import SharedEngines
 from skyrl_train.evaluation.runner import Evaluation
-from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.step_metrics import step_metrics
-from skyrl_train.publication.publisher import Staged, WeightPublisher
+from skyrl_train.publication.deliveries import Deliveries
 from skyrl_train.rollout.buffer import BufferedGroup, RolloutBuffer
-from skyrl_train.rollout.checkpoint import read_recordings, read_rollout_state, write_rollout_state
+from skyrl_train.rollout.checkpoint import read_recordings, read_rollout_state
 from skyrl_train.rollout.dataloader import build_loader
-from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.filters import groups_to_train, make_filter
 from skyrl_train.rollout.group import RolloutGroup
 from skyrl_train.rollout.logprob_stages import proximal_stages
 from skyrl_train.rollout.reward_stage import RewardStage
 from skyrl_train.rollout.runner import GroupRunner
-from skyrl_train.rollout.stages import Stage, StagePipeline
+from skyrl_train.rollout.stages import StagePipeline
 from skyrl_train.rollout.staleness import StalenessManager
 from skyrl_train.rollout.stragglers import resolve_straggler_policy
 from skyrl_train.rollout.watchdog import LoopMonitor, Phase, Watchdog
 from skyrl_train.rollout.workers import GenerationWorkers
-from skyrl_train.training.backend import Minibatch, TrainingBackend
-from skyrl_train.training.checkpoint import CheckpointStore, checkpoint_step
+from skyrl_train.trainer_parts import TrainerParts
+from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.minibatch import build_minibatch
 
 if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
-    from skyrl_train.rollout.streaming import StreamingPrompts
+    pass
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_LIMIT_S = 30.0  # what a generator may take to close
-
-
-@dataclass(frozen=True)
-class TrainerParts:
-    """What a trainer is made of; each can be replaced by another implementation of its interface."""
-
-    client: InferenceEngineClient
-    generator: GeneratorInterface
-    backend: TrainingBackend
-    publisher: WeightPublisher
-    dataset: PromptDataset | StreamingPrompts
-    checkpoints: CheckpointStore
-    reporter: Reporter
-    stages: Sequence[Stage] = ()  # what a group goes through between its generation and the buffer; started
-    evaluation_engines: EvaluationEngines | None = None  # of its own; None: the run's
-    evaluation_prompts: Sequence[PromptRecord] = ()
-    spill_folder: Path | None = None  # of finished groups beyond rollout.buffer_memory_bytes
-    export_folder: Path | None = None  # where a finished run leaves its policy as a folder that transformers opens
-    clock: Callable[[], float] = field(default=time.perf_counter)
 
 
 @dataclass(frozen=True)
@@ -150,13 +126,26 @@ class PPOTrainer:
             on_progress=self.watchdog.progress,
             clock=parts.clock,
         )
+        self.deliveries = Deliveries(
+            parts.publisher,
+            client,
+            parts.backend.stage,
+            hold=self.evaluation.hold,
+            served=self._served,
+            changed=self.changed,
+            clock=parts.clock,
+        )
+        self.saving = CheckpointSaving(
+            parts.checkpoints,
+            parts.backend,
+            snapshot=lambda: self.off_loop(parts.backend.snapshot),
+            collect=self.rollout_snapshot,
+            changed=self.changed,
+        )
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        self._saving: asyncio.Task[Path] | None = None
-        self._delivery: asyncio.Task[dict[str, float]] | None = None  # a publication on its way to the engines
         self._weights_in_doubt = False  # an update began and has not ended well
         self._started = False
         self._watching: asyncio.Task[None] | None = None
-        self._checkpointed_step: int | None = None
         self._step_ended = parts.clock()
         self._tokens_reported = 0
         self._reported: dict[str, int] = {}  # of prompts that were not trained, by outcome
@@ -183,7 +172,7 @@ class PPOTrainer:
                     break
                 await self._publish_and_report(trained)
                 await self.checkpoint_if_due()
-            await self.delivered()
+            await self.deliveries.delivered()
             await self.save_checkpoint()
             await self.evaluate_last_policy()
             await self.export_policy()
@@ -259,7 +248,7 @@ class PPOTrainer:
         folder = await asyncio.to_thread(self.parts.checkpoints.latest)
         if folder is not None:
             await self.load_checkpoint(folder)
-        await self.parts.publisher.publish(self.parts.backend.stage, self.global_step)
+        await self.deliveries.publish(self.global_step)
         self.parts.generator.pace(lambda: not self.staleness.budget_spent)
         await self.parts.generator.start()
         await self.prompts.start(self.changed.notify)
@@ -374,36 +363,16 @@ class PPOTrainer:
         self.staleness.advance()
         await self.evaluation.trained(self.global_step)
         if due:
-            metrics = await self.delivered()
-            version = self.global_step
-            staged = await self.parts.publisher.gather(self.parts.backend.stage, version)
-            self._delivery = asyncio.create_task(self._deliver(staged, version), name=f"publication-{version}")
+            metrics = await self.deliveries.begin(self.global_step)
             if not self.plan.overlap_publication:
-                metrics = await self.delivered()
+                metrics = await self.deliveries.delivered()
         self.workers.drop_overdue()
         self.changed.notify()
         return metrics
 
-    async def _deliver(self, staged: Staged, version: int) -> dict[str, float]:
-        try:
-            metrics = await self.evaluation.hold()
-            if not self.parts.client.serving:  # one that is started again takes these weights as well
-                await self.parts.client.wait_for_engine()
-            metrics |= await self.parts.publisher.deliver(staged)
-            self.staleness.published(version)
-            await self.evaluation.served(version)
-            return metrics
-        finally:
-            self.changed.notify()
-
-    async def delivered(self) -> dict[str, float]:
-        """Returns when no publication is on its way; the times of the last one."""
-        if self._delivery is None:
-            return {}
-        started = self.parts.clock()
-        metrics = await self._delivery
-        self._delivery = None
-        return {**metrics, "time/wait_for_publication": self.parts.clock() - started}
+    async def _served(self, version: int) -> None:
+        self.staleness.published(version)
+        await self.evaluation.served(version)
 
     def report(self, trained: TrainedStep) -> None:
         """Writes the step's metrics and samples, and refreshes the screen."""
@@ -436,7 +405,7 @@ class PPOTrainer:
             full,
             decode=self.parts.client.decode,
             untrained=self._newly_untrained(),
-            checkpoint_step=self._checkpointed_step,
+            checkpoint_step=self.saving.step,
         )
 
     def _newly_untrained(self) -> dict[str, list[int]]:
@@ -450,56 +419,29 @@ class PPOTrainer:
 
     async def checkpoint_if_due(self) -> None:
         """Every ``ckpt_interval`` steps, takes a snapshot and writes it while training goes on."""
-        if self._saving is not None and self._saving.done():
-            await self._saved()  # a failed write ends the run
+        await self.saving.check()  # a failed write ends the run
         interval = self.config.trainer.ckpt_interval
         if interval and self.global_step % interval == 0 and self.global_step < self.plan.total_steps:
-            await self._begin_save()
+            await self.saving.begin()
 
     async def save_checkpoint(self) -> None:
         """Writes a checkpoint of the current step, unless it is on disk already, and returns when it is."""
-        await self._saved()
-        if self._checkpointed_step != self.global_step or self.global_step < self.plan.total_steps:
+        await self.saving.written()
+        if self.saving.step != self.global_step or self.global_step < self.plan.total_steps:
             # Within a step, groups finish and fail and unfinished ones sample on: a checkpoint of its beginning is not enough.
-            await self._begin_save()
-            await self._saved()
+            await self.saving.begin()
+            await self.saving.written()
 
-    async def _begin_save(self) -> None:
-        await self._saved()
-        snapshot = await self.off_loop(self.parts.backend.snapshot)
-        # At one instant of the loop: they agree.
-        state, groups, recordings = (
-            self.rollout_state(),
-            self.buffer.snapshot(),
-            self.parts.client.recordings.snapshot(),
-        )
-        step = self.global_step
-
-        def write(folder: Path) -> None:
-            (folder / "policy").mkdir()
-            self.parts.backend.save(snapshot, folder / "policy")
-            write_rollout_state(state, groups, folder, (recording.to_json() for recording in recordings))
-
-        self._saving = asyncio.create_task(asyncio.to_thread(self.parts.checkpoints.write, step, write))
-        self._saving.add_done_callback(lambda saved: self.changed.notify())
-
-    async def _saved(self) -> None:
-        if self._saving is not None:
-            try:
-                self._checkpointed_step = checkpoint_step(await asyncio.shield(self._saving))
-            finally:
-                if self._saving.done():  # else we are being cancelled: close() waits for the thread that writes
-                    self._saving = None
-
-    def rollout_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the backend's state and the finished groups; JSON-able."""
-        return {
+    def rollout_snapshot(self) -> RolloutSnapshot:
+        """What a checkpoint holds beside the backend's state. At one instant of the loop, so that all of it agrees."""
+        state = {
             "global_step": self.global_step,
             "reported": self._reported,
             "prompts": self.prompts.state_dict(),
             "workers": self.workers.state_dict(),
             "counts": self.staleness.state_dict(),
         }
+        return RolloutSnapshot(self.global_step, state, self.buffer.snapshot(), self.parts.client.recordings.snapshot())
 
     async def export_policy(self) -> None:
         """Once trained to the end, leaves the policy as a folder that ``transformers`` opens."""
@@ -511,7 +453,7 @@ class PPOTrainer:
         if self.finished:
             await self.evaluation.hold()
             if self.parts.client.policy_version != self.global_step:  # no publication was due any more
-                await self.parts.publisher.publish(self.parts.backend.stage, self.global_step)
+                await self.deliveries.publish(self.global_step)
             await self.evaluation.conclude(self.global_step)
 
     async def load_checkpoint(self, folder: Path) -> None:
@@ -522,7 +464,7 @@ class PPOTrainer:
         """
         state, groups = await asyncio.to_thread(read_rollout_state, folder)
         recordings = await asyncio.to_thread(read_recordings, folder) if self.config.rollout.replay else []
-        await self.off_loop(self.parts.backend.load, folder / "policy")
+        await self.off_loop(self.parts.backend.load, folder / POLICY_FOLDER)
         self.global_step = state["global_step"]
         await self.buffer.restore(groups)
         self.parts.client.recordings.load(recordings)
@@ -530,7 +472,7 @@ class PPOTrainer:
         self.workers.load_state_dict(state["workers"])
         self.staleness.load_state_dict(state["counts"], self.global_step + 1, self.buffer)
         self.workers.drop_overdue()
-        self._checkpointed_step = self.global_step
+        self.saving.step = self.global_step
         self._reported = dict(state.get("reported", {}))
 
     # The rest -----------------------------------------------------------------------------------------------------
@@ -565,9 +507,9 @@ class PPOTrainer:
 
     def _failure(self) -> BaseException | None:
         """What stopped a part of the run that works in the background, if anything did."""
-        ended = [task for task in (self._delivery, self._saving, self._watching) if task is not None and task.done()]
-        failed = next((task.exception() for task in ended if not task.cancelled() and task.exception()), None)
-        return self.workers.error or failed or self.evaluation.error
+        watching = self._watching
+        stuck = watching.exception() if watching is not None and watching.done() and not watching.cancelled() else None
+        return self.workers.error or self.deliveries.error or self.saving.error or stuck or self.evaluation.error
 
     def raise_if_failed(self) -> None:
         """Raises what stopped a part of the run that works in the background, if anything did."""
@@ -578,9 +520,9 @@ class PPOTrainer:
     async def close(self) -> list[Exception]:
         """Stops generation and engines; waits for a checkpoint that is being written. Every part is closed, whatever the
         others do; returns what they raised."""
-        for task in (self._watching, self._delivery):
-            if task is not None:
-                task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+        self.deliveries.cancel()
         parts = self.parts
         errors: list[Exception] = []
         closings: tuple[Callable[[], Awaitable[None]], ...] = (
@@ -590,7 +532,8 @@ class PPOTrainer:
             self.buffer.aclose,
             self.prompts.aclose,
             lambda: close_within(parts.generator.aclose(), "the closing of the generator", CLOSE_LIMIT_S),
-            self._background_ended,
+            self.saving.ended,
+            self.deliveries.ended,
             parts.client.teardown,
             lambda: asyncio.to_thread(self._compute.shutdown),
         )
@@ -603,6 +546,3 @@ class PPOTrainer:
         parts.publisher.close()
         parts.reporter.close()
         return errors
-
-    async def _background_ended(self) -> None:
-        await asyncio.gather(*filter(None, (self._saving, self._delivery)), return_exceptions=True)

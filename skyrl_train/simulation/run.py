@@ -28,7 +28,8 @@ from skyrl_train.simulation.engine import ModelledEngine
 from skyrl_train.simulation.generator import ModelledGenerator
 from skyrl_train.simulation.outcome import Outcome, StepRecord, Workload
 from skyrl_train.simulation.training import ESTIMATOR, ModelledBackend, ModelledTransport
-from skyrl_train.trainer import PPOTrainer, TrainerParts
+from skyrl_train.trainer import PPOTrainer
+from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.checkpoint import CheckpointStore
 
 _PROMPTS = 4096

@@ -28,7 +28,8 @@ from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.rollout.dataset import load_dataset
-from skyrl_train.trainer import PPOTrainer, TrainerParts
+from skyrl_train.trainer import PPOTrainer
+from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
 

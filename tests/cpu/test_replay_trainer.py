@@ -178,7 +178,7 @@ async def test_a_killed_run_replays_what_its_last_checkpoint_knew(tmp_path: Path
         loaded = watch_load(life)
         if number < 2:
             hold_after_a_turn(life, lambda it=life: 4 * it.began_at + 9)  # type: ignore[misc]  # not admitted before
-            await life.kill(lambda it=life: (it.trainer._checkpointed_step or 0) >= it.began_at + 4)  # type: ignore[misc]
+            await life.kill(lambda it=life: (it.trainer.saving.step or 0) >= it.began_at + 4)  # type: ignore[misc]
         else:
             await life.train()
         totals = life.client.recordings.totals
