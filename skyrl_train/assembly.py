@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +20,6 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.concurrency import gather_or_cancel
-from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode
 from skyrl_train.engine_factory import build_engine, fleet_limits
@@ -29,6 +28,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.evaluation.engines import OwnEngines
 from skyrl_train.fully_async_trainer import FullyAsyncTrainer
 from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.construction import GeneratorSpec
+from skyrl_train.generators.remote.generator import RemoteGenerator
+from skyrl_train.generators.remote.messages import Setup
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.inference.interface import PauseMode
@@ -53,12 +55,6 @@ from skyrl_train.training.schedule import SCHEDULES
 
 if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
     from skyrl_train.rollout.streaming import StreamingPrompts
-
-# By import path: what a generator needs is imported only where it is used.
-BUILT_IN_GENERATORS = {
-    "gym": "skyrl_train.generators.gym:GymGenerator",
-    "harness": "skyrl_train.generators.harness.generator:HarnessGenerator",
-}
 
 
 async def build_trainer(
@@ -195,34 +191,34 @@ def build_client(
 def build_generator(
     config: RunConfig, plan: Plan, client: InferenceEngineClient, tokenizer: PreTrainedTokenizerBase, model_path: str
 ) -> GeneratorInterface:
-    """The configured generator.
+    """The configured generator: here, or with ``rollout.num_actors`` in actors."""
+    generator = dataclasses.replace(
+        config.generator,
+        inference_engine=dataclasses.replace(config.generator.inference_engine, max_model_len=plan.max_model_len),
+    )
+    spec = GeneratorSpec(generator, config.environment, model_path)
+    return _in_actors(config, spec, client, tokenizer) if config.rollout.num_actors else spec.build(client, tokenizer)
 
-    A class given by its import path is constructed with those of ``client``, ``tokenizer``, ``generator_config``,
-    ``environment_config`` and ``model_path`` that its constructor names, and with ``generator.kwargs``.
-    """
-    name = config.generator.name
-    cls = import_name(BUILT_IN_GENERATORS.get(name, name), "generator.name")
-    offered: dict[str, Any] = {
-        "client": client,
-        "tokenizer": tokenizer,
-        "generator_config": dataclasses.replace(
-            config.generator,
-            inference_engine=dataclasses.replace(config.generator.inference_engine, max_model_len=plan.max_model_len),
-        ),
-        "environment_config": config.environment,
-        "model_path": model_path,
-    }
+
+def _in_actors(
+    config: RunConfig, spec: GeneratorSpec, client: InferenceEngineClient, tokenizer: PreTrainedTokenizerBase
+) -> GeneratorInterface:
+    spec.import_class()  # what it declares, its metrics for one, is needed here as well
     try:
-        named = inspect.signature(cls).parameters
-        generator: GeneratorInterface = cls(
-            **{key: value for key, value in offered.items() if key in named}, **config.generator.kwargs
-        )
-    except TypeError as error:
-        raise ConfigError(
-            f"generator.name={name!r} cannot be constructed: {error}. It is given those of {', '.join(offered)} that its "
-            "constructor names, and generator.kwargs."
-        ) from error
-    return generator
+        from skyrl_train.generators.remote.ray_link import RayLink
+        from skyrl_train.inference.engines.ray_actor import RayPlacement
+    except ImportError as error:
+        raise ConfigError("rollout.num_actors needs Ray: install skyrl-train[ray].") from error
+    setup = Setup(
+        spec=spec,
+        tokenizer=tokenizer,
+        tool_parser=config.generator.chat.tool_parser,
+        reasoning_parser=config.generator.chat.reasoning_parser,
+        folder=str(Path.cwd()),
+        search_path=tuple(path for path in sys.path if path),
+    )
+    placement = RayPlacement(num_cpus=config.rollout.ray_num_cpus)
+    return RemoteGenerator([lambda: RayLink(placement)] * config.rollout.num_actors, setup, client)
 
 
 def build_transport(config: RunConfig) -> WeightTransport:

@@ -7,6 +7,7 @@ SkyRLError
   CheckpointError        a checkpoint cannot be written, or does not belong to this run
   GeneratorOutputError   a generator returned fields that break the contract
   RolloutError           a rollout failed (raised, timed out) more often than the run allows
+    RolloutActorError    the actor that it ran in is gone; another attempt runs in another one
   StageError             a stage between generation and training failed; the message names the stage
   StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
   EvaluationError        an evaluation met another policy version than the one it measures
@@ -47,6 +48,10 @@ class GeneratorOutputError(SkyRLError):
 
 class RolloutError(SkyRLError):
     """Rollouts failed more often than the run allows; the last failure is the cause."""
+
+
+class RolloutActorError(RolloutError):
+    """The actor that a rollout ran in has ended; the message names it. Another attempt runs in another one."""
 
 
 class StageError(SkyRLError):

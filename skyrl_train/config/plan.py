@@ -198,6 +198,18 @@ def _data_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _rollout_rows(plan: Plan) -> list[tuple[str, str]]:
+    return [*_asynchrony_rows(plan), *_actor_rows(plan.config)]
+
+
+def _actor_rows(config: RunConfig) -> list[tuple[str, str]]:
+    actors = config.rollout.num_actors
+    if not actors:
+        return []
+    of_evaluation = f", and {actors} more for the evaluation's own engines" if config.trainer.eval.num_engines else ""
+    return [("rollouts", f"in {actors} Ray actors of {config.rollout.ray_num_cpus:g} CPUs each{of_evaluation}")]
+
+
+def _asynchrony_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.mode is TrainerMode.sync:
         return [("groups at once", f"{plan.train_batch_size} (trainer.fully_async.* has no effect in this mode)")]
     bound, k = plan.max_staleness_steps, plan.steps_per_publication

@@ -538,6 +538,17 @@ def _stages(config: RunConfig) -> Problems:
         )
 
 
+def _actors(config: RunConfig) -> Problems:
+    yield from _at_least(config, 0, "rollout.num_actors", "rollout.ray_num_cpus")
+    port, actors = _endpoint_port(config), config.rollout.num_actors
+    if config.generator.name == "harness" and actors > 1 and port:
+        yield (
+            f"generator.kwargs.endpoint.port={port} with rollout.num_actors={actors}: each actor has an endpoint of its own, "
+            "and actors may share a machine. Leave the port out (each takes a free one), or set rollout.num_actors=0 where "
+            "other programs need to know it."
+        )
+
+
 def _other_policies(config: RunConfig) -> Problems:
     """The reference policy and the proximal one."""
     algorithm, key = config.trainer.algorithm, "trainer.algorithm"
@@ -572,5 +583,6 @@ _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _evaluation,
     _data,
     _stages,
+    _actors,
     _other_policies,
 )

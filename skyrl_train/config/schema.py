@@ -219,6 +219,8 @@ class StagesConfig:
 class RolloutConfig:
     replay: bool = True  # a checkpoint keeps what unfinished rollouts have sampled; resuming serves it again
     buffer_memory_bytes: int | None = None  # finished groups beyond it wait on the disk; None: all in memory
+    num_actors: int = 0  # Ray actors that the generator runs in (environments, reward code, agents); 0: in the trainer
+    ray_num_cpus: float = 1.0  # reserved for each of these actors
     stages: StagesConfig = field(default_factory=StagesConfig)
 
 

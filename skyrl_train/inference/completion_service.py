@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 from skyrl_train.concurrency import gather_or_cancel, merged
 from skyrl_train.inference.dialects.errors import DialectError
@@ -19,7 +20,9 @@ from skyrl_train.inference.requests import (
 )
 from skyrl_train.inference.sessions.session import Session, TurnPlan
 from skyrl_train.inference.text_length import LONG_TEXT
-from skyrl_train.inference.token_client import TokenClient
+
+if TYPE_CHECKING:
+    from skyrl_train.inference.client import RequestClient
 
 
 class CompletionRun:
@@ -31,7 +34,7 @@ class CompletionRun:
 
     def __init__(
         self,
-        client: TokenClient,
+        client: RequestClient,
         generation: GenerationService,
         call: CompletionCall,
         adapter: str | None,
@@ -112,7 +115,7 @@ class CompletionRun:
             self._session.record_completion(self._plans[index], generation)
 
 
-async def encode_prompt(client: TokenClient, prompt: Prompt) -> list[int]:
+async def encode_prompt(client: RequestClient, prompt: Prompt) -> list[int]:
     """The tokens of a prompt.
 
     Raises:
@@ -129,7 +132,7 @@ async def encode_prompt(client: TokenClient, prompt: Prompt) -> list[int]:
     return prompt
 
 
-async def encode_text(client: TokenClient, text: str, add_special_tokens: bool = True) -> list[int]:
+async def encode_text(client: RequestClient, text: str, add_special_tokens: bool = True) -> list[int]:
     """The tokens of a text; a long one does not hold the event loop up."""
 
     def encode() -> list[int]:
@@ -138,7 +141,7 @@ async def encode_text(client: TokenClient, text: str, add_special_tokens: bool =
     return await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
 
 
-def check_vocabulary(client: TokenClient, token_ids: list[int], param: str) -> None:
+def check_vocabulary(client: RequestClient, token_ids: list[int], param: str) -> None:
     """Raises DialectError for tokens that the model does not have."""
     size = len(client.tokenizer)
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:

@@ -1,8 +1,8 @@
 """Tokens in, tokens out: requests that outlive weight updates, and engines.
 
-    complete / stream / generate ──> one Continuation per response ──gate──> EnginePool ──> engine
-                                          ^                                                   │ "abort", engine left
-                                          └────────────────── goes on with what it has ───────┘
+    complete / stream ──> one Continuation per response ──gate──> EnginePool ──> engine
+                               ^                                                   │ "abort", engine left
+                               └────────────────── goes on with what it has ───────┘
 
     publisher ──> receive_weights (engines serve) ──> load_weights: close gate · pause · load · resume · open gate
 
@@ -33,12 +33,8 @@ from skyrl_train.inference.interface import (
     EngineHealth,
     InferenceEngineInput,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     PauseMode,
-    SamplingParams,
     StopReason,
-    TokenChunk,
-    output_of,
 )
 from skyrl_train.inference.recordings import Recordings
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
@@ -181,37 +177,6 @@ class TokenClient:
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Samples ``n`` responses per prompt; returns when all have ended, whatever happened to the engines meanwhile.
-
-        Prompts come as ``prompt_token_ids`` or as conversations in ``prompts``. With ``n`` > 1 the responses of one prompt
-        follow each other in every list of the output. ``priority`` is the oldest policy version that the responses will
-        be trained with.
-
-        Raises:
-            ConfigError: the input names both or neither kind of prompt, or a sampling parameter is impossible.
-            RequestError: a prompt is empty or does not fit the context.
-            NoEngineError: no engine is left.
-        """
-        prompts = self._prompt_token_ids(input_batch)
-        params = SamplingParams.parse(input_batch.get("sampling_params"))
-        session_ids: Sequence[str | None] = input_batch.get("session_ids") or [None] * len(prompts)
-        if len(session_ids) != len(prompts):
-            raise ConfigError(f"session_ids has {len(session_ids)} entries for {len(prompts)} prompts")
-        done = await gather_or_cancel(
-            self.complete(
-                GenerationRequest(
-                    prompt, params, session_id, choice, input_batch.get("adapter"), input_batch.get("priority")
-                )
-            )
-            for prompt, session_id in zip(prompts, session_ids, strict=True)
-            for choice in range(params.n)
-        )
-        return output_of(
-            [TokenChunk(g.token_ids, g.logprobs, g.versions, g.stop_reason, g.top_logprobs) for g in done],
-            [g.text for g in done],
-        )
-
     async def complete(self, request: GenerationRequest) -> Generation:
         """Samples one response to its end, whatever happens underneath. Cancelling the caller cancels it.
 
@@ -288,24 +253,12 @@ class TokenClient:
             logprobs=response.logprobs,
             versions=response.versions,
             stop_reason=response.stop_reason,
-            text=self.decode(response.token_ids) if response.text is None else response.text.whole(),
+            text=text_of(self._tokenizer, response.token_ids) if response.text is None else response.text.whole(),
             top_logprobs=response.top_logprobs,
             stop_string=None if response.text is None else response.text.stop_string,
             segments=response.segments,
             restarts=response.restarts,
         )
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones left out."""
-        return text_of(self._tokenizer, token_ids)
-
-    def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[Sequence[int]]:
-        conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
-        if (conversations is None) == (token_ids is None):
-            raise ConfigError("give exactly one of prompts and prompt_token_ids")
-        if token_ids is not None:
-            return list(token_ids)
-        return [self._renderer.render(conversation) for conversation in conversations or ()]
 
     async def _run(
         self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None

@@ -18,7 +18,7 @@ from skyrl_train.inference.server.settings import ServerSettings
 from skyrl_train.inference.sessions import OpenedSession, SessionLimits, SessionStore
 
 if TYPE_CHECKING:
-    from skyrl_train.inference.client import InferenceEngineClient
+    from skyrl_train.inference.client import RequestClient
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class SessionEndpoint:
 
     def __init__(
         self,
-        client: InferenceEngineClient,
+        client: RequestClient,
         *,
         settings: Mapping[str, Any],
         limits: Mapping[str, Any],

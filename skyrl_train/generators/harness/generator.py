@@ -40,7 +40,7 @@ from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.sessions import Session
 
 if TYPE_CHECKING:
-    from skyrl_train.inference.client import InferenceEngineClient
+    from skyrl_train.inference.client import RequestClient
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class HarnessGenerator(GeneratorInterface):
 
     def __init__(
         self,
-        client: InferenceEngineClient,
+        client: RequestClient,
         generator_config: GeneratorConfig,
         *,
         agent: str | None = None,

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_train import __version__
 from skyrl_train.errors import SkyRLError
 from skyrl_train.inference.chat_service import ChatService
-from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.dialects.errors import DialectError, openai_error
 from skyrl_train.inference.server.answer import error_response
 from skyrl_train.inference.server.errors import CLIENT_GONE, ClientGoneError, as_dialect_error
@@ -38,7 +38,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 def create_app(
     service: ChatService,
-    client: InferenceEngineClient,
+    client: RequestClient,
     store: SessionStore,
     settings: ServerSettings | None = None,
 ) -> FastAPI:

@@ -14,7 +14,7 @@ from starlette.types import Receive
 from skyrl_train.concurrency import Signal
 from skyrl_train.inference.chat.requests import ChatRequest
 from skyrl_train.inference.chat_service import ChatService
-from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.dialects.dialect import ResponseContext
 from skyrl_train.inference.dialects.errors import DialectError
 from skyrl_train.inference.dialects.openai_responses_history import ResponseHistories
@@ -35,7 +35,7 @@ class Gateway:
     def __init__(
         self,
         service: ChatService,
-        client: InferenceEngineClient,
+        client: RequestClient,
         store: SessionStore,
         settings: ServerSettings,
     ) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.fleet import EngineState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +61,7 @@ class ServerMetrics:
         finally:
             self.in_flight.dec()
 
-    def text(self, client: InferenceEngineClient, open_sessions: int) -> bytes:
+    def text(self, client: RequestClient, open_sessions: int) -> bytes:
         """Everything, with a snapshot of the engines."""
         self._policy_version.set(client.policy_version)
         states = list(client.engine_states.values())
