@@ -119,7 +119,7 @@ class GeneratorHost:
     def _ended(self, call: int, task: asyncio.Task[bytes]) -> None:
         del self._calls[call]
         if task.cancelled():
-            self._tell(Failed.of(call, RolloutError("it was cancelled")))
+            self._tell(Failed.of(call, RolloutError("it cancelled itself")))
         elif (error := task.exception()) is not None:
             self._tell(Failed.of(call, error))
         else:

@@ -1,0 +1,147 @@
+"""A generator that does as it is told, and a way to a host that needs no Ray. Imports little: it also runs in actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from skyrl_train.concurrency import cancel_within
+from skyrl_train.errors import EngineError, NoEngineError
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
+from skyrl_train.generators.remote.actor import LinkLost
+from skyrl_train.generators.remote.host import GeneratorHost
+from skyrl_train.generators.remote.messages import CentralState, Event, Failed, Message, Setup
+from skyrl_train.inference.client import RequestClient
+from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.requests import GenerationRequest
+
+said: list[str] = []  # by the generators of this process
+
+
+def told(order: str, seed: int = 3) -> GeneratorInput:
+    """An input that is an order."""
+    return GeneratorInput(
+        prompts=[[{"role": "user", "content": "12"}]],
+        env_classes=["none"],
+        env_extras=[{"order": order}],
+        sampling_params={"max_tokens": 40, "ignore_eos": True},
+        trajectory_ids=[TrajectoryID("p", 0)],
+        batch_metadata=BatchMetadata(1, "train", (seed,)),
+    )
+
+
+class Obeying(GeneratorInterface):
+    """Returns whatever it was told to find out; the trainer would not accept it, but nobody else looks at it."""
+
+    def __init__(self, client: RequestClient, mark: str = "") -> None:
+        if mark == "refuse":
+            raise ValueError("it was told to refuse")
+        self._client = client
+        self._may_begin: Callable[[], bool] = lambda: True
+
+    async def start(self) -> None:
+        said.append("start")
+
+    def pace(self, may_begin: Callable[[], bool]) -> None:
+        said.append("pace")
+        self._may_begin = may_begin
+
+    async def aclose(self) -> None:
+        said.append("aclose")
+
+    async def generate(self, input_batch: GeneratorInput) -> Any:
+        (order, prompt), client = (input_batch["env_extras"][0]["order"], input_batch["prompts"][0]), self._client
+        (seed,) = input_batch["batch_metadata"].seeds
+        params = {**(input_batch["sampling_params"] or {}), "seed": seed}
+        match order:
+            case "generate":
+                return await client.generate({"prompts": [prompt], "sampling_params": {**params, "n": 2}})
+            case "chat" | "text":
+                body = {"model": "policy", "max_tokens": 9, "seed": seed, "return_token_ids": True}
+                if order == "chat":
+                    answer = await client.chat_completion({"json": {**body, "messages": prompt}})
+                else:
+                    answer = await client.completion({"json": {**body, "prompt": "12"}})
+                return answer["choices"]
+            case "stream":
+                chunks = client.stream(GenerationRequest([3, 4], SamplingParams.parse(params)))
+                return [token async for chunk in chunks for token in chunk.token_ids]
+            case "leave a stream":
+                chunks = client.stream(GenerationRequest([3, 4], SamplingParams(max_tokens=4000, ignore_eos=True)))
+                await anext(chunks)
+                await chunks.aclose()
+                return "left"
+            case "look":
+                return client.policy_version, client.capabilities, dict(client.engine_states), self._may_begin()
+            case "where":
+                return os.getpid()
+            case "too long":
+                return await client.generate({"prompt_token_ids": [[3] * 5000], "sampling_params": params})
+            case "sample for ever":
+                try:
+                    await client.generate(
+                        {"prompt_token_ids": [[3]], "sampling_params": {**params, "max_tokens": 4000}}
+                    )
+                finally:
+                    await asyncio.sleep(0)
+                    said.append("cleaned up")
+            case "raise":
+                raise ValueError("scripted")
+            case "engine":
+                raise EngineError("scripted")
+            case "no engine":
+                raise NoEngineError("scripted")
+            case "cancel itself":
+                raise asyncio.CancelledError
+            case "unpicklable":
+                return lambda: None
+        raise AssertionError(order)
+
+
+class Beside:
+    """A host in this process. What crosses the border is pickled, as by Ray."""
+
+    refuses = False  # all of them: there is no room
+    may_start: asyncio.Event | None = None  # all of them: starting takes until then
+
+    def __init__(self) -> None:
+        self.host = GeneratorHost()
+        self._killed = asyncio.Event()
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def start(self, setup: Setup, state: CentralState) -> Failed | None:
+        if self.may_start is not None:
+            await self.may_start.wait()
+        if self.refuses:
+            raise LinkLost("there is no room")
+        return await self.host.start(_copied(setup), _copied(state))
+
+    def send(self, sequence: int, message: Message) -> None:
+        task = asyncio.create_task(self.host.send(sequence, _copied(message)))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def next_events(self) -> list[Event]:
+        events = asyncio.create_task(self.host.next_events())
+        killed = asyncio.create_task(self._killed.wait())
+        try:
+            await asyncio.wait([events, killed], return_when=asyncio.FIRST_COMPLETED)
+            if self._killed.is_set():
+                raise LinkLost("it was killed")
+            return _copied(events.result())
+        finally:
+            await cancel_within([events, killed], 1.0)
+
+    async def stop(self) -> None:
+        if not self._killed.is_set():
+            await self.host.stop()
+
+    def kill(self) -> None:
+        self._killed.set()
+
+
+def _copied(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))

@@ -1,0 +1,333 @@
+"""Generators in actors (``rollout.num_actors``): the same rollouts, and nothing is left behind however a call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actor_worlds import Beside, Obeying, said, told
+from harness import TOKENIZER
+from harness_worlds import CURRENT, batch, harness
+from scripted import ScriptedEngine, scripted_update, settle
+from test_sync_equivalence import train
+
+from skyrl_train.concurrency import Signal
+from skyrl_train.config.compose import compose
+from skyrl_train.config.plan import resolve
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, SamplingConfig
+from skyrl_train.errors import (
+    ConfigError,
+    EngineError,
+    GeneratorOutputError,
+    NoEngineError,
+    RequestError,
+    RolloutActorError,
+    RolloutError,
+)
+from skyrl_train.generators.construction import GeneratorSpec
+from skyrl_train.generators.remote.actor import Link
+from skyrl_train.generators.remote.generator import RemoteGenerator
+from skyrl_train.generators.remote.messages import Setup
+from skyrl_train.generators.validation import to_samples
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+
+
+class Noting(ScriptedEngine):
+    """Says when a request arrives."""
+
+    def __init__(self, *, free_running: bool) -> None:
+        super().__init__(free_running=free_running)
+        self.arrived = Signal()
+
+    def _submit(self, engine_input: InferenceEngineInput) -> Any:
+        request = super()._submit(engine_input)
+        self.arrived.notify()
+        return request
+
+
+class World:
+    """A remote generator on a scripted engine, with the links that were made so far."""
+
+    def __init__(self, engine: Noting, client: InferenceEngineClient, generator: RemoteGenerator) -> None:
+        self.engine, self.client, self.generator = engine, client, generator
+
+    async def play(self, order: str) -> Any:
+        return await asyncio.wait_for(self.generator.generate(told(order)), 30)
+
+    def begin(self, order: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.generator.generate(told(order)))
+
+    async def until_sampling(self, requests: int) -> None:
+        await self.engine.arrived.wait_until(lambda: len(self.engine.running) >= requests)
+
+
+@asynccontextmanager
+async def world(
+    links: Sequence[Callable[[], Link]],
+    *,
+    name: str = "actor_worlds:Obeying",
+    free_running: bool = True,
+    **kwargs: Any,
+) -> AsyncIterator[World]:
+    engine = Noting(free_running=free_running)
+    client = InferenceEngineClient([engine], TOKENIZER, engine_wait_timeout_s=0.01)
+    config = GeneratorConfig(name=name, kwargs=kwargs, sampling_params=SamplingConfig(max_tokens=6, temperature=0.7))
+    setup = Setup(
+        GeneratorSpec(config, EnvironmentConfig(), ""),
+        TOKENIZER,
+        None,
+        None,
+        str(Path.cwd()),
+        (str(Path(__file__).parent),),
+    )
+    generator = RemoteGenerator(links, setup, client)
+    generator.pace(lambda: client.policy_version > 0)
+    said.clear()
+    await client.start()
+    await client.load_weights(scripted_update(0), PauseMode.KEEP)
+    try:
+        await generator.start()
+        yield World(engine, client, generator)
+    finally:
+        await generator.aclose()
+        await client.teardown()
+
+
+class Links:
+    """Makes links beside the test, and remembers them."""
+
+    def __init__(self) -> None:
+        self.made: list[Beside] = []
+
+    def __call__(self) -> Beside:
+        self.made.append(Beside())
+        return self.made[-1]
+
+
+async def test_what_a_generator_samples_is_what_it_samples_without_actors() -> None:
+    async with world([Beside, Beside]) as remote:
+        direct = Obeying(remote.client)
+        for order in ("generate", "chat", "text", "stream"):
+            assert await remote.play(order) == await direct.generate(told(order)), order
+        assert len(await remote.play("stream")) == 40
+        assert remote.engine.running == []
+
+
+async def test_starting_pacing_and_closing_reach_the_generator_and_it_sees_how_things_stand() -> None:
+    async with world([Beside]) as remote:
+        assert said == ["pace", "start"]
+        client = remote.client
+        assert await remote.play("look") == (0, client.capabilities, client.engine_states, False)
+        await client.load_weights(scripted_update(1), PauseMode.KEEP)
+        assert await remote.play("look") == (1, client.capabilities, client.engine_states, True)
+    assert said == ["pace", "start", "aclose"]
+
+
+async def test_a_generator_that_cannot_be_built_fails_the_start_with_its_own_error() -> None:
+    with pytest.raises(ConfigError, match=r"generator\.name='actor_worlds:Obeying' cannot be constructed"):
+        async with world([Beside], no_such=1):
+            pass
+    with pytest.raises(RolloutError, match="it was told to refuse"):
+        async with world([Beside, Beside], mark="refuse"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "message"),
+    [
+        ("raise", RolloutError, r"it raised ValueError\('scripted'\)"),
+        ("cancel itself", RolloutError, "it cancelled itself"),
+        ("engine", EngineError, "scripted"),
+        ("no engine", NoEngineError, "scripted"),
+        ("too long", RequestError, "5000"),
+        ("unpicklable", GeneratorOutputError, "cannot leave its actor"),
+    ],
+)
+async def test_what_a_call_raises_keeps_its_class_and_costs_no_other_call(
+    order: str, error: type[Exception], message: str
+) -> None:
+    async with world([Beside]) as remote:
+        other = remote.begin("generate")
+        with pytest.raises(error, match=message) as caught:
+            await remote.play(order)
+        assert type(caught.value) is error
+        assert (order == "cancel itself") or "Traceback" in caught.value.__notes__[0], "the other side's"
+        assert len((await other)["response_ids"]) == 2
+        with pytest.raises(RolloutError, match="cannot travel to an actor"):
+            await remote.generator.generate({**told("generate"), "env_extras": [{"order": lambda: None}]})
+
+
+async def test_a_call_goes_to_the_actor_with_the_fewest() -> None:
+    async with world([Beside, Beside, Beside], free_running=False) as remote:
+        calls = [remote.begin("sample for ever") for _ in range(7)]
+        await remote.until_sampling(7)
+        assert sorted(actor.outstanding for actor in remote.generator.actors) == [2, 2, 3]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_cancelled_call_is_cancelled_in_the_actor_and_in_the_engine_before_it_returns() -> None:
+    async with world([Beside], free_running=False) as remote:
+        (actor,) = remote.generator.actors
+        calls = [remote.begin("sample for ever") for _ in range(3)]
+        await remote.until_sampling(3)
+        calls[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1]
+        assert said.count("cleaned up") == 1
+        await settle()
+        assert (len(remote.engine.running), actor.outstanding, actor.requests) == (2, 2, 2)
+        left = remote.begin("leave a stream")
+        await remote.until_sampling(3)
+        remote.engine.tick()
+        assert await left == "left"
+        await settle()
+        assert (len(remote.engine.running), actor.requests) == (2, 2)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await settle()
+        assert (remote.engine.running, actor.outstanding, actor.requests) == ([], 0, 0)
+
+
+async def test_closing_ends_calls_and_requests() -> None:
+    async with world([Beside, Beside], free_running=False) as remote:
+        calls = [remote.begin("sample for ever") for _ in range(4)]
+        await remote.until_sampling(4)
+        await remote.generator.aclose()
+        for call in calls:
+            with pytest.raises(RolloutActorError, match="it was stopped"):
+                await call
+        assert remote.engine.running == []
+
+
+async def test_an_actor_that_dies_fails_its_own_calls_by_name_and_is_started_again() -> None:
+    first, second = Links(), Links()
+    async with world([first, second], free_running=False) as remote:
+        actors = remote.generator.actors
+        calls = [remote.begin("sample for ever") for _ in range(4)]
+        await remote.until_sampling(4)
+        first.made[0].kill()
+        for call in (calls[0], calls[2]):
+            with pytest.raises(RolloutActorError, match="rollout actor 0 is gone: it was killed"):
+                await call
+        assert len(remote.engine.running) == 2, "the requests of a dead actor are cancelled"
+        assert await remote.play("where") == os.getpid()
+        assert len(first.made) == 2 and all(actor.alive for actor in actors)
+        assert not calls[1].done() and not calls[3].done()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_without_any_actor_calls_wait_for_one_and_fail_where_none_can_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links = Links()
+    async with world([links]) as remote:
+        (actor,) = remote.generator.actors
+        monkeypatch.setattr(Beside, "may_start", asyncio.Event())
+        links.made[-1].kill()
+        await settle()
+        assert not actor.alive
+        waiting = remote.begin("where")
+        await settle()
+        assert not waiting.done()
+        assert Beside.may_start is not None
+        Beside.may_start.set()
+        assert await waiting == os.getpid()
+        monkeypatch.setattr(Beside, "refuses", True)
+        links.made[-1].kill()
+        await settle()
+        assert not actor.alive
+        with pytest.raises(RolloutActorError, match=r"no rollout actor is left: .*there is no room"):
+            await remote.play("where")
+        monkeypatch.setattr(Beside, "refuses", False)
+        assert await remote.play("where") == os.getpid(), "the next call tries again"
+
+
+async def test_a_harness_has_an_endpoint_in_each_actor_and_samples_the_same() -> None:
+    async def agent(prompt: Any, base_url: str, api_key: str, **_: Any) -> float:
+        import httpx
+
+        messages = [*prompt]
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {api_key}"}) as http:
+            for _turn in range(2):
+                answer = await http.post(f"{base_url}/chat/completions", json={"model": "policy", "messages": messages})
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "3"}]
+        return float(len(messages))
+
+    async with harness() as direct:
+        expected = await direct.samples(agent, samples=3)
+    async with world([Beside, Beside], name="harness", agent=CURRENT) as remote:
+        outputs = await asyncio.gather(*(remote.generator.generate(batch(3)) for _ in range(2)))
+        assert [to_samples(output) for output in outputs] == [expected, expected]
+
+
+def test_the_plan_names_the_actors_and_a_port_that_they_cannot_share_is_refused() -> None:
+    config = compose("quickstart", ["rollout.num_actors=3", "rollout.ray_num_cpus=0.5"])
+    assert "in 3 Ray actors of 0.5 CPUs each" in resolve(config, 64).describe()
+    port = ["generator.name=harness", "+generator.kwargs.agent=a:b", "+generator.kwargs.endpoint={port: 8000}"]
+    resolve(compose("quickstart", [*port, "rollout.num_actors=1"]), 64)
+    with pytest.raises(ConfigError, match=r"endpoint.port=8000 with rollout.num_actors=2"):
+        resolve(compose("quickstart", [*port, "rollout.num_actors=2"]), 64)
+    with pytest.raises(ConfigError, match=r"rollout.num_actors=-1: must be at least 0"):
+        resolve(compose("quickstart", ["rollout.num_actors=-1"]), 64)
+
+
+# With Ray -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(cluster: None) -> None:
+    from skyrl_train.generators.remote.ray_link import RayLink
+    from skyrl_train.inference.engines.ray_actor import RayPlacement
+
+    async with world([lambda: RayLink(RayPlacement(num_cpus=0))], free_running=False) as remote:
+        (actor,) = remote.generator.actors
+        pid = await remote.play("where")
+        assert pid != os.getpid()
+        calls = [remote.begin("sample for ever") for _ in range(2)]
+        await remote.until_sampling(2)
+        calls[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+        await settle()
+        assert (len(remote.engine.running), actor.outstanding, actor.requests) == (1, 1, 1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RolloutActorError, match="rollout actor 0 is gone: its process has ended"):
+            await asyncio.wait_for(calls[1], 30)
+        assert remote.engine.running == []
+        again = await remote.play("where")
+        assert again not in (pid, os.getpid())
+        watch = os.pidfd_open(again)
+    poll = select.poll()
+    poll.register(watch, select.POLLIN)
+    assert await asyncio.to_thread(poll.poll, 20_000), "the kernel says when the actor has ended"
+    os.close(watch)
+
+
+def test_a_synchronous_run_in_ray_actors_is_the_run_without_them(cluster: None, tmp_path: Path) -> None:
+    here = train(tmp_path / "here", "guess_number", "trainer.mode=sync")
+    there = train(
+        tmp_path / "there", "guess_number", "trainer.mode=sync", "rollout.num_actors=2", "rollout.ray_num_cpus=0"
+    )
+    assert there[0] == here[0]
+    assert there[1] == here[1]
+    assert all(there[2][name].equal(tensor) for name, tensor in here[2].items())
