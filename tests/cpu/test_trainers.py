@@ -177,7 +177,7 @@ async def test_on_rollout_failure_raise_stops_at_the_first(tmp_path: Path) -> No
 
 
 async def test_a_rollout_that_hangs_times_out(tmp_path: Path) -> None:
-    h = Harness(tmp_path, "trainer.failures.rollout_timeout_s=0.05")
+    h = Harness(tmp_path, "trainer.failures.rollout_timeout_s=0.5")
     h.generator.before = lambda batch: asyncio.Event().wait() if ordinal_of(batch) == 2 else None
     await h.train()
     assert h.rows[-1]["async/failed"] == 1 and 2 not in h.trained
