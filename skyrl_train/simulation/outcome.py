@@ -56,19 +56,16 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a simulated run did.
+class Steps:
+    """What a run in virtual time did, step by step.
 
     The steady state leaves out ``edge`` steps at the beginning, when generation has no lead yet, and as many at the end,
     when nothing more is admitted.
     """
 
-    workload: Workload
-    plan: Plan
     records: Sequence[StepRecord]
     trained: Sequence[TrainedTokens]
     began_s: float  # the first publication was there
-    busy_slot_s: float
     edge: int
 
     @property
@@ -92,16 +89,6 @@ class Outcome:
         return self.steady_s / len(self.records[self._steady])
 
     @property
-    def tokens_per_s(self) -> float:
-        """Sampled tokens of the groups that were trained, per second of the steady state."""
-        return sum(step.sampled for step in self.trained[self._steady]) / self.steady_s
-
-    @property
-    def utilization(self) -> float:
-        """Its rate over what the slower of generation and training could do."""
-        return self.tokens_per_s / self.workload.tokens_per_s
-
-    @property
     def max_trained_lag(self) -> int:
         """Of all tokens that were trained with loss mask 1, at any time."""
         return max(step.max_lag for step in self.trained)
@@ -123,3 +110,22 @@ class Outcome:
     def share_over(self, bound: int) -> float:
         """Trained groups whose oldest token was older than ``bound`` steps."""
         return sum(lag > bound for lag in self._lags) / len(self._lags)
+
+
+@dataclass(frozen=True)
+class Outcome(Steps):
+    """What a simulated run of a workload did."""
+
+    workload: Workload
+    plan: Plan
+    busy_slot_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens of the groups that were trained, per second of the steady state."""
+        return sum(step.sampled for step in self.trained[self._steady]) / self.steady_s
+
+    @property
+    def utilization(self) -> float:
+        """Its rate over what the slower of generation and training could do."""
+        return self.tokens_per_s / self.workload.tokens_per_s

@@ -33,7 +33,7 @@ from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.checkpoint import CheckpointStore
 
 _PROMPTS = 4096
-_PROBE_INTERVAL_S = 1e6  # engines do not die here
+PROBE_INTERVAL_S = 1e6  # engines do not die here
 
 
 class _Client(InferenceEngineClient):
@@ -43,7 +43,7 @@ class _Client(InferenceEngineClient):
         return ""
 
 
-class _Log(Reporter):
+class StepLog(Reporter):
     """Keeps what a run reports, in memory."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, total_steps: int, clock: Callable[[], float]) -> None:
@@ -100,11 +100,11 @@ class _Simulation:
             character_tokenizer("0123456789"),
             pause_timeout_s=float("inf"),
             engine_wait_timeout_s=float("inf"),
-            probe_interval_s=_PROBE_INTERVAL_S,
+            probe_interval_s=PROBE_INTERVAL_S,
             clock=loop.time,
         )
         self.backend = ModelledBackend(workload.training, loop.spend)
-        self.log = _Log(config, self.folder, plan.total_steps, loop.time)
+        self.log = StepLog(config, self.folder, plan.total_steps, loop.time)
         transport = ModelledTransport(workload.training.gather_s, loop.spend)
         parts = TrainerParts(
             client=client,

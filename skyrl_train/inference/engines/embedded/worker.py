@@ -49,8 +49,6 @@ class Worker:
         self._build = build
         self._channel = channel
         self._core: EmbeddedEngineCore
-        self._pausing: list[int] = []  # calls of pause("wait") that are not answered yet
-        self._busy_s = 0.0
 
     def run(self) -> None:
         """Returns when there is nobody left to serve. Failures are logged and told to the proxy as ``Died``."""
@@ -70,24 +68,47 @@ class Worker:
             self._say_last(f"the engine failed: {type(error).__name__}: {error}")
 
     def _serve(self) -> None:
-        core = self._core
+        service = Service(self._core)
         while True:
             events: list[Event] = []
-            for command in self._channel.receive(block=not core.runnable):
+            for command in self._channel.receive(block=not self._core.runnable):
                 if isinstance(command, Close):
                     return
-                self._handle(command, events)
-            if core.runnable:
-                began = time.perf_counter()
-                events += core.step()
-                self._busy_s += time.perf_counter() - began
-            if core.paused and self._pausing:
-                events += [Reply(call_id) for call_id in self._pausing]
-                self._pausing.clear()
+                events += service.handle(command)
+            events += service.step()
             if events:
                 self._channel.send(events)
 
-    def _handle(self, command: Command, events: list[Event]) -> None:
+    def _say_last(self, message: str) -> None:
+        try:
+            self._channel.send([Died(message)])
+        except EOFError:
+            return
+
+
+class Service:
+    """What a core says to commands, and what its steps say: the worker's half of the protocol, without a loop."""
+
+    def __init__(self, core: EmbeddedEngineCore) -> None:
+        self._core = core
+        self._pausing: list[int] = []  # calls of pause() that are not answered yet
+        self._busy_s = 0.0
+
+    def step(self) -> list[Event]:
+        """One decode step, if there is something to do, and answers to the pauses that wait for no further one."""
+        events: list[Event] = []
+        if self._core.runnable:
+            began = time.perf_counter()
+            events += self._core.step()
+            self._busy_s += time.perf_counter() - began
+        if self._core.paused and self._pausing:
+            events += [Reply(call_id) for call_id in self._pausing]
+            self._pausing.clear()
+        return events
+
+    def handle(self, command: Add | Abort | Call) -> list[Event]:
+        """Does what ``command`` asks, between two steps."""
+        events: list[Event] = []
         if isinstance(command, Add):
             try:
                 self._core.add(command)
@@ -100,6 +121,7 @@ class Worker:
                 self._answer(command, events)
             except EngineError as error:
                 events.append(Reply(command.call_id, error=str(error)))
+        return events
 
     def _answer(self, call: Call, events: list[Event]) -> None:
         core = self._core
@@ -142,9 +164,3 @@ class Worker:
             prefill_tokens=core.prefill_tokens,
             busy_s=self._busy_s,
         )
-
-    def _say_last(self, message: str) -> None:
-        try:
-            self._channel.send([Died(message)])
-        except EOFError:
-            return

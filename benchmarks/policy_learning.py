@@ -1,0 +1,205 @@
+"""What each straggler policy learns and how fast: real policies trained in virtual time (docs/benchmarks.md).
+
+    python benchmarks/policy_learning.py --out rows.jsonl [--tasks run_length] [--policies accept wait] [--bounds 1 4] [--seeds 0]
+    python benchmarks/policy_learning.py --out rows.jsonl --uncorrected     without token TIS
+    python benchmarks/policy_learning.py --out rows.jsonl --table           the table of what is there
+
+A cell is a task, a policy, a bound S, with or without correction, and a seed. A cell that is in the file already is not run
+again, so the table can be made in pieces; a run is the same whatever the load of the machine. D = S: the pipeline is kept as
+full as the bound allows, so that groups are as old as they may be and the slow ones older.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from skyrl_train.simulation.engine import EngineSpeed
+from skyrl_train.simulation.learning import LearningTask, learn
+from skyrl_train.simulation.lengths import rare_tail
+from skyrl_train.simulation.training import TrainingSpeed
+
+POLICIES = ("accept", "wait", "mask", "drop")
+BATCH, SAMPLES, STEPS = 8, 4, 160
+SLOTS = 64  # all requests that D = 1 admits at once, two ninths of those of D = 8
+ENGINE = EngineSpeed(SLOTS, step_s=1.0, transfer_s=0.5, load_s=0.1)
+TRAINING = TrainingSpeed(per_token_s=0.8 / SLOTS)  # training takes 0.8 of what generation does with all slots in use
+SMALL = (
+    f"trainer.policy_mini_batch_size={BATCH}",
+    f"generator.n_samples_per_prompt={SAMPLES}",
+    f"trainer.max_steps={STEPS}",
+    "trainer.policy.model.build.num_layers=1",
+    "trainer.policy.optimizer_config.lr=1.5e-3",
+    "trainer.policy.optimizer_config.scheduler=constant",  # so that runs can be compared at the same time, too
+    "trainer.samples_per_step=0",
+)
+TASKS = {
+    # Answers of 1 to 24 letters, mean 4.5: the responses themselves have the tail, and the long ones are the hard ones.
+    "run_length": LearningTask(
+        "quickstart",
+        (*SMALL, "environment.kwargs={mean_count: 4, max_count: 24}", "generator.sampling_params.max_tokens=26"),
+        ENGINE,
+        TRAINING,
+    ),
+    # Up to four short turns with tool calls between them, of 2 s in the mean; one in a hundred takes 40 s.
+    "guess_number": LearningTask("guess_number", SMALL, ENGINE, TRAINING, tools_s=rare_tail(4096, 2, 20, seed=0)),
+}
+LAST = 0.1  # of the steps: their mean reward is what a run has learned
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. ``workload`` is a digest of the task's settings: a row of others is no row of this cell."""
+
+    task: str
+    bound: int
+    policy: str
+    corrected: bool
+    seed: int
+    workload: str
+
+
+def cell(task: str, bound: int, policy: str, corrected: bool, seed: int) -> Cell:
+    """The cell of the task as it is now."""
+    work = TASKS[task]
+    tools = b"" if work.tools_s is None else work.tools_s.values.tobytes()
+    settings = repr((work.recipe, work.settings, work.engine, work.training)).encode()
+    return Cell(task, bound, policy, corrected, seed, hashlib.sha256(settings + tools).hexdigest()[:8])
+
+
+def overrides(work: Cell) -> list[str]:
+    correction = "trainer.algorithm.off_policy_correction"
+    asynchrony = "trainer.fully_async"
+    return [
+        f"trainer.seed={work.seed}",
+        f"data.seed={work.seed}",
+        f"{asynchrony}.straggler_policy={work.policy}",
+        f"{asynchrony}.max_staleness_steps={work.bound}",
+        f"{asynchrony}.pipeline_depth={work.bound}",
+        *(() if work.corrected else (f"{correction}.tis_ratio_type=null", f"{correction}.allow_uncorrected=true")),
+    ]
+
+
+def run(work: Cell) -> dict[str, Any]:
+    """Trains one cell and returns its row."""
+    torch.set_num_threads(1)
+    began = time.process_time()
+    outcome = learn(TASKS[work.task], *overrides(work), edge=STEPS // 10)
+    return {
+        **asdict(work),
+        "reward": outcome.last_reward(LAST),
+        "step_s": outcome.step_s,
+        "mean_lag": outcome.mean_lag,
+        "max_trained_lag": outcome.max_trained_lag,
+        "over_bound": outcome.share_over(work.bound),
+        "masked": outcome.masked_share,
+        "dropped": outcome.dropped_share,
+        "rewards": [round(reward, 4) for reward in outcome.rewards],
+        "ended_s": [round(record.ended_s - outcome.began_s, 2) for record in outcome.records],
+        "processor_s": round(time.process_time() - began, 1),
+    }
+
+
+def finished(path: Path) -> dict[Cell, dict[str, Any]]:
+    """The rows of the file, by cell."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {Cell(**{name: row[name] for name in Cell.__dataclass_fields__}): row for row in rows}
+
+
+def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
+    """Runs what the file lacks; each row is in it, and on the screen, as soon as it is there."""
+    missing = [each for each in cells if each not in finished(path)]
+    print("| task | S | policy | TIS | seed | reward | step | mean lag | max trained lag | over S | masked | dropped |")
+    print("|---" * 12 + "|", flush=True)
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool, path.open("a", encoding="utf-8") as file:
+        for row in pool.imap_unordered(run, missing):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(
+                f"| `{row['task']}` | {row['bound']} | `{row['policy']}` | {_yes_no(row['corrected'])} | {row['seed']} "
+                f"| {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} | {row['max_trained_lag']} "
+                f"| {row['over_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
+                flush=True,
+            )
+
+
+def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
+    """A line per setting, over its seeds; times over those of ``accept`` with the same seeds."""
+    yield (
+        "| task | TIS | S | policy | seeds | reward, all steps | lowest .. highest | steps/s over `accept` "
+        "| reward in `accept`'s time | mean lag | max trained lag | over S | masked | dropped |"
+    )
+    yield "|---" * 14 + "|"
+    settings = dict.fromkeys((each.task, each.corrected, each.bound, each.policy) for each in cells)
+    for task, corrected, bound, policy in sorted(settings, key=lambda s: (s[0], not s[1], s[2], POLICIES.index(s[3]))):
+        own = [r for c, r in rows.items() if c in cells and _setting(c) == (task, corrected, bound, policy)]
+        if not own:
+            continue
+        accept = {
+            c.seed: r for c, r in rows.items() if c in cells and _setting(c) == (task, corrected, bound, "accept")
+        }
+        pairs = [(row, accept[row["seed"]]) for row in own if row["seed"] in accept]
+        speed = f"{fmean(a['step_s'] / row['step_s'] for row, a in pairs):.2f}" if pairs else ""
+        timely = f"{fmean(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
+        rewards = [row["reward"] for row in own]
+        yield (
+            f"| `{task}` | {_yes_no(corrected)} | {bound} | `{policy}` | {len(own)} | **{fmean(rewards):.3f}** "
+            f"| {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} | {_mean(own, 'mean_lag'):.2f} "
+            f"| {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'over_bound'):.3f} "
+            f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
+        )
+
+
+def reward_within(row: dict[str, Any], limit_s: float) -> float:
+    """Mean reward of the last steps that ended by then, as many as the reward of a whole run is a mean of."""
+    steps = sum(ended_s <= limit_s for ended_s in row["ended_s"])
+    return fmean(row["rewards"][max(0, steps - round(LAST * len(row["rewards"]))) : steps])
+
+
+def _setting(each: Cell) -> tuple[str, bool, int, str]:
+    return each.task, each.corrected, each.bound, each.policy
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    return fmean(row[name] for row in rows)
+
+
+def _yes_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a jsonl file; rows are added to it")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--bounds", nargs="+", type=int, default=[1, 4, 8], help="S")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--uncorrected", action="store_true", help="without token TIS, instead of with it")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--table", action="store_true", help="print the table of what the file has; run nothing")
+    options = parser.parse_args()
+    if options.table:
+        grid = itertools.product(options.tasks, options.bounds, options.policies, (True, False), options.seeds)
+        print("\n".join(table(finished(options.out), [cell(*values) for values in grid])))
+        return
+    order = itertools.product(options.seeds, options.bounds, options.tasks, options.policies)
+    cells = [cell(task, bound, policy, not options.uncorrected, seed) for seed, bound, task, policy in order]
+    run_missing(cells, options.out, options.jobs)
+
+
+if __name__ == "__main__":
+    main()
