@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -137,9 +137,10 @@ def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
 
 
 def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
-    """A line per setting, over its seeds; times over those of ``accept`` with the same seeds."""
+    """A line per setting, over its seeds: medians of rewards, means of the rest; speeds over those of ``accept`` with the same
+    seeds."""
     yield (
-        "| task | TIS | S | policy | seeds | reward, all steps | lowest .. highest | steps/s over `accept` "
+        "| task | TIS | S | policy | seeds | reward, median | lowest .. highest | steps/s over `accept` "
         "| reward in `accept`'s time | mean lag | max trained lag | over S | masked | dropped |"
     )
     yield "|---" * 14 + "|"
@@ -153,10 +154,10 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
         }
         pairs = [(row, accept[row["seed"]]) for row in own if row["seed"] in accept]
         speed = f"{fmean(a['step_s'] / row['step_s'] for row, a in pairs):.2f}" if pairs else ""
-        timely = f"{fmean(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
+        timely = f"{median(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
         rewards = [row["reward"] for row in own]
         yield (
-            f"| `{task}` | {_yes_no(corrected)} | {bound} | `{policy}` | {len(own)} | **{fmean(rewards):.3f}** "
+            f"| `{task}` | {_yes_no(corrected)} | {bound} | `{policy}` | {len(own)} | **{median(rewards):.3f}** "
             f"| {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} | {_mean(own, 'mean_lag'):.2f} "
             f"| {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'over_bound'):.3f} "
             f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
