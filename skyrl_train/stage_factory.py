@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from skyrl_train.config import derive
 from skyrl_train.config.schema import ReferenceStageConfig, RewardStageConfig, RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.logprob_stages import ReferenceStage, worth_scoring
@@ -48,7 +49,7 @@ def build_stages(
                 on_failure=on_failure,
             )
         )
-    if config.trainer.algorithm.kl_loss_coef > 0:
+    if derive.needs_reference(config.trainer.algorithm):
         stages.append(
             ReferenceStage(
                 _place(_frozen_policy(config, model_path), reference.placement, reference),

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_train.algorithms.kl_control import KlControl
 from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, RolloutSnapshot
 from skyrl_train.concurrency import Signal, close_within
 from skyrl_train.config.plan import Plan
@@ -43,7 +44,7 @@ from skyrl_train.rollout.watchdog import LoopMonitor, Phase, Watchdog
 from skyrl_train.rollout.workers import GenerationWorkers
 from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.backend import Minibatch
-from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
 
 if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
     pass
@@ -87,6 +88,7 @@ class PPOTrainer:
             steps_per_publication=plan.steps_per_publication,
             overlap=plan.overlap_publication,
         )
+        self.kl_control = KlControl(trainer.algorithm)
         proximal = proximal_stages(
             trainer.algorithm, lambda sequences: self.off_loop(parts.backend.forward_logprobs, sequences)
         )
@@ -336,11 +338,14 @@ class PPOTrainer:
         self.staleness.assert_bound(groups)
         algorithm = self.config.trainer.algorithm
         trained = groups_to_train(groups, algorithm, seed=self.config.trainer.seed, step=self.global_step + 1)
+        if self.kl_control.observes:
+            self.kl_control.observe(*kl_to_reference(trained, algorithm))
         return build_minibatch(
             trained,
             self.global_step + 1,
             algorithm,
             oldest_trained_version=self.staleness.oldest_trained_version,
+            kl_factor=self.kl_control.factor,
         )
 
     def book(self, batch: Sequence[RolloutGroup], metrics: dict[str, float]) -> TrainedStep:
@@ -351,7 +356,7 @@ class PPOTrainer:
         self.prompts.settle([group.ordinal for group in batch], "trained", batch)
         self.global_step += 1
         self.watchdog.progress()
-        return TrainedStep(batch, metrics)
+        return TrainedStep(batch, metrics | self.kl_control.step_ended())
 
     async def publish(self) -> dict[str, float]:
         """Sends the new weights on their way to the engines if that is due; returns when the next step may begin.
@@ -440,6 +445,7 @@ class PPOTrainer:
             "prompts": self.prompts.state_dict(),
             "workers": self.workers.state_dict(),
             "counts": self.staleness.state_dict(),
+            "kl_factor": self.kl_control.factor,
         }
         return RolloutSnapshot(self.global_step, state, self.buffer.snapshot(), self.parts.client.recordings.snapshot())
 
@@ -474,6 +480,7 @@ class PPOTrainer:
         self.workers.drop_overdue()
         self.saving.step = self.global_step
         self._reported = dict(state.get("reported", {}))
+        self.kl_control.factor = float(state.get("kl_factor", 1.0))
 
     # The rest -----------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from skyrl_train.algorithms.losses import MAX_LOG_RATIO
 from skyrl_train.algorithms.registry import Registry
+from skyrl_train.algorithms.tokens import MAX_LOG_RATIO
 
 
 class KlEstimator(Protocol):

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from skyrl_train.config.import_path import import_name
 from skyrl_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ class Registry(Generic[T]):
     def __init__(self, setting: str) -> None:
         self._setting = setting
         self._entries: dict[str, T] = {}
+        self._imported: dict[str, T] = {}  # by import path; a file is executed once
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: makes the function known as ``name``.
@@ -34,13 +36,17 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """Returns what ``name`` stands for.
+        """Returns what ``name`` stands for: a registered name, or an import path (``package.module:function``).
 
         Raises:
-            ConfigError: unknown; the message names the nearest known one and all others.
+            ConfigError: unknown, with the nearest known name and all others; or it cannot be imported.
         """
         if name in self._entries:
             return self._entries[name]
+        if "." in str(name):
+            if name not in self._imported:
+                self._imported[name] = import_name(name, self._setting, "function")
+            return self._imported[name]
         nearest = difflib.get_close_matches(str(name), self._entries, n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(f"{self._setting}={name!r} is unknown.{hint} Known: {', '.join(self.names())}.")

@@ -18,7 +18,7 @@ class TokenStatistics:
 
     @classmethod
     def of(cls, sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor] | None = None) -> TokenStatistics:
-        """Of N tokens: each value is ``[N]``, and nothing of it carries a gradient."""
+        """Of N tokens: each value is ``[N]``; nothing of the result carries a gradient."""
         tokens = next((len(values) for values in sums.values()), 0)
         return cls(
             tokens,
@@ -39,6 +39,11 @@ class TokenStatistics:
         if self.tokens != other.tokens:
             raise ValueError(f"statistics of {self.tokens} and of {other.tokens} tokens cannot be joined")
         return TokenStatistics(self.tokens, {**self.sums, **other.sums}, {**self.maxima, **other.maxima})
+
+    def with_sums(self, sums: Mapping[str, torch.Tensor]) -> TokenStatistics:
+        """These and sums over something else than tokens (over sequences, say); each value has one dimension."""
+        further = {name: values.detach().double().sum() for name, values in sums.items()}
+        return TokenStatistics(self.tokens, {**self.sums, **further}, self.maxima)
 
     def values(self) -> dict[str, float]:
         """The sums and maxima as numbers, in one transfer from the device."""

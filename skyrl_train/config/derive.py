@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_train.config.model_shape import ModelShape
-from skyrl_train.config.schema import RunConfig, TrainerMode
+from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerMode
 
 
 def is_async(config: RunConfig) -> bool:
@@ -48,6 +48,21 @@ def steps_per_publication(config: RunConfig) -> int:
     if config.trainer.mode is TrainerMode.sync:
         return train_batch_size(config) // config.trainer.policy_mini_batch_size
     return config.trainer.fully_async.sync_every_steps if is_fully_async(config) else 1
+
+
+WHOLE_MINIBATCH_LOSSES = ("clip_cov", "kl_cov")
+
+
+def normalizes_over_minibatch(algorithm: AlgorithmConfig) -> bool:
+    """Whether advantages are normalised over all tokens of a minibatch; it belongs to the definition of reinforce++."""
+    if algorithm.advantage_batch_normalize is None:
+        return algorithm.advantage_estimator == "reinforce++"
+    return algorithm.advantage_batch_normalize
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether groups need log-probs of the policy that the run starts from."""
+    return algorithm.kl_loss_coef > 0 or algorithm.kl_reward_coef > 0
 
 
 def overlap_publication(config: RunConfig) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from skyrl_train.config import derive, refusals
+from skyrl_train.config.limits import Problems
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
 from skyrl_train.config.schema import RunConfig, TrainerMode
 
@@ -141,7 +142,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape, max_model_len: int) ->
     )
 
 
-def _problems_with_data(config: RunConfig, dataset_len: int | None, steps: int) -> refusals.Problems:
+def _problems_with_data(config: RunConfig, dataset_len: int | None, steps: int) -> Problems:
     minibatch = config.trainer.policy_mini_batch_size
     if dataset_len is None:
         return

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from skyrl_train.config import derive
+from skyrl_train.config import algorithm_refusals, derive
 from skyrl_train.config.keys import did_you_mean, known_keys
+from skyrl_train.config.limits import Problems, at_least, more_than_zero, setting
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, model_shape
 from skyrl_train.config.schema import (
     DynamicSampling,
     FailurePolicy,
-    ProximalPolicy,
     RunConfig,
     SamplingConfig,
     TrainerMode,
@@ -33,8 +33,6 @@ CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "rollout.stages.reward.placement": ("loop", "thread", "process", "ray"),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }
-
-Problems = Iterator[str]
 
 
 def refuse(config: RunConfig, known_names: Mapping[str, Collection[str]] | None = None) -> None:
@@ -64,30 +62,8 @@ def raise_problems(found: list[str]) -> None:
         raise ConfigError(f"{len(found)} settings cannot work:\n" + "\n".join(f"  - {problem}" for problem in found))
 
 
-def setting(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key of the schema."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _at_least(config: RunConfig, minimum: float, *keys: str) -> Problems:
-    for key in keys:
-        value = setting(config, key)
-        if value is not None and value < minimum:
-            yield f"{key}={value}: must be at least {minimum}."
-
-
-def _more_than_zero(config: RunConfig, *keys: str) -> Problems:
-    for key in keys:
-        value = setting(config, key)
-        if value is not None and not value > 0:
-            yield f"{key}={value}: must be more than 0."
-
-
 def _counts(config: RunConfig) -> Problems:
-    yield from _at_least(
+    yield from at_least(
         config,
         1,
         "trainer.epochs",
@@ -109,7 +85,7 @@ def _counts(config: RunConfig) -> Problems:
         "generator.inference_engine.data_parallel_size",
         "generator.inference_engine.fleet.max_failed_probes",
     )
-    yield from _at_least(
+    yield from at_least(
         config,
         0,
         "trainer.ckpt_interval",
@@ -119,7 +95,7 @@ def _counts(config: RunConfig) -> Problems:
         "generator.inference_engine.fleet.max_restarts",
         "generator.inference_engine.fleet.wait_timeout_s",
     )
-    yield from _more_than_zero(
+    yield from more_than_zero(
         config,
         "trainer.failures.rollout_timeout_s",
         "trainer.failures.stuck_after_s",
@@ -127,7 +103,7 @@ def _counts(config: RunConfig) -> Problems:
         "generator.inference_engine.fleet.probe_interval_s",
     )
     if not config.data.train_data:
-        yield from _at_least(config, 1, "data.generate")
+        yield from at_least(config, 1, "data.generate")
 
 
 def _batches(config: RunConfig) -> Problems:
@@ -154,8 +130,8 @@ def _staleness(config: RunConfig) -> Problems:
     if not derive.is_fully_async(config):
         return
     wrong = [
-        *_at_least(config, 1, "trainer.fully_async.sync_every_steps"),
-        *_at_least(config, 0, "trainer.fully_async.pipeline_depth"),
+        *at_least(config, 1, "trainer.fully_async.sync_every_steps"),
+        *at_least(config, 0, "trainer.fully_async.pipeline_depth"),
         *_bound_below_zero(config),
     ]
     yield from wrong or _sizes_together(config)
@@ -234,10 +210,11 @@ def _streaming(config: RunConfig) -> Problems:
 
 def _signal(config: RunConfig) -> Problems:
     samples, temperature = config.generator.n_samples_per_prompt, config.generator.sampling_params.temperature
-    if config.trainer.algorithm.advantage_estimator == "grpo" and samples == 1:
+    estimator = config.trainer.algorithm.advantage_estimator
+    if estimator in ("grpo", "rloo", "maxrl") and samples == 1:
         yield (
-            "generator.n_samples_per_prompt=1 with the grpo estimator: a group of one is its own mean, so every "
-            "advantage is 0. Set n_samples_per_prompt=8."
+            f"generator.n_samples_per_prompt=1 with the {estimator} estimator: a group of one has nothing to be compared "
+            "with, so every advantage is 0. Set n_samples_per_prompt=8, or advantage_estimator=reinforce++."
         )
     if temperature < 0:
         yield f"generator.sampling_params.temperature={temperature}: must be at least 0."
@@ -295,8 +272,7 @@ def _correction(config: RunConfig) -> Problems:
     renormalised rest, the trainer evaluates the whole distribution, and only the importance weight knows the two apart.
     """
     correction, sampling = config.trainer.algorithm.off_policy_correction, config.generator.sampling_params
-    if correction.tis_ratio_type is not None:
-        yield from _more_than_zero(config, "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high")
+    if correction.tis_ratio_type is not None or correction.rejections or correction.m2po_threshold is not None:
         return
     if correction.allow_uncorrected:
         return
@@ -318,25 +294,17 @@ def _correction(config: RunConfig) -> Problems:
 
 def _optimizer(config: RunConfig) -> Problems:
     prefix, optimizer = "trainer.policy.optimizer_config", config.trainer.policy.optimizer_config
-    yield from _more_than_zero(config, f"{prefix}.lr", f"{prefix}.adam_eps", f"{prefix}.max_grad_norm")
-    yield from _at_least(config, 0, f"{prefix}.weight_decay", f"{prefix}.num_warmup_steps")
+    yield from more_than_zero(config, f"{prefix}.lr", f"{prefix}.adam_eps", f"{prefix}.max_grad_norm")
+    yield from at_least(config, 0, f"{prefix}.weight_decay", f"{prefix}.num_warmup_steps")
     betas = optimizer.adam_betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"{prefix}.adam_betas={betas}: must be two numbers in [0, 1), such as [0.9, 0.999]."
 
 
-def _losses(config: RunConfig) -> Problems:
-    yield from _at_least(
-        config, 0, *(f"trainer.algorithm.{name}" for name in ("eps_clip_low", "eps_clip_high", "entropy_coef"))
-    )
-    if config.trainer.algorithm.eps_clip_low >= 1:
-        yield f"trainer.algorithm.eps_clip_low={config.trainer.algorithm.eps_clip_low}: must be less than 1."
-
-
 def _lengths(config: RunConfig) -> Problems:
     if config.trainer.policy.model.path is None:
         sizes = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
-        wrong = list(_at_least(config, 1, *(f"trainer.policy.model.build.{size}" for size in sizes)))
+        wrong = list(at_least(config, 1, *(f"trainer.policy.model.build.{size}" for size in sizes)))
         yield from wrong
         build = config.trainer.policy.model.build
         if not wrong and build.hidden_size % build.num_heads:
@@ -399,8 +367,8 @@ def _engines(config: RunConfig) -> Problems:
 
 def _evaluation(config: RunConfig) -> Problems:
     settings, key = config.trainer.eval, "trainer.eval"
-    yield from _at_least(config, 0, f"{key}.interval", f"{key}.num_engines")
-    yield from _at_least(config, 1, f"{key}.n_samples_per_prompt", f"{key}.max_parallel")
+    yield from at_least(config, 0, f"{key}.interval", f"{key}.num_engines")
+    yield from at_least(config, 1, f"{key}.n_samples_per_prompt", f"{key}.max_parallel")
     if settings.interval <= 0:
         if settings.before_train or settings.num_engines > 0:
             asked = "before_train=true" if settings.before_train else f"num_engines={settings.num_engines}"
@@ -409,7 +377,7 @@ def _evaluation(config: RunConfig) -> Problems:
     if not math.isfinite(settings.pass_threshold):
         yield f"{key}.pass_threshold={settings.pass_threshold}: must be a finite number."
     if not settings.eval_data:
-        yield from _at_least(config, 1, f"{key}.generate")
+        yield from at_least(config, 1, f"{key}.generate")
         if not config.data.train_data and settings.seed == config.data.seed:
             yield (
                 f"{key}.seed={settings.seed} is data.seed: the evaluation would be of prompts that are trained. "
@@ -487,7 +455,7 @@ def _endpoint_port(config: RunConfig) -> Any:
 
 
 def _data(config: RunConfig) -> Problems:
-    yield from _at_least(config, 0, "rollout.buffer_memory_bytes")
+    yield from at_least(config, 0, "rollout.buffer_memory_bytes")
     data = config.data
     if data.sampler in (None, "shuffle", "sequential") and data.sampler_kwargs:
         yield (
@@ -515,8 +483,8 @@ def _data(config: RunConfig) -> Problems:
 
 def _stages(config: RunConfig) -> Problems:
     key, reward = "rollout.stages", config.rollout.stages.reward
-    yield from _at_least(config, 1, f"{key}.reward.max_parallel", f"{key}.reference.max_parallel")
-    yield from _at_least(
+    yield from at_least(config, 1, f"{key}.reward.max_parallel", f"{key}.reference.max_parallel")
+    yield from at_least(
         config,
         0,
         *(
@@ -525,7 +493,7 @@ def _stages(config: RunConfig) -> Problems:
             for resource in ("num_cpus", "num_gpus")
         ),
     )
-    yield from _more_than_zero(config, f"{key}.reward.timeout_s")
+    yield from more_than_zero(config, f"{key}.reward.timeout_s")
     if reward.function is None and reward.kwargs:
         yield (
             f"{key}.reward.kwargs={dict(reward.kwargs)} without {key}.reward.function: nothing takes them. Name the function, "
@@ -539,32 +507,13 @@ def _stages(config: RunConfig) -> Problems:
 
 
 def _actors(config: RunConfig) -> Problems:
-    yield from _at_least(config, 0, "rollout.num_actors", "rollout.ray_num_cpus")
+    yield from at_least(config, 0, "rollout.num_actors", "rollout.ray_num_cpus")
     port, actors = _endpoint_port(config), config.rollout.num_actors
     if config.generator.name == "harness" and actors > 1 and port:
         yield (
             f"generator.kwargs.endpoint.port={port} with rollout.num_actors={actors}: each actor has an endpoint of its own, "
             "and actors may share a machine. Leave the port out (each takes a free one), or set rollout.num_actors=0 where "
             "other programs need to know it."
-        )
-
-
-def _other_policies(config: RunConfig) -> Problems:
-    """The reference policy and the proximal one."""
-    algorithm, key = config.trainer.algorithm, "trainer.algorithm"
-    if not 0 <= algorithm.kl_loss_coef < math.inf:
-        yield f"{key}.kl_loss_coef={algorithm.kl_loss_coef}: must be at least 0 (0 is off) and finite."
-    elif algorithm.kl_loss_coef > 0 and algorithm.kl_estimator_type == "k1":
-        yield (
-            f"{key}.kl_estimator_type=k1 with kl_loss_coef={algorithm.kl_loss_coef}: the gradient of k1 is 0 on average, "
-            "whatever the policy is, so the term would add noise alone. Set kl_estimator_type=k3 or k2."
-        )
-    if algorithm.proximal_policy is ProximalPolicy.step or config.trainer.policy_mini_batch_size < 1:
-        return
-    if derive.max_staleness_steps(config) == 0:
-        yield (
-            f"{key}.proximal_policy=arrival with a bound of 0: the policy does not change between a group's end and its "
-            "step, so both are the same. Set proximal_policy=step."
         )
 
 
@@ -577,12 +526,11 @@ _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _sampling,
     _correction,
     _optimizer,
-    _losses,
     _lengths,
     _engines,
     _evaluation,
     _data,
     _stages,
     _actors,
-    _other_policies,
+    *algorithm_refusals.RULES,
 )

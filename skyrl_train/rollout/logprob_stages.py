@@ -121,7 +121,7 @@ def proximal_stages(
     Args:
         forward: see :class:`ProximalStage`.
     """
-    if algorithm.proximal_policy is ProximalPolicy.step:
+    if algorithm.proximal_policy is not ProximalPolicy.arrival:
         return []
     return [ProximalStage(forward, needed=worth_scoring(algorithm))]
 

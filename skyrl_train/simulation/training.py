@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.simulation.engine import TRANSPORT
@@ -20,9 +21,9 @@ ESTIMATOR = "modelled"
 
 
 @ADVANTAGE_ESTIMATORS.register(ESTIMATOR)
-def _own_return(returns: torch.Tensor, loss_masks: Sequence[torch.Tensor], *, norm_by_std: bool) -> list[torch.Tensor]:
-    """The return itself: the one estimator for which a group may be a single sample."""
-    return [value * mask.float() for value, mask in zip(returns, loss_masks, strict=True)]
+def _own_return(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    """The return itself: an estimator for which a group may be a single sample."""
+    return group.on_trained_tokens(group.returns)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from skyrl_train.algorithms.reductions import SequenceCounts
+
 if TYPE_CHECKING:
     from skyrl_train.inference.weight_update import WeightUpdate
     from skyrl_train.publication.base import WeightTransport
@@ -40,6 +42,8 @@ class TrainingSequence:
     proximal_logprobs: torch.Tensor | None = None  # float32; None: those of the policy as the step begins
     reference_logprobs: torch.Tensor | None = None  # float32; None: unknown, and the loss has no use for them
     counted_tokens: int | None = None  # trained tokens before some were masked for their age; None: none were
+    group_tokens: int | None = None  # counted tokens of all sequences of its group; None: it is alone in its group
+    group_sequences: int = 1  # of its group
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -49,6 +53,12 @@ class TrainingSequence:
         """What the reduction of the loss counts: a masked token leaves the numerator only (SEMANTICS 7.3)."""
         return int(self.loss_mask.sum()) if self.counted_tokens is None else self.counted_tokens
 
+    @property
+    def counts(self) -> SequenceCounts:
+        """What the reduction of the loss goes by."""
+        own = self.tokens_in_denominator
+        return SequenceCounts(own, own if self.group_tokens is None else self.group_tokens, self.group_sequences)
+
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
@@ -57,6 +67,7 @@ class Minibatch:
     sequences: Sequence[TrainingSequence]
     num_groups: int
     step: int  # t = 1, 2, ...
+    kl_factor: float = 1.0  # of trainer.algorithm.kl_loss_coef in this step (trainer.algorithm.kl_ctrl)
 
 
 class TrainingBackend(ABC):

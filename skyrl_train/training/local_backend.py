@@ -138,8 +138,8 @@ class LocalBackend(TrainingBackend):
             raise ValueError(f"step {self._open.step} has begun part by part; finish or discard it before an update")
         part = self._part(minibatch)
         passes = self._config.update_epochs_per_batch
-        if passes > 1:
-            part = replace(part, micro_batches=[self._with_proximal(scorable) for scorable in part.micro_batches])
+        if passes > 1 or self._objective.needs_minibatch_facts:
+            part = self._with_facts(replace(part, micro_batches=[self._with_proximal(s) for s in part.micro_batches]))
         outcomes = []
         for _ in range(passes):
             self._add(part)
@@ -156,7 +156,8 @@ class LocalBackend(TrainingBackend):
         in the gradients: everything accumulated is forgotten then.
 
         Raises:
-            ConfigError: ``update_epochs_per_batch`` is more than 1, or a sequence does not fit ``micro_batch_tokens``.
+            ConfigError: ``update_epochs_per_batch`` is more than 1, the loss needs whole minibatches, or a sequence does
+                not fit ``micro_batch_tokens``.
             GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
             ValueError: the part is of another step than the ones before it.
         """
@@ -164,6 +165,11 @@ class LocalBackend(TrainingBackend):
             raise ConfigError(
                 f"trainer.update_epochs_per_batch={self._config.update_epochs_per_batch} needs whole minibatches: later "
                 "passes train on all groups again. Set it to 1, or trainer.fully_async.streaming_min_groups=null."
+            )
+        if self._objective.needs_minibatch_facts:
+            raise ConfigError(
+                "The configured loss or correction looks at whole minibatches before it trains. Set "
+                "trainer.fully_async.streaming_min_groups=null."
             )
         if self._open is not None and self._open.step != part.step:
             raise ValueError(f"step {self._open.step} is neither finished nor discarded, and step {part.step} begins")
@@ -245,25 +251,29 @@ class LocalBackend(TrainingBackend):
         derived = [s for s in trained if s.proximal_logprobs is None]
         return _Part(
             step=minibatch.step,
-            micro_batches=[*self._scorable(given), *self._scorable(derived)],
-            denominators=[self._objective.share(s.tokens_in_denominator).denominator for s in minibatch.sequences],
+            micro_batches=[*self._scorable(given, minibatch), *self._scorable(derived, minibatch)],
+            denominators=[self._objective.share(s.counts).denominator for s in minibatch.sequences],
         )
 
-    def _scorable(self, sequences: Sequence[TrainingSequence]) -> Iterator[_Scorable]:
-        """Micro-batches of sequences that have trained tokens, and proximal log-probs either all or none."""
+    def _scorable(self, sequences: Sequence[TrainingSequence], of: Minibatch) -> Iterator[_Scorable]:
+        """Micro-batches of sequences of ``of`` that have trained tokens, and proximal log-probs either all or none."""
         masks = [s.loss_mask for s in sequences]
-        weights = torch.tensor([self._objective.share(s.tokens_in_denominator).token_weight for s in sequences])
+        weights = torch.tensor([self._objective.share(s.counts).token_weight for s in sequences])
         proximal = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
         reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
         device = self._model.device
         for micro_batch in self._scorer.micro_batches(sequences, range(len(sequences)), masks):
-            of_rows = weights[list(micro_batch.indices)]
+            rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.scored.sum(1))
             fields = TokenFields(
                 advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
                 behaviour_logprobs=flat_tokens([s.behaviour_logprobs for s in sequences], micro_batch).to(device),
-                token_weights=of_rows.repeat_interleave(micro_batch.scored.sum(1)).to(device),
+                token_weights=weights[list(micro_batch.indices)][rows].to(device),
                 proximal_logprobs=flat_tokens(proximal, micro_batch).to(device) if proximal else None,
+                sequence_index=rows.to(device),
+                num_sequences=len(micro_batch.indices),
+                lags=(of.step - 1 - flat_tokens([s.versions for s in sequences], micro_batch)).to(device),
                 reference_logprobs=flat_tokens(reference, micro_batch).to(device) if reference else None,
+                kl_factor=of.kl_factor,
             )
             yield _Scorable(micro_batch, fields)
 
@@ -273,6 +283,15 @@ class LocalBackend(TrainingBackend):
             return scorable
         logprobs = self._scorer.logprobs(scorable.micro_batch).clone()
         return replace(scorable, fields=replace(scorable.fields, proximal_logprobs=logprobs))
+
+    def _with_facts(self, part: _Part) -> _Part:
+        """The part, which is a whole minibatch with its proximal log-probs, with what its loss needs to know about all of it."""
+        fields = [scorable.fields for scorable in part.micro_batches]
+        if not self._objective.needs_minibatch_facts or not fields:
+            return part
+        facts = self._objective.minibatch_facts(self._objective.minibatch_tokens(fields))
+        known = [replace(s, fields=replace(s.fields, minibatch=facts)) for s in part.micro_batches]
+        return replace(part, micro_batches=known)
 
     def _check_sequences(self, sequences: Sequence[TrainingSequence]) -> None:
         for index, s in enumerate(sequences):

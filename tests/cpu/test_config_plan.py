@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.off_policy import CORRECTIONS
+from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
 from skyrl_train.config.compose import compose

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, group_returns
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling
@@ -49,9 +49,9 @@ batches = st.lists(st.booleans(), min_size=1, max_size=12).map(
 def test_a_group_has_signal_exactly_when_an_advantage_is_not_zero(values: list[float]) -> None:
     g = group(0, *values)
     masks = [torch.ones(1, dtype=torch.bool) for _ in values]
-    returns = group_returns([s.rewards for s in g.samples])
-    advantages = ADVANTAGE_ESTIMATORS.get("grpo")(returns, masks, norm_by_std=False)
-    different = any(bool(value != returns[0]) for value in returns)
+    rewards = GroupRewards([s.rewards for s in g.samples], masks, [True] * len(values))
+    advantages = ADVANTAGE_ESTIMATORS.get("grpo")(rewards, AlgorithmConfig(grpo_norm_by_std=False))
+    different = any(bool(value != rewards.returns[0]) for value in rewards.returns)
     assert has_signal(g) == different
     if not different:
         assert all(bool((advantage == 0).all()) for advantage in advantages)

@@ -10,17 +10,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_worlds import backend, build_small_model, config, minibatch, one_thread, same, weights
+from training_worlds import (
+    backend,
+    build_small_model,
+    config,
+    minibatch,
+    one_thread,
+    same,
+    token_fields,
+    weights,
+)
 
 from skyrl_train.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
-from skyrl_train.algorithms.losses import MAX_LOG_RATIO
+from skyrl_train.algorithms.tokens import MAX_LOG_RATIO
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.local_backend import LocalBackend
-from skyrl_train.training.objective import Objective, TokenFields
+from skyrl_train.training.objective import Objective
 
 logprob = st.floats(-6, 0, allow_nan=False)
 pairs = st.lists(st.tuples(logprob, logprob), min_size=1, max_size=8)
@@ -135,7 +144,7 @@ def test_the_kl_term_is_weighted_like_the_policy_loss(
     algorithm = AlgorithmConfig(kl_loss_coef=coef, kl_estimator_type=name)
     algorithm.off_policy_correction.tis_ratio_type = correction
     policy, behaviour, reference, advantages, token_weights = torch.tensor(tokens, dtype=torch.float64).T
-    fields = TokenFields(advantages, behaviour, token_weights, None, reference)
+    fields = token_fields(advantages, behaviour, token_weights, reference_logprobs=reference)
     objective = Objective(algorithm)
     loss, statistics = objective.loss(policy, torch.zeros_like(policy), fields)
     assert loss.item() == pytest.approx(loss_by_hand(tokens, algorithm), rel=1e-9, abs=1e-9)
@@ -150,7 +159,7 @@ def test_the_kl_term_is_weighted_like_the_policy_loss(
 def test_without_a_coefficient_there_is_no_kl_term_and_no_metric() -> None:
     objective = Objective(AlgorithmConfig())
     values = torch.full((3,), -1.0)
-    _, statistics = objective.loss(values, values, TokenFields(values, values, values, None, values))
+    _, statistics = objective.loss(values, values, token_fields(values, values, values, reference_logprobs=values))
     assert not objective.needs_reference
     assert "policy/kl_to_reference" not in objective.metrics(statistics, scale=1.0)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.training.objective import TokenFields
 
 VOCABULARY = 13  # ten digits and the special tokens
 SMALL = BuildModelConfig(hidden_size=16, num_layers=2, num_heads=2, intermediate_size=32)
@@ -70,6 +72,15 @@ def minibatch(seed: int = 0, step: int = 1, lengths: tuple[int, ...] = (2, 9, 5,
     """Groups of two sequences each."""
     generator = torch.Generator().manual_seed(seed)
     return Minibatch([sequence(generator, n, i // 2) for i, n in enumerate(lengths)], (len(lengths) + 1) // 2, step)
+
+
+def token_fields(
+    advantages: torch.Tensor, behaviour: torch.Tensor, token_weights: torch.Tensor, **others: Any
+) -> TokenFields:
+    """Of one sequence, sampled by the version that the step begins with, unless ``others`` say otherwise."""
+    index = torch.zeros(len(advantages), dtype=torch.int64)
+    known = {"proximal_logprobs": None, "sequence_index": index, "num_sequences": 1, "lags": index} | others
+    return TokenFields(advantages, behaviour, token_weights, **known)
 
 
 def weights(of: LocalBackend) -> dict[str, torch.Tensor]:

@@ -1,0 +1,34 @@
+"""What rules of refusal have in common: a setting by its name, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from skyrl_train.config.schema import RunConfig
+
+Problems = Iterator[str]  # one sentence per problem
+
+
+def setting(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key of the schema."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def at_least(config: RunConfig, minimum: float, *keys: str) -> Problems:
+    """A problem for each of ``keys`` that is below ``minimum``; None is not."""
+    for key in keys:
+        value = setting(config, key)
+        if value is not None and not value >= minimum:
+            yield f"{key}={value}: must be at least {minimum}."
+
+
+def more_than_zero(config: RunConfig, *keys: str) -> Problems:
+    """A problem for each of ``keys`` that is not above 0; None is."""
+    for key in keys:
+        value = setting(config, key)
+        if value is not None and not value > 0:
+            yield f"{key}={value}: must be more than 0."

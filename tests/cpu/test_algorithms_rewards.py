@@ -1,0 +1,143 @@
+"""Reward shaping, the adaptive KL coefficient, and what of both reaches a minibatch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_worlds import few
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.algorithms.advantages import STD_EPSILON
+from skyrl_train.algorithms.kl_control import KlControl
+from skyrl_train.algorithms.rewards import overlong_penalty
+from skyrl_train.config.schema import (
+    AlgorithmConfig,
+    KlControlConfig,
+    KlControlType,
+    OffPolicyCorrectionConfig,
+    OverlongConfig,
+    RejectionConfig,
+    RejectionLevel,
+)
+from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
+
+
+def sample(length: int, reward: float, *, reference: float | None = None, **changes: object) -> Sample:
+    sequence = RolloutSequence(
+        [1],
+        [2] * length,
+        [1] * length,
+        [-1.0] * length,
+        [0] * length,
+        [0.0] * (length - 1) + [reward] if length else [],
+        "stop",
+        None if reference is None else [reference] * length,
+    )
+    return Sample((replace(sequence, **changes),))
+
+
+def group(*samples: Sample, masked: bool = False) -> RolloutGroup:
+    return RolloutGroup(0, "0", "test", samples, 0, masked=masked)
+
+
+def per_sample(groups: list[RolloutGroup], algorithm: AlgorithmConfig, **settings: float) -> list[float]:
+    """The advantage of each sample's first token; 0 for an empty response."""
+    sequences = build_minibatch(groups, 1, algorithm, **settings).sequences
+    return [float(s.advantages[1]) if len(s) > 1 else 0.0 for s in sequences]
+
+
+@few
+@given(st.integers(0, 200), st.integers(1, 50), st.integers(50, 100), st.floats(0, 2))
+def test_the_overlong_penalty_is_equation_13_of_dapo(length: int, buffer: int, longest: int, factor: float) -> None:
+    if length <= longest - buffer:
+        expected = 0.0
+    elif length <= longest:
+        expected = ((longest - buffer) - length) / buffer
+    else:
+        expected = -1.0
+    config = OverlongConfig(buffer_len=buffer, max_response_len=longest, penalty_factor=factor)
+    assert overlong_penalty(length, config) == pytest.approx(factor * expected)
+
+
+def test_the_penalty_for_length_is_part_of_the_return() -> None:
+    config = AlgorithmConfig(grpo_norm_by_std=False, overlong=OverlongConfig(2, 1.0, 4))
+    assert per_sample([group(sample(4, 1.0), sample(3, 1.0), sample(1, 1.0))], config) == pytest.approx([-0.5, 0, 0.5])
+
+
+def test_a_response_that_was_cut_off_leaves_the_numerator_and_stays_in_denominator_and_baseline() -> None:
+    cut = group(sample(3, 4.0, stop_reason="length"), sample(2, 2.0), sample(2, 0.0))
+    config = AlgorithmConfig(grpo_norm_by_std=False, overlong=OverlongConfig(filter=True))
+    batch = build_minibatch([cut], 1, config)
+    assert [int(s.loss_mask.sum()) for s in batch.sequences] == [0, 2, 2]
+    assert [s.tokens_in_denominator for s in batch.sequences] == [3, 2, 2]
+    assert per_sample([cut], config) == pytest.approx([2, 0, -2])
+    config.off_policy_correction.baseline_without_rejected = True
+    assert per_sample([cut], config)[1:] == pytest.approx([1, -1])
+
+
+def test_a_baseline_leaves_out_the_samples_that_a_rule_about_sequences_rejects() -> None:
+    far = sample(2, 9.0, proximal_logprobs=[-3.0, -3.0])
+    near = [sample(2, r, proximal_logprobs=[-1.0, -1.0]) for r in (0.0, 2.0)]
+    rules = [RejectionConfig("k3", RejectionLevel.sequence_mean, high=0.5)]
+    correction = OffPolicyCorrectionConfig(rejections=rules, baseline_without_rejected=True)
+    config = AlgorithmConfig(grpo_norm_by_std=False, off_policy_correction=correction)
+    assert per_sample([group(far, *near)], config)[1:] == pytest.approx([-1, 1])
+
+
+@few
+@given(st.floats(-3, 0), st.floats(0, 1), st.floats(0.1, 3), st.sampled_from(["k1", "k2", "k3"]))
+def test_the_divergence_is_taken_from_the_reward_of_each_token(
+    reference: float, coef: float, factor: float, name: str
+) -> None:
+    config = AlgorithmConfig(grpo_norm_by_std=False, kl_reward_coef=coef, kl_estimator_type=name)
+    log_r = reference + 1.0  # of the reference over the behaviour policy
+    kl = {"k1": -log_r, "k2": log_r**2 / 2, "k3": math.exp(log_r) - 1 - log_r}[name]
+    a_group = group(sample(3, 1.0, reference=reference), sample(1, 1.0, reference=reference))
+    returns = [1 - 3 * factor * coef * kl, 1 - factor * coef * kl]
+    assert per_sample([a_group], config, kl_factor=factor) == pytest.approx(
+        [r - sum(returns) / 2 for r in returns], abs=1e-5
+    )
+    assert kl_to_reference([a_group, group(sample(5, 0.0), masked=True)], config) == pytest.approx((4 * kl, 4, 2))
+
+
+def test_a_penalty_without_reference_log_probs_is_refused_and_a_masked_group_needs_none() -> None:
+    config = AlgorithmConfig(kl_reward_coef=0.1)
+    with pytest.raises(GeneratorOutputError, match="no reference log-probs"):
+        build_minibatch([group(sample(1, 1.0))], 1, config)
+    build_minibatch([group(sample(1, 1.0), masked=True)], 1, config)
+
+
+def test_reinforce_plus_plus_normalises_over_all_groups_and_leaves_masked_ones_out() -> None:
+    groups = [group(sample(1, 0.0), sample(2, 3.0)), group(sample(1, 6.0)), group(sample(4, 99.0), masked=True)]
+    values = torch.tensor([0.0, 3.0, 3.0, 6.0])
+    mean, std = float(values.mean()), float(values.std()) + STD_EPSILON
+    found = per_sample(groups, AlgorithmConfig(advantage_estimator="reinforce++"))
+    assert found == pytest.approx([(v - mean) / std for v in (0.0, 3.0, 6.0)] + [0.0], abs=1e-5)
+
+
+def test_a_nan_reward_and_an_empty_response_are_not_trained_silently() -> None:
+    with pytest.raises(GeneratorOutputError, match="sample 1 of a group of 2 has the return nan"):
+        build_minibatch([group(sample(1, 1.0), sample(1, math.nan))], 1, AlgorithmConfig())
+    assert per_sample([group(sample(0, 0.0), sample(1, 1.0))], AlgorithmConfig())[1] > 0
+
+
+@few
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 64)), max_size=6), st.floats(0.01, 0.5))
+def test_the_adaptive_factor_follows_ziegler(steps: list[tuple[float, int]], target: float) -> None:
+    config = AlgorithmConfig(kl_ctrl=KlControlConfig(KlControlType.adaptive, target, 100.0), kl_loss_coef=0.1)
+    control, expected = KlControl(config), 1.0
+    for kl, samples in steps:
+        control.observe(kl * 3, 5, samples - 1)  # parts of a step add up
+        control.observe(kl * 7, 5, 1)
+        assert control.step_ended() == pytest.approx(
+            {"policy/behaviour_kl_to_reference": kl, "policy/kl_factor": expected}
+        )
+        expected *= 1 + min(max(kl / target - 1, -0.2), 0.2) * samples / 100
+    assert control.factor == pytest.approx(expected)
+    assert control.step_ended() == {}

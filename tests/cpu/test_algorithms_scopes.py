@@ -1,0 +1,104 @@
+"""No split of a step changes its loss, for functions of a sequence and of the whole minibatch alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from training_worlds import backend, build_small_model, minibatch, one_thread, weights
+
+from skyrl_train.config.schema import ClipCovConfig, KlCovConfig, ProximalPolicy, RejectionConfig, RejectionLevel
+from skyrl_train.errors import ConfigError
+from skyrl_train.training.backend import Minibatch
+
+SEQUENCE = "sequence"
+MINIBATCH = "minibatch"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_small_model(tmp_path_factory.mktemp("model"))
+
+
+def grouped(batch: Minibatch) -> Minibatch:
+    """With what the reduction over prompts needs, and tokens of several versions."""
+    sequences = []
+    for s in batch.sequences:
+        own = [other for other in batch.sequences if other.group_index == s.group_index]
+        counted = sum(int(other.loss_mask.sum()) for other in own)
+        versions = torch.where(s.loss_mask, torch.arange(len(s)) % 4, -1)
+        sequences.append(replace(s, versions=versions, group_tokens=counted, group_sequences=len(own)))
+    return replace(batch, sequences=sequences)
+
+
+CORRECTION = "algorithm__off_policy_correction__"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gspo by prompts": (
+        SEQUENCE,
+        {"algorithm__policy_loss_type": "gspo", "algorithm__loss_reduction": "prompt_mean"},
+    ),
+    "sequence weights and rejections": (
+        SEQUENCE,
+        {
+            f"{CORRECTION}tis_ratio_type": "geometric",
+            f"{CORRECTION}rejections": [RejectionConfig("k1", RejectionLevel.sequence_mean, -0.1, 0.3)],
+        },
+    ),
+    "interpolated": (SEQUENCE, {"algorithm__proximal_policy": ProximalPolicy.interpolated}),
+    "clip_cov": (
+        MINIBATCH,
+        {"algorithm__policy_loss_type": "clip_cov", "algorithm__clip_cov": ClipCovConfig(0.3, 0.0, 5.0)},
+    ),
+    "kl_cov": (
+        MINIBATCH,
+        {
+            "algorithm__policy_loss_type": "kl_cov",
+            "algorithm__kl_cov": KlCovConfig(0.3, 1.0),
+            "algorithm__proximal_policy": ProximalPolicy.interpolated,
+        },
+    ),
+    "m2po": (MINIBATCH, {f"{CORRECTION}m2po_threshold": 0.04}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_same_however_it_is_split(folder: str, case: str) -> None:
+    scope, settings = CASES[case]
+    batch = replace(grouped(minibatch()), step=5)
+    whole, small = backend(folder, **settings), backend(folder, micro_batch_tokens=18, **settings)
+    expected, found = whole.update(batch), small.update(batch)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(small)[name], weight, rtol=1e-3, atol=1e-4)
+    parts = backend(folder, **settings)
+    if scope == MINIBATCH:
+        with pytest.raises(ConfigError, match="streaming_min_groups=null"):
+            parts.accumulate(batch)
+        return
+    for index in reversed(range(batch.num_groups)):
+        sequences = [s for s in batch.sequences if s.group_index == index]
+        parts.accumulate(Minibatch(sequences, 1, batch.step))
+    assert parts.finish(batch.step) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("setting", [{}, {f"{CORRECTION}tis_ratio_type": "icepop"}])
+def test_rejected_tokens_are_counted_and_change_nothing_but_the_numerator(
+    folder: str, setting: dict[str, object]
+) -> None:
+    everything = [RejectionConfig("ratio", low=1e6)]
+    trained = backend(folder, **{f"{CORRECTION}rejections": everything}, **setting)
+    before, batch = weights(trained), minibatch()
+    metrics = trained.update(batch)
+    tokens = sum(int(s.loss_mask.sum()) for s in batch.sequences)
+    assert metrics["off_policy/rejected_tokens/any"] == metrics["policy/tokens"] == tokens
+    assert metrics["loss/policy"] == 0.0 == metrics["policy/grad_norm"]
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(trained).items())

@@ -1,0 +1,77 @@
+"""Combinations that cannot work are refused with their remedy, and what the tutorial adds works as it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_tutorials import blocks
+
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
+from skyrl_train.config import refusals
+from skyrl_train.config.compose import compose
+from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.errors import ConfigError
+
+STREAMING = ("trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1")
+RULES = "off_policy_correction.rejections"
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (["advantage_estimator=reinforce++", *STREAMING], "streaming_min_groups=null"),
+        (["advantage_batch_normalize=true", *STREAMING], "streaming_min_groups=null"),
+        (["policy_loss_type=clip_cov", *STREAMING], "streaming_min_groups=null"),
+        (["off_policy_correction.m2po_threshold=0.04", *STREAMING], "streaming_min_groups=null"),
+        (["policy_loss_type=kl_cov"], "update_epochs_per_batch=2"),
+        (["policy_loss_type=dual_clip", "clip_ratio_c=0.9"], "must be more than 1"),
+        (["loss_reduction=seq_mean_token_sum_norm"], r"max_seq_len=\d+"),
+        (["gamma=0.9"], "advantage_estimator=reinforce"),
+        (["advantage_estimator=rloo", "generator.n_samples_per_prompt=1"], "n_samples_per_prompt=8"),
+        (["advantage_estimator=maxrl", "kl_reward_coef=0.1"], "another estimator"),
+        (["overlong.buffer_len=8"], r"max_response_len=\d+"),
+        ([f"{RULES}=[{{statistic:k3}}]"], "Set low, high, or both"),
+        ([f"{RULES}=[{{statistic:k1,low:2,high:1}}]"], "Exchange them"),
+        ([f"{RULES}=[{{statistic:ratio,high:0}}]"], "rejects every token"),
+        ([f"{RULES}=[{{statistic:k3,level:sequence_mean,high:1,away_only:true}}]"], "Set level=token"),
+        ([f"{RULES}=[{{statistic:k3,high:1}},{{statistic:k3,high:2}}]"], "same name"),
+        (["off_policy_correction.baseline_without_rejected=true"], "overlong.filter=true"),
+        (
+            [
+                "off_policy_correction.baseline_without_rejected=true",
+                f"{RULES}=[{{statistic:k3,level:sequence_mean,high:1}}]",
+            ],
+            "proximal_policy=arrival",
+        ),
+        (["off_policy_correction.icepop_ratio_low=9"], "icepop_ratio_high"),
+        (["kl_ctrl.type=adaptive"], "kl_ctrl.type=fixed"),
+        (["kl_reward_coef=-1"], "must be at least 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: list[str], remedy: str) -> None:
+    keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
+    with pytest.raises(ConfigError, match=remedy):
+        refusals.refuse(compose("quickstart", keys))
+
+
+def test_rejections_alone_correct_a_run_with_older_tokens() -> None:
+    rule = f"trainer.algorithm.{RULES}=[{{statistic:ratio,low:0.5,high:3}}]"
+    uncorrected = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
+    refusals.refuse(compose("quickstart", ["trainer.mode=fully_async", uncorrected, rule]))
+
+
+def test_an_estimator_of_the_tutorial_is_found_by_its_path_and_reads_its_own_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", dict(ADVANTAGE_ESTIMATORS._entries))
+    (script,) = blocks("algorithms.md", "python")
+    path = tmp_path / "leave_max.py"
+    path.write_text(script)
+    name = f"{path}:leave_max"
+    assert ADVANTAGE_ESTIMATORS.get(name) is ADVANTAGE_ESTIMATORS.get(name), "the file is executed once"
+    group = GroupRewards([[1.0], [3.0]], [torch.ones(1)] * 2, [True, True])
+    found = ADVANTAGE_ESTIMATORS.get(name)(group, AlgorithmConfig(kwargs={"scale": 0.5}))
+    assert [values.tolist() for values in found] == [[-1.0], [0.0]]
+    assert ADVANTAGE_ESTIMATORS.get("leave_max")(group, AlgorithmConfig())[0].tolist() == [-2.0]
