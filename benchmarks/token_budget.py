@@ -1,4 +1,5 @@
-"""How long an update takes under different ``trainer.micro_batch_tokens``: the small CPU model, long-tailed lengths.
+"""How long an update takes under different ``trainer.micro_batch_tokens``, sequences packed and padded: the small CPU
+model, long-tailed lengths.
 
 OMP_NUM_THREADS=1 python benchmarks/token_budget.py
 """
@@ -15,7 +16,7 @@ import torch
 from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
-from skyrl_train.training.batch import pack_by_tokens
+from skyrl_train.training.batch import pack_rows, pad_rows
 from skyrl_train.training.local_backend import LocalBackend
 
 PROMPT_TOKENS, MEAN_RESPONSE_TOKENS, MAX_RESPONSE_TOKENS = 4, 8, 30
@@ -48,23 +49,43 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         build_model_folder(BuildModelConfig(), model, seed=0)
-        print("micro_batch_tokens  micro-batches  padded/real tokens  update ms (median)  forward_logprobs ms")
+        print("rows    micro_batch_tokens  micro-batches  padded/real tokens  update CPU ms  forward_logprobs CPU ms")
         for budget in (128, 512, 2048, 16384):
-            backend = LocalBackend(str(model), TrainerConfig(micro_batch_tokens=budget), UPDATES, 1.0, seed=0)
-            updates, forwards = [], []
-            for step in range(1, UPDATES + 1):
-                batch = minibatch(step)
-                begin = time.perf_counter()
-                backend.update(batch)
-                middle = time.perf_counter()
-                backend.forward_logprobs(batch.sequences)
-                updates.append(middle - begin)
-                forwards.append(time.perf_counter() - middle)
-            lengths = [len(sequence) for sequence in batch.sequences]
-            packed = pack_by_tokens(lengths, budget)
-            padded = sum(max(lengths[i] for i in chosen) * len(chosen) for chosen in packed) / sum(lengths)
-            update_ms, forward_ms = (1e3 * statistics.median(values) for values in (updates, forwards))
-            print(f"{budget:18d}  {len(packed):13d}  {padded:18.2f}  {update_ms:18.1f}  {forward_ms:19.1f}")
+            measured = {packing: Measured(str(model), budget, packing) for packing in (False, True)}
+            for step in range(1, UPDATES + 1):  # in turns, so that what else the machine does falls on both
+                for one in measured.values():
+                    one.update(minibatch(step))
+            for one in measured.values():
+                print(one.line(minibatch(UPDATES)))
+
+
+class Measured:
+    """A backend and what its calls took, in seconds of processor time."""
+
+    def __init__(self, model: str, budget: int, packing: bool) -> None:
+        config = TrainerConfig(micro_batch_tokens=budget, packing=packing)
+        self._backend = LocalBackend(model, config, UPDATES, 1.0, seed=0)
+        self._budget, self._packing = budget, packing
+        self._updates: list[float] = []
+        self._forwards: list[float] = []
+
+    def update(self, batch: Minibatch) -> None:
+        begin = time.process_time()
+        self._backend.update(batch)
+        middle = time.process_time()
+        self._backend.forward_logprobs(batch.sequences)
+        self._updates.append(middle - begin)
+        self._forwards.append(time.process_time() - middle)
+
+    def line(self, batch: Minibatch) -> str:
+        lengths = [len(sequence) for sequence in batch.sequences]
+        rows = (pack_rows if self._packing else pad_rows)(lengths, self._budget)
+        padded = sum(max(lengths[i] for i in row) * len(row) for row in rows) / sum(lengths)
+        update_ms, forward_ms = (1e3 * statistics.median(values) for values in (self._updates, self._forwards))
+        return (
+            f"{'packed' if self._packing else 'padded'}  {self._budget:18d}  {len(rows):13d}  "
+            f"{1.0 if self._packing else padded:18.2f}  {update_ms:13.1f}  {forward_ms:23.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ def _frozen_policy(config: RunConfig, model_path: str) -> Work:
             "device": config.rollout.stages.reference.device or trainer.device,
             "temperature": config.generator.sampling_params.temperature,
             "micro_batch_tokens": trainer.micro_batch_tokens,
+            "packing": trainer.packing,
+            "fp32_head": trainer.policy.fp32_head,
         },
     )
 

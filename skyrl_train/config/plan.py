@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from skyrl_train.config import derive, refusals
 from skyrl_train.config.limits import Problems
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema import RunConfig, TrainerMode
+from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainerMode
 
 _MIB = 2**20
 _FLOAT32_BYTES = 4
@@ -173,9 +173,16 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
             "learning rate",
             f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps{never}",
         ),
+        ("micro-batches", _micro_batch_row(trainer)),
         ("run folder", folder),
         ("checkpoints", f"every {trainer.ckpt_interval} steps" if trainer.ckpt_interval else "at the end"),
     ]
+
+
+def _micro_batch_row(trainer: TrainerConfig) -> str:
+    rows = {None: "packed where the model allows it", True: "packed", False: "padded"}[trainer.packing]
+    checkpointing = "; layers run again in the backward pass" if trainer.policy.gradient_checkpointing else ""
+    return f"up to {trainer.micro_batch_tokens:,} tokens, {rows}{checkpointing}"
 
 
 def _data_rows(plan: Plan) -> list[tuple[str, str]]:

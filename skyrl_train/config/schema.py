@@ -92,6 +92,8 @@ class PolicyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: str = "float32"  # of the trained weights: float32 | bfloat16
+    fp32_head: bool = False  # logits by products in float32 under bfloat16 weights, as engines with a float32 head do
+    gradient_checkpointing: bool = False  # layers run again in the backward pass instead of keeping their activations
 
 
 class ProximalPolicy(StrEnum):
@@ -259,7 +261,8 @@ class TrainerConfig:
     policy_mini_batch_size: int = 16  # B: groups per optimizer step
     train_batch_size: int | None = None  # sync: groups per generation phase, a multiple of B; None: B
     update_epochs_per_batch: int = 1  # passes over a minibatch; more than 1 computes proximal log-probs first
-    micro_batch_tokens: int = 16384  # padded tokens per forward/backward pass
+    micro_batch_tokens: int = 16384  # per forward/backward pass, padding included where there is any
+    packing: bool | None = None  # several sequences in a row, without padding; None: where the model keeps them apart
     device: str = "cpu"  # of the local training backend
     ckpt_interval: int = 50  # steps; 0: only at the end and on SIGTERM
     max_ckpts_to_keep: int = 2

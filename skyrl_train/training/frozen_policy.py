@@ -43,18 +43,33 @@ class FrozenPolicy:
     Log-probs are those of the sampling temperature (logits / temperature; greedy counts as 1), as the trained policy's are.
 
     Args:
-        micro_batch_tokens: padded tokens per forward pass.
+        micro_batch_tokens, packing, fp32_head: see :class:`skyrl_train.training.scorer.Scorer`.
 
     Raises:
+        ConfigError: (constructor) ``packing`` or ``fp32_head`` is True, and the model does not allow it.
         ModelError: (constructor) the model folder cannot be used.
     """
 
     def __init__(
-        self, model_path: str, *, dtype: str, device: str, temperature: float, micro_batch_tokens: int
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        device: str,
+        temperature: float,
+        micro_batch_tokens: int,
+        packing: bool | None = None,
+        fp32_head: bool = False,
     ) -> None:
         model = load_model(model_path, dtype, device)
         model.eval()
-        self._scorer = Scorer(model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        self._scorer = Scorer(
+            model,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            packing=packing,
+            fp32_head=fp32_head,
+        )
 
     def __call__(self, sequences: Sequence[TokensToScore]) -> list[list[float]]:
         """The log-prob of each token with loss mask 1 given all tokens before it; 0.0 where the loss mask is 0.

@@ -23,6 +23,7 @@ from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
 from skyrl_train.models.folder import load_model, load_tokenizer, quiet_transformers
+from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.objective import Objective, TokenFields
@@ -96,9 +97,15 @@ class LocalBackend(TrainingBackend):
         self._objective = Objective(trainer_config.algorithm)
         self._model = load_model(model_path, trainer_config.policy.dtype, trainer_config.device)
         self._model.eval()
+        if trainer_config.policy.gradient_checkpointing:
+            checkpoint_activations(self._model)
         self._vocab_size = int(self._model.config.get_text_config().vocab_size)
         self._scorer = Scorer(
-            self._model, temperature=temperature, micro_batch_tokens=trainer_config.micro_batch_tokens
+            self._model,
+            temperature=temperature,
+            micro_batch_tokens=trainer_config.micro_batch_tokens,
+            packing=trainer_config.packing,
+            fp32_head=trainer_config.policy.fp32_head,
         )
         self._optimizer = PolicyOptimizer(self._model, trainer_config.policy.optimizer_config)
         self._open: _OpenStep | None = None
@@ -263,7 +270,7 @@ class LocalBackend(TrainingBackend):
         reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
         device = self._model.device
         for micro_batch in self._scorer.micro_batches(sequences, range(len(sequences)), masks):
-            rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.scored.sum(1))
+            rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.counts)
             fields = TokenFields(
                 advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
                 behaviour_logprobs=flat_tokens([s.behaviour_logprobs for s in sequences], micro_batch).to(device),

@@ -1,7 +1,10 @@
-"""Scores tokens under a causal LM: log-probs and entropies at the scored tokens only.
+"""A micro-batch through the model: log-probs and entropies at the scored tokens only, in one of two ways.
 
-The model's output layer runs on the hidden states of scored tokens alone: a hook on it selects them, so that ``[R, L,
-vocab]`` logits never exist and whatever the architecture does after that layer (scaling, soft-capping) still applies.
+chunked       the model's body, then the head a chunk of tokens at a time (:mod:`skyrl_train.training.head`)
+full logits   the model's own forward pass, whatever it does after its head; a hook gives the head scored tokens only
+
+Both go through ``model(...)``, and reach the head's weight only inside ``head(...)``: the hooks of a sharded model
+(FSDP2), which gather weights around the ``forward`` of a module, see calls and outputs as in any other pass.
 """
 
 from __future__ import annotations
@@ -14,9 +17,51 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ModelError
+from skyrl_train.training.attention import packed_mask
 from skyrl_train.training.batch import MicroBatch
+from skyrl_train.training.head import LogitRule, token_scores
 
 ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries hold at once
+
+
+def can_chunk(model: PreTrainedModel) -> bool:
+    """Whether the model is a body that ends in hidden states and a linear head on top of it."""
+    return isinstance(model.get_output_embeddings(), torch.nn.Linear) and model.base_model is not model
+
+
+def chunked_scores(
+    model: PreTrainedModel, micro_batch: MicroBatch, rule: LogitRule, *, fp32: bool, differentiate_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies ``[N]``; nothing of size N times the vocabulary exists at any time.
+
+    Args:
+        rule: all that the model does after its head, and the temperature.
+        fp32: see :func:`skyrl_train.training.head.token_scores`.
+    """
+    head, body = _head(model), model.base_model
+    outputs, targets = micro_batch.outputs.to(model.device), micro_batch.targets.to(model.device)
+
+    def of_head(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_scores(hidden, head, targets, rule, fp32=fp32, differentiate_entropy=differentiate_entropy)  # type: ignore[arg-type]
+
+    def of_model(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, outputs)
+        scores: tuple[torch.Tensor, torch.Tensor] = head(hidden)
+        return scores
+
+    with _as_forward(head, of_head), _as_forward(model, of_model):
+        scores: tuple[torch.Tensor, torch.Tensor] = model(**_inputs(model, micro_batch))
+    return scores
+
+
+def full_scores(
+    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, *, differentiate_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies ``[N]`` from the model's own logits ``[N, V]``."""
+    logits = scored_logits(model, micro_batch, temperature)
+    logprobs = token_logprobs(logits, micro_batch.targets.to(logits.device))
+    with torch.set_grad_enabled(differentiate_entropy and torch.is_grad_enabled()):
+        return logprobs, token_entropies(logits)
 
 
 def scored_logits(model: PreTrainedModel, micro_batch: MicroBatch, temperature: float) -> torch.Tensor:
@@ -25,14 +70,8 @@ def scored_logits(model: PreTrainedModel, micro_batch: MicroBatch, temperature: 
     Returns:
         ``[N, V]`` in float32 (float64 under a float64 model).
     """
-    device = model.device
-    with _only_rows(model, micro_batch.scored.to(device)):
-        logits: torch.Tensor = model(
-            input_ids=micro_batch.input_ids.to(device),
-            attention_mask=micro_batch.attention_mask.to(device),
-            position_ids=micro_batch.position_ids.to(device),
-            use_cache=False,
-        ).logits
+    with _only_outputs(model, micro_batch.outputs.to(model.device)):
+        logits: torch.Tensor = model(**_inputs(model, micro_batch)).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1.0 else logits / temperature
 
@@ -52,24 +91,48 @@ def _entropy(logits: torch.Tensor) -> torch.Tensor:
     return log_partition - (logits.softmax(dim=1) * logits).sum(dim=1)
 
 
-@contextmanager
-def _only_rows(model: PreTrainedModel, rows: torch.Tensor) -> Iterator[None]:
-    """While open, the output layer sees only the hidden states where ``rows`` (bool ``[R, L]``) is True."""
-    output_layer = model.get_output_embeddings()
-    if output_layer is None:
+def _inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> dict[str, Any]:
+    device, segments, mask = model.device, micro_batch.segments, micro_batch.attention_mask
+    inputs: dict[str, Any] = {
+        "input_ids": micro_batch.input_ids.to(device),
+        "attention_mask": packed_mask(device) if mask is None else mask.to(device),
+        "position_ids": micro_batch.position_ids.to(device),
+        "use_cache": False,
+    }
+    return inputs if segments is None else inputs | {"segments": segments.to(device)}
+
+
+def _head(model: PreTrainedModel) -> torch.nn.Module:
+    head: torch.nn.Module | None = model.get_output_embeddings()
+    if head is None:
         raise ModelError(f"{type(model).__name__} has no output embeddings; train a causal language model.")
-    handle = output_layer.register_forward_pre_hook(_row_selector(rows))
+    return head
+
+
+@contextmanager
+def _as_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, a call of the module runs ``forward`` between the module's hooks."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+@contextmanager
+def _only_outputs(model: PreTrainedModel, outputs: torch.Tensor) -> Iterator[None]:
+    """While open, the head sees only the hidden states at ``outputs`` (places in the flattened rows)."""
+
+    def select(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = args
+        return (hidden.flatten(0, 1).index_select(0, outputs), *rest)
+
+    handle = _head(model).register_forward_pre_hook(select)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _row_selector(rows: torch.Tensor) -> Callable[[torch.nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    index = rows.flatten().nonzero().squeeze(1)
-
-    def select(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = args
-        return (hidden.flatten(0, 1).index_select(0, index), *rest)
-
-    return select

@@ -6,26 +6,74 @@ sequences ──micro_batches──> MicroBatch (within the token budget) ──
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.errors import ConfigError, GeneratorOutputError, ModelError
+from skyrl_train.training.attention import packing_obstacle, use_segments
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.batch import MicroBatch, collate, pack_by_tokens
-from skyrl_train.training.logprobs import scored_logits, token_entropies, token_logprobs
+from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded, pack_rows, pad_rows
+from skyrl_train.training.head import LogitRule
+from skyrl_train.training.logprobs import can_chunk, chunked_scores, full_scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How rows are laid out, and how log-probs come of them."""
+
+    packed: bool
+    chunked: bool
 
 
 class Scorer:
-    """Log-probs are those of the sampling temperature (logits / temperature; greedy counts as 1)."""
+    """Log-probs are those of the sampling temperature (logits / temperature; greedy counts as 1).
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, micro_batch_tokens: int) -> None:
+    Sequences are packed into rows without padding where the model's attention can keep them apart, and logits of all
+    tokens never exist at once where it is known what the model does after its head. The constructor decides both and
+    checks them against the model's own forward pass on a few tokens; a sharded model's ranks construct it together.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        packing: bool | None = None,
+        fp32_head: bool = False,
+    ) -> None:
         """
         Args:
-            micro_batch_tokens: padded tokens per forward pass.
+            micro_batch_tokens: per forward pass, padding included.
+            packing: several sequences in a row instead of padding; None: where the model allows it.
+            fp32_head: the head's products in float32, whatever the dtype of the model.
+
+        Raises:
+            ConfigError: ``packing`` or ``fp32_head`` is True, and the model does not allow it.
+            ModelError: the model is no causal language model.
         """
         self._model = model
-        self._temperature = temperature if temperature > 0 else 1.0
         self._micro_batch_tokens = micro_batch_tokens
+        self._positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._fp32_head = False
+        self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
+        self._way = self._fastest_right_way(packing)
+        if packing and not self._way.packed:
+            obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"
+            raise ConfigError(f"trainer.packing=true: {type(model).__name__} {obstacle}. Set trainer.packing=null.")
+        if fp32_head and not self._way.chunked:
+            raise ConfigError(
+                f"trainer.policy.fp32_head=true: {type(model).__name__} is not known to end in a linear head with at most "
+                "a scale and a cap after it. Set it to false."
+            )
+        self._fp32_head = fp32_head
+
+    @property
+    def packs(self) -> bool:
+        """Whether several sequences share a row."""
+        return self._way.packed
 
     def micro_batches(
         self, sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
@@ -34,23 +82,70 @@ class Scorer:
 
         Raises:
             ConfigError: a sequence does not fit the token budget.
+            GeneratorOutputError: a sequence is longer than the model has positions.
         """
         lengths = [len(sequences[index]) for index in indices]
-        for chosen in pack_by_tokens(lengths, self._micro_batch_tokens):
+        longest = max(lengths, default=0)
+        if self._positions is not None and longest > self._positions:
+            raise GeneratorOutputError(
+                f"a sequence has {longest} tokens, but the model only {self._positions} positions. Lower "
+                "generator.max_input_length or generator.sampling_params.max_tokens."
+            )
+        split, collate = (pack_rows, collate_packed) if self._way.packed else (pad_rows, collate_padded)
+        for chosen in split(lengths, self._micro_batch_tokens):
             yield collate(sequences, [indices[position] for position in chosen], scored)
 
-    @torch.inference_mode()
+    # Not inference_mode: weights that a sharded model gathers here for the first time are kept for training.
+    @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Log-probs ``[N]`` of the scored tokens, without gradient."""
-        logits = scored_logits(self._model, micro_batch, self._temperature)
-        return token_logprobs(logits, micro_batch.targets.to(logits.device))
+        return self._scores(micro_batch, self._way, differentiate_entropy=False)[0]
 
     def logprobs_and_entropies(
         self, micro_batch: MicroBatch, *, differentiate_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs ``[N]`` of the scored tokens, with gradient, and the entropies ``[N]`` of what they were drawn from."""
-        logits = scored_logits(self._model, micro_batch, self._temperature)
-        logprobs = token_logprobs(logits, micro_batch.targets.to(logits.device))
-        with torch.set_grad_enabled(differentiate_entropy):
-            entropies = token_entropies(logits)
-        return logprobs, entropies
+        return self._scores(micro_batch, self._way, differentiate_entropy=differentiate_entropy)
+
+    def _scores(
+        self, micro_batch: MicroBatch, way: _Way, *, differentiate_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if way.chunked:
+            return chunked_scores(
+                self._model,
+                micro_batch,
+                self._rule,
+                fp32=self._fp32_head,
+                differentiate_entropy=differentiate_entropy,
+            )
+        temperature = self._rule.temperature
+        return full_scores(self._model, micro_batch, temperature, differentiate_entropy=differentiate_entropy)
+
+    @torch.no_grad()
+    def _fastest_right_way(self, packing: bool | None) -> _Way:
+        """The first way that agrees with the model's own logits of padded sequences."""
+        ids = torch.arange(7) % self._model.config.get_text_config().vocab_size
+        sequences = [_unlabelled(ids[:4]), _unlabelled(ids[4:])]
+        everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
+        plain = _Way(packed=False, chunked=False)
+        padded = collate_padded(sequences, [0, 1], everything)
+        expected = self._scores(padded, plain, differentiate_entropy=False)[0]
+        tolerance = 0.1 if self._model.dtype.itemsize < 4 else 2e-3
+        packable = packing is not False and use_segments(self._model)
+        ways = [_Way(packed, chunked) for packed in (True, False) for chunked in (True, False)]
+        for way in ways[:-1]:
+            if way.packed > packable or way.chunked > can_chunk(self._model):
+                continue
+            batch = collate_packed(sequences, [0, 1], everything) if way.packed else padded
+            try:
+                scores = self._scores(batch, way, differentiate_entropy=False)[0]
+            except (ModelError, TypeError):
+                continue
+            if torch.allclose(scores, expected, atol=tolerance, rtol=0.0):
+                return way
+        return plain
+
+
+def _unlabelled(token_ids: torch.Tensor) -> TrainingSequence:
+    nothing = torch.zeros(len(token_ids))
+    return TrainingSequence(token_ids, nothing > 0, nothing, nothing, torch.full_like(token_ids, -1), 0)

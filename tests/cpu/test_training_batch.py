@@ -1,7 +1,8 @@
-"""Packing into micro-batches: within the budget, nothing lost, as little padding as possible."""
+"""From lengths to micro-batches and ranks: within the budget, nothing lost, as little padding and imbalance as possible."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import pytest
@@ -11,60 +12,141 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.batch import MICRO_BATCH_COST_TOKENS, collate, flat_tokens, pack_by_tokens
+from skyrl_train.training.batch import (
+    MICRO_BATCH_COST_TOKENS,
+    balance,
+    collate_packed,
+    collate_padded,
+    flat_tokens,
+    pack_rows,
+    pad_rows,
+    sequence_cost,
+)
+from skyrl_train.training.segments import Segments
 
 lengths_and_budget = st.lists(st.integers(1, 50), max_size=30).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 400))
 )
 
 
-@given(lengths_and_budget)
-def test_every_sequence_is_in_one_micro_batch_within_the_budget(case: tuple[list[int], int]) -> None:
-    lengths, budget = case
-    packed = pack_by_tokens(lengths, budget)
-    assert sorted(index for batch in packed for index in batch) == list(range(len(lengths)))
-    assert all(batch and max(lengths[i] for i in batch) * len(batch) <= budget for batch in packed)
+class TestPackedRows:
+    @given(lengths_and_budget)
+    def test_every_sequence_is_in_one_row_within_the_budget(self, case: tuple[list[int], int]) -> None:
+        lengths, budget = case
+        rows = pack_rows(lengths, budget)
+        assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+        assert all(row and sum(lengths[i] for i in row) <= budget for row in rows)
+
+    @given(lengths_and_budget)
+    def test_longest_first_and_ties_in_the_given_order(self, case: tuple[list[int], int]) -> None:
+        lengths, budget = case
+        for row in pack_rows(lengths, budget):
+            assert row == sorted(row, key=lambda index: (-lengths[index], index))
+
+    @given(lengths_and_budget)
+    def test_nothing_fits_into_an_earlier_row(self, case: tuple[list[int], int]) -> None:
+        lengths, budget = case
+        rows = pack_rows(lengths, budget)
+        for earlier, later in combinations(rows, 2):
+            assert all(sum(lengths[j] for j in earlier) + lengths[i] > budget for i in later)
 
 
-@given(lengths_and_budget)
-def test_longest_first_and_ties_in_the_given_order(case: tuple[list[int], int]) -> None:
-    lengths, budget = case
-    order = [index for batch in pack_by_tokens(lengths, budget) for index in batch]
-    assert order == sorted(order, key=lambda index: (-lengths[index], index))
+class TestPaddedRows:
+    @given(lengths_and_budget)
+    def test_every_sequence_is_in_one_micro_batch_within_the_budget(self, case: tuple[list[int], int]) -> None:
+        lengths, budget = case
+        rows = pad_rows(lengths, budget)
+        assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+        assert all(row and max(lengths[i] for i in row) * len(row) <= budget for row in rows)
+
+    @given(lengths_and_budget)
+    def test_longest_first_and_ties_in_the_given_order(self, case: tuple[list[int], int]) -> None:
+        lengths, budget = case
+        order = [index for row in pad_rows(lengths, budget) for index in row]
+        assert order == sorted(order, key=lambda index: (-lengths[index], index))
+
+    @given(st.lists(st.integers(1, 400), min_size=1, max_size=9))
+    def test_the_cuts_cost_least_of_all_cuts_of_the_sorted_order(self, lengths: list[int]) -> None:
+        def cost(rows: list[list[int]]) -> int:
+            return sum(max(lengths[i] for i in row) * len(row) + MICRO_BATCH_COST_TOKENS for row in rows)
+
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        inner = range(1, len(order))
+        all_cuts = [(0, *cuts, len(order)) for n in range(len(order)) for cuts in combinations(inner, n)]
+        best = min(cost([order[a:b] for a, b in pairwise(cuts)]) for cuts in all_cuts)
+        assert cost(pad_rows(lengths, budget=10_000)) == best
 
 
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=9))
-def test_the_cuts_cost_least_of_all_cuts_of_the_sorted_order(lengths: list[int]) -> None:
-    def cost(batches: list[list[int]]) -> int:
-        return sum(max(lengths[i] for i in b) * len(b) + MICRO_BATCH_COST_TOKENS for b in batches)
-
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    inner = range(1, len(order))
-    all_cuts = [(0, *cuts, len(order)) for n in range(len(order)) for cuts in combinations(inner, n)]
-    best = min(cost([order[a:b] for a, b in pairwise(cuts)]) for cuts in all_cuts)
-    assert cost(pack_by_tokens(lengths, budget=10_000)) == best
-
-
-def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy() -> None:
+@pytest.mark.parametrize("split", [pack_rows, pad_rows])
+def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy(
+    split: Callable[[list[int], int], list[list[int]]],
+) -> None:
     with pytest.raises(
         ConfigError, match=r"2 sequences do not fit trainer.micro_batch_tokens=10; the longest has 12"
     ) as e:
-        pack_by_tokens([3, 12, 11, 10], budget=10)
+        split([3, 12, 11, 10], 10)
     assert "Set trainer.micro_batch_tokens to 12 or more" in str(e.value)
 
 
-def test_collating_pads_on_the_right_and_scores_from_one_position_to_the_left() -> None:
-    def sequence(ids: list[int], trained: list[int]) -> TrainingSequence:
-        mask = torch.tensor(trained, dtype=torch.bool)
-        floats = torch.tensor([float(i) for i in ids])
-        return TrainingSequence(torch.tensor(ids), mask, floats, -floats, torch.where(mask, 0, -1), 0)
+class TestRanks:
+    @given(st.lists(st.integers(1, 40_000), max_size=40), st.integers(1, 8))
+    def test_no_rank_has_more_than_the_mean_and_one_sequence(self, lengths: list[int], ranks: int) -> None:
+        shares = balance(lengths, ranks)
+        assert len(shares) == ranks
+        assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+        loads = [sum(sequence_cost(lengths[i]) for i in share) for share in shares]
+        assert max(loads) <= sum(loads) / ranks + max(map(sequence_cost, lengths), default=0.0) + 1e-6
 
-    sequences = [sequence([5, 6], [0, 1]), sequence([1, 2, 3, 4], [0, 1, 0, 1]), sequence([9], [0])]
-    micro_batch = collate(sequences, [1, 0], [s.loss_mask for s in sequences])
+    def test_one_long_sequence_weighs_as_much_as_all_short_ones(self) -> None:
+        assert balance([8, 2, 2, 2, 2], ranks=2) == [[0], [1, 2, 3, 4]]
 
-    assert micro_batch.input_ids.tolist() == [[1, 2, 3], [5, 6, 0]]
-    assert micro_batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert micro_batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert micro_batch.scored.tolist() == [[True, False, True], [True, False, False]]
-    assert micro_batch.targets.tolist() == [2, 4, 6]
-    assert flat_tokens([s.advantages for s in sequences], micro_batch).tolist() == [2.0, 4.0, 6.0]
+    def test_attention_makes_a_long_sequence_cost_more_than_its_tokens(self) -> None:
+        assert sequence_cost(24_576) == pytest.approx(2 * 24_576)
+        assert sequence_cost(10) == pytest.approx(10, rel=1e-3)
+
+
+def sequence(ids: list[int], trained: list[int]) -> TrainingSequence:
+    mask = torch.tensor(trained, dtype=torch.bool)
+    floats = torch.tensor([float(i) for i in ids])
+    return TrainingSequence(torch.tensor(ids), mask, floats, -floats, torch.where(mask, 0, -1), 0)
+
+
+class TestCollating:
+    SEQUENCES = (sequence([5, 6], [0, 1]), sequence([1, 2, 3, 4], [0, 1, 0, 1]), sequence([9], [0]))
+    MASKS = tuple(s.loss_mask for s in SEQUENCES)
+
+    def test_packed_rows_hold_no_last_token_and_positions_begin_again(self) -> None:
+        micro_batch = collate_packed(self.SEQUENCES, [1, 0], self.MASKS)
+        assert micro_batch.input_ids.tolist() == [[1, 2, 3, 5]]
+        assert micro_batch.position_ids.tolist() == [[0, 1, 2, 0]]
+        assert micro_batch.outputs.tolist() == [0, 2, 3]
+        assert micro_batch.targets.tolist() == [2, 4, 6]
+        assert micro_batch.counts.tolist() == [2, 1]
+
+    def test_padded_rows_are_filled_on_the_right(self) -> None:
+        micro_batch = collate_padded(self.SEQUENCES, [1, 0], self.MASKS)
+        assert micro_batch.input_ids.tolist() == [[1, 2, 3], [5, 6, 0]]
+        assert micro_batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+        assert micro_batch.attention_mask is not None
+        assert micro_batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
+        assert micro_batch.outputs.tolist() == [0, 2, 3]
+        assert micro_batch.targets.tolist() == [2, 4, 6]
+        assert micro_batch.counts.tolist() == [2, 1]
+
+    @pytest.mark.parametrize("collate", [collate_packed, collate_padded])
+    def test_other_fields_follow_the_scored_tokens(self, collate: Callable[..., object]) -> None:
+        micro_batch = collate(self.SEQUENCES, [1, 0], self.MASKS)
+        assert flat_tokens([s.advantages for s in self.SEQUENCES], micro_batch).tolist() == [2.0, 4.0, 6.0]  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=20))
+def test_buckets_hold_every_token_of_their_segments_in_its_place(lengths: list[int]) -> None:
+    lengths = sorted(lengths, reverse=True)
+    buckets = Segments.of(lengths).buckets
+    assert [(a.end, a.width >= b.width) for a, b in pairwise(buckets)] == [(b.start, True) for b in buckets[1:]]
+    places = []
+    for bucket in buckets:
+        inside = bucket.places if bucket.places is not None else torch.arange(bucket.rows * bucket.width)
+        assert len(inside) == bucket.end - bucket.start
+        places += [(int(place) // bucket.width, int(place) % bucket.width) for place in inside]
+    assert [column for _, column in places] == [column for length in lengths for column in range(length)]
