@@ -28,6 +28,7 @@ LEVELS = (
     {"engine_factory", "stage_factory"},
     {"fully_async_trainer", "one_step_off_trainer", "partial_rollout_trainer"},
     {"trainer"},
+    {"trainer_parts", "checkpoint_saving"},
     {"rollout", "evaluation", "publication", "training", "generators", "environments", "observability"},
     {"inference", "algorithms"},
     {"models", "config", "errors", "concurrency", "garbage", "threads", "child_process"},
