@@ -22,7 +22,7 @@ from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import RunConfig, TrainerMode
+from skyrl_train.config.schema import RunConfig, TrainerMode, TrainingStrategy
 from skyrl_train.engine_factory import build_engine, fleet_limits
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError
@@ -35,7 +35,7 @@ from skyrl_train.generators.remote.messages import Setup
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.inference.interface import PauseMode
-from skyrl_train.models.folder import check_place, load_tokenizer
+from skyrl_train.models.folder import check_place, is_local, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
@@ -50,6 +50,7 @@ from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
 from skyrl_train.stage_factory import build_stages
 from skyrl_train.trainer import PPOTrainer
 from skyrl_train.trainer_parts import TrainerParts
+from skyrl_train.training.backend import TrainingBackend
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.schedule import SCHEDULES
@@ -88,17 +89,13 @@ async def build_trainer(
     starting = asyncio.ensure_future(
         gather_or_cancel([*(each.start() for each in clients), *(stage.start() for stage in stages)])
     )
+    backend: TrainingBackend | None = None
     try:
-        backend = await asyncio.to_thread(
-            LocalBackend,
-            model_path,
-            config.trainer,
-            plan.total_steps,
-            config.generator.sampling_params.temperature,
-            config.trainer.seed,
-        )
+        backend = await asyncio.to_thread(build_backend, config, plan, model_path)
         await starting
     except BaseException:
+        if backend is not None:
+            await asyncio.to_thread(backend.close)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await asyncio.gather(*(each.teardown() for each in clients), *(stage.aclose() for stage in stages))
@@ -221,6 +218,27 @@ def _in_actors(
     )
     placement = RayPlacement(num_cpus=config.rollout.ray_num_cpus)
     return RemoteGenerator([lambda: RayLink(placement)] * config.rollout.num_actors, setup, client)
+
+
+def build_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:
+    """What trains the policy. Blocks while it loads the model.
+
+    Raises:
+        ConfigError: what ``trainer.strategy`` needs is not installed, or Ray cannot be reached.
+        ModelError: the model folder cannot be used.
+        TrainingWorkerError: the cluster has no room for the workers.
+    """
+    trainer, temperature = config.trainer, config.generator.sampling_params.temperature
+    if trainer.strategy is TrainingStrategy.local:
+        return LocalBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed)
+    try:
+        from skyrl_train.training.distributed.ray_backend import RayBackend
+    except ImportError as error:
+        raise ConfigError(
+            "trainer.strategy=fsdp2 needs Ray: install the extra `ray` (uv run --extra ray ...)."
+        ) from error
+    place = str(Path(model_path).absolute()) if is_local(model_path) else model_path  # workers are in other folders
+    return RayBackend(place, trainer, plan.total_steps, temperature, trainer.seed)
 
 
 def build_transport(config: RunConfig) -> WeightTransport:

@@ -17,6 +17,7 @@ SkyRLError
   EngineError            an inference engine failed
     EngineDeadError      the engine is gone; its requests can continue elsewhere
     NoEngineError        no engine is left
+  TrainingWorkerError    a process that trains a part of the policy is gone; the message names rank and node
   PublicationError       new weights did not reach the engines; they still serve the old ones
   SimulationError        a run in virtual time cannot go on: a deadlock, or modelled work in the wrong place
 """
@@ -92,6 +93,12 @@ class EngineDeadError(EngineError):
 
 class NoEngineError(EngineError):
     """No engine is left; the message says why the last one left."""
+
+
+class TrainingWorkerError(SkyRLError):
+    """A process that trains a part of the policy is gone, and the others with it; the message names rank and node. The run
+    can go on from its last checkpoint.
+    """
 
 
 class PublicationError(SkyRLError):

@@ -543,6 +543,7 @@ class PPOTrainer:
             self.deliveries.ended,
             parts.client.teardown,
             lambda: asyncio.to_thread(self._compute.shutdown),
+            lambda: asyncio.to_thread(parts.backend.close),
         )
         for close in closings:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_train.config.model_shape import ModelShape
-from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerMode
+from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
 
 
 def is_async(config: RunConfig) -> bool:
@@ -121,3 +121,14 @@ def total_steps(config: RunConfig, dataset_len: int | None) -> int:
         return config.trainer.max_steps
     assert dataset_len is not None, "a stream needs max_steps, which was checked"
     return config.trainer.epochs * dataset_len // config.trainer.policy_mini_batch_size
+
+
+def num_training_ranks(config: RunConfig) -> int:
+    """Processes that train one policy together."""
+    return config.trainer.fsdp.num_workers if config.trainer.strategy is TrainingStrategy.fsdp2 else 1
+
+
+def fsdp_num_gpus(trainer: TrainerConfig) -> float:
+    """GPUs that each worker reserves: one where it trains on one."""
+    wanted = trainer.fsdp.ray_num_gpus
+    return float(trainer.device == "cuda") if wanted is None else wanted

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from skyrl_train.config import derive, refusals
 from skyrl_train.config.limits import Problems
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainerMode
+from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
 
 _MIB = 2**20
 _FLOAT32_BYTES = 4
@@ -25,11 +25,17 @@ class MemoryEstimate:
     staging_bytes: int  # two copies of the weights on their way to the engines
     engine_weight_bytes: int  # all engines together
     kv_cache_bytes: int  # all embedded engines together, every slot full
+    num_ranks: int = 1  # that share the weights, gradients and moments; the staging copies are all rank 0's
 
     @property
     def trainer_bytes(self) -> int:
-        """What the training backend holds."""
+        """What the training backend holds, all its ranks together."""
         return self.policy_bytes + self.gradient_bytes + self.optimizer_bytes + self.staging_bytes
+
+    @property
+    def rank_bytes(self) -> int:
+        """What each rank holds of the policy's state; the layer that it computes with comes whole on top."""
+        return -(-(self.policy_bytes + self.gradient_bytes + self.optimizer_bytes) // self.num_ranks)
 
     @property
     def engine_bytes(self) -> int:
@@ -127,18 +133,21 @@ def resolve(
 def estimate_memory(config: RunConfig, shape: ModelShape, max_model_len: int) -> MemoryEstimate:
     """Adds up what a local backend and the embedded engines allocate for a model of this shape."""
     engine = config.generator.inference_engine
+    sharded = config.trainer.strategy is TrainingStrategy.fsdp2
     trained, served = BYTES_PER_ELEMENT[config.trainer.policy.dtype], BYTES_PER_ELEMENT[engine.dtype]
     parameters = shape.num_parameters
     masters = _FLOAT32_BYTES if trained < _FLOAT32_BYTES else 0
     slots = engine.num_engines * engine.max_num_seqs
     return MemoryEstimate(
         num_parameters=parameters,
-        policy_bytes=parameters * (trained + masters),
+        # Sharded weights are their own masters: what is narrower is a layer at a time, while it computes.
+        policy_bytes=parameters * (_FLOAT32_BYTES if sharded else trained + masters),
         gradient_bytes=parameters * _FLOAT32_BYTES,
         optimizer_bytes=parameters * 2 * _FLOAT32_BYTES,
         staging_bytes=2 * parameters * served,
         engine_weight_bytes=engine.num_engines * parameters * served,
         kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
+        num_ranks=derive.num_training_ranks(config),
     )
 
 
@@ -168,6 +177,7 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("mode", plan.mode.value),
         ("model", f"{model} ({trainer.policy.dtype}, on {trainer.device})"),
+        *_rank_rows(plan.config),
         ("algorithm", f"{trainer.algorithm.advantage_estimator}, {trainer.algorithm.policy_loss_type}"),
         (
             "learning rate",
@@ -183,6 +193,17 @@ def _micro_batch_row(trainer: TrainerConfig) -> str:
     rows = {None: "packed where the model allows it", True: "packed", False: "padded"}[trainer.packing]
     checkpointing = "; layers run again in the backward pass" if trainer.policy.gradient_checkpointing else ""
     return f"up to {trainer.micro_batch_tokens:,} tokens, {rows}{checkpointing}"
+
+
+def _rank_rows(config: RunConfig) -> list[tuple[str, str]]:
+    trainer = config.trainer
+    if trainer.strategy is TrainingStrategy.local:
+        return []
+    gpus = derive.fsdp_num_gpus(trainer)
+    each = f"{trainer.fsdp.ray_num_cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+    talk = "NCCL and gloo" if trainer.device == "cuda" else "gloo"
+    restarts = f"; up to {trainer.max_restarts} restarts from the last checkpoint" if trainer.max_restarts else ""
+    return [("ranks", f"{trainer.fsdp.num_workers} Ray actors (FSDP2, {talk}), each with {each}{restarts}")]
 
 
 def _data_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -272,6 +293,7 @@ def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:
         return [("estimate", "unknown until the model is loaded")]
     return [
         ("parameters", f"{memory.num_parameters:,}"),
+        *([("each rank", f"{_mib(memory.rank_bytes)} of {memory.num_ranks}")] if memory.num_ranks > 1 else []),
         (
             "trainer",
             f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "

@@ -20,6 +20,7 @@ from skyrl_train.config.schema import (
     RunConfig,
     SamplingConfig,
     TrainerMode,
+    TrainingStrategy,
 )
 from skyrl_train.errors import ConfigError
 
@@ -365,6 +366,33 @@ def _engines(config: RunConfig) -> Problems:
         yield f"{key}.engine_args belongs to {key}.backend=vllm, not to {engine.backend!r}."
 
 
+def _training_workers(config: RunConfig) -> Problems:
+    trainer, key = config.trainer, "trainer.fsdp"
+    yield from at_least(config, 0, "trainer.max_restarts", f"{key}.ray_num_cpus", f"{key}.ray_num_gpus")
+    yield from at_least(config, 1, f"{key}.num_workers")
+    yield from more_than_zero(config, f"{key}.start_timeout_s")
+    if trainer.strategy is TrainingStrategy.local:
+        if trainer.max_restarts > 0:
+            yield (
+                f"trainer.max_restarts={trainer.max_restarts} with trainer.strategy=local: there is no training worker "
+                "that could die. Set trainer.max_restarts=0, or trainer.strategy=fsdp2."
+            )
+        return
+    if trainer.device not in ("cpu", "cuda"):
+        yield (
+            f"trainer.device={trainer.device} with trainer.strategy=fsdp2: each worker sees the GPU that Ray gives it and "
+            "no other. Set trainer.device=cuda."
+        )
+    gpus = derive.fsdp_num_gpus(trainer)
+    if trainer.device == "cuda" and 0 < gpus < 1 and trainer.fsdp.num_workers > 1:
+        yield (
+            f"{key}.ray_num_gpus={gpus:g}: two workers could share a GPU, which NCCL refuses. Set {key}.ray_num_gpus=1, or "
+            f"{key}.num_workers=1."
+        )
+    if trainer.device == "cpu" and gpus > 0:
+        yield f"{key}.ray_num_gpus={gpus:g} with trainer.device=cpu: nothing would use them. Set trainer.device=cuda."
+
+
 def _evaluation(config: RunConfig) -> Problems:
     settings, key = config.trainer.eval, "trainer.eval"
     yield from at_least(config, 0, f"{key}.interval", f"{key}.num_engines")
@@ -528,6 +556,7 @@ _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _optimizer,
     _lengths,
     _engines,
+    _training_workers,
     _evaluation,
     _data,
     _stages,

@@ -96,6 +96,25 @@ class PolicyConfig:
     gradient_checkpointing: bool = False  # layers run again in the backward pass instead of keeping their activations
 
 
+class TrainingStrategy(StrEnum):
+    """Where the policy is trained."""
+
+    local = "local"  # in this process, on one thread or one GPU
+    fsdp2 = "fsdp2"  # by Ray actors, each with a shard of the parameters, on any number of nodes
+
+
+@dataclass
+class FSDPConfig:
+    """The workers of ``trainer.strategy=fsdp2``: one rank each, a Ray actor with its own GPU or core."""
+
+    num_workers: int = 2
+    reshard_after_forward: bool = True  # gathers a layer again for the backward pass; false: keeps it, in more memory
+    ray_num_cpus: float = 1.0  # reserved for each worker
+    ray_num_gpus: float | None = None  # None: 1 on the device cuda, else 0
+    environment: dict[str, str] = field(default_factory=dict)  # variables of the workers' processes, such as NCCL's
+    start_timeout_s: float = 600.0  # waiting for the cluster's resources and loading the model included
+
+
 class ProximalPolicy(StrEnum):
     """Around which policy the loss clips, and which one stands between behaviour and current policy in the correction."""
 
@@ -263,7 +282,10 @@ class TrainerConfig:
     update_epochs_per_batch: int = 1  # passes over a minibatch; more than 1 computes proximal log-probs first
     micro_batch_tokens: int = 16384  # per forward/backward pass, padding included where there is any
     packing: bool | None = None  # several sequences in a row, without padding; None: where the model keeps them apart
-    device: str = "cpu"  # of the local training backend
+    strategy: TrainingStrategy = TrainingStrategy.local
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    max_restarts: int = 0  # times that a run goes on from its last checkpoint after a training worker has died
+    device: str = "cpu"  # that trains: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: int = 50  # steps; 0: only at the end and on SIGTERM
     max_ckpts_to_keep: int = 2
     resume: ResumeMode = ResumeMode.latest

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from skyrl_train.config.refusals import refuse
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.garbage import settle_collector
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
@@ -109,11 +109,15 @@ def run(
         if abandoned and not choice.resuming and config.trainer.run_dir is None:
             console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
         with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
-            reporter = Reporter(config, run_folder, console, plan.total_steps)
-            try:
-                finished = asyncio.run(_train(config, plan, dataset, evaluation_prompts, run_folder, reporter, workers))
-            finally:
-                reporter.close()
+            finished, start_step = train_restarting(
+                lambda reporter, workers: asyncio.run(
+                    _train(config, plan, dataset, evaluation_prompts, run_folder, reporter, workers)
+                ),
+                config,
+                lambda: Reporter(config, run_folder, console, plan.total_steps),
+                workers,
+                console,
+            )
             rows = run_folder.read_metrics()
             summary = summarize(rows)
             if finished:
@@ -126,10 +130,45 @@ def run(
                 str(run_folder.path),
                 finished=finished,
                 command=again if finished else resume,
-                seconds=spent_s(rows, reporter.start_step, time.monotonic() - started),
+                seconds=spent_s(rows, start_step, time.monotonic() - started),
             )
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def train_restarting(
+    train: Callable[[Reporter, Sequence[WorkerProcess]], bool],
+    config: RunConfig,
+    new_reporter: Callable[[], Reporter],
+    workers: Sequence[WorkerProcess],
+    console: Console,
+) -> tuple[bool, int]:
+    """Trains; goes on from the last checkpoint, with new workers and engines, when a training worker has died.
+
+    Returns:
+        Whether the run got to its last step, and the step that it started after.
+
+    Raises:
+        TrainingWorkerError: one died once more than ``trainer.max_restarts``.
+        Exception: whatever else ended the run; nothing is tried again then.
+    """
+    start_step: int | None = None
+    for left in range(config.trainer.max_restarts, -1, -1):
+        reporter = new_reporter()
+        try:
+            finished = train(reporter, workers)
+        except TrainingWorkerError as error:
+            if not left:
+                raise
+            text = f"{error}\nThe run starts again from its last checkpoint; restarts left: {left - 1}."
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            workers = ()  # those given here have ended with the run: engines start their own
+        else:
+            return finished, reporter.start_step if start_step is None else start_step
+        finally:
+            reporter.close()
+        start_step = reporter.start_step if start_step is None else start_step
+    raise AssertionError("the last round returns or raises")
 
 
 @contextmanager

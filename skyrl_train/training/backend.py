@@ -144,3 +144,6 @@ class TrainingBackend(ABC):
     @abstractmethod
     def export_hf(self, folder: Path) -> None:
         """Writes the policy as a folder that ``transformers`` opens."""
+
+    def close(self) -> None:  # noqa: B027  most backends have nothing to let go of
+        """Lets go of what is not in this process. Idempotent."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ModelError
@@ -26,6 +27,8 @@ ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries
 
 def can_chunk(model: PreTrainedModel) -> bool:
     """Whether the model is a body that ends in hidden states and a linear head on top of it."""
+    if isinstance(model, FSDPModule):  # the head's weight is whole within the forward pass only
+        return False
     return isinstance(model.get_output_embeddings(), torch.nn.Linear) and model.base_model is not model
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import ConfigError
@@ -64,7 +65,8 @@ class PolicyOptimizer:
         Weights and moments stay as they are if a gradient is not finite.
         """
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
-        grad_norm = float(torch.nn.utils.get_total_norm(gradients)) * gradient_scale
+        norm = torch.nn.utils.get_total_norm(gradients)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * gradient_scale
         if not math.isfinite(grad_norm):
             return StepOutcome(grad_norm, applied=False)
         clip = min(1.0, self._max_grad_norm / (grad_norm + _NORM_EPSILON))
@@ -87,6 +89,23 @@ class PolicyOptimizer:
         """Moments, and the masters where they are not the weights themselves. References, not copies."""
         separate = {name: m.detach() for name, m in self._masters.items() if m is not self._weights[name]}
         return {"adamw": self._adamw.state_dict(), "masters": separate}
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By parameter name what AdamW knows of it: ``exp_avg`` and ``exp_avg_sq`` like the parameter, and ``step``, a
+        scalar. References, not copies; nothing for a parameter that was never trained.
+        """
+        return {name: dict(self._adamw.state.get(master, {})) for name, master in self._masters.items()}
+
+    @torch.no_grad()
+    def make_moments(self) -> None:
+        """Makes the moments of parameters that were never trained: zeros, as their first step would."""
+        for master in self._masters.values():
+            if not self._adamw.state.get(master):
+                self._adamw.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    "exp_avg": torch.zeros_like(master),
+                    "exp_avg_sq": torch.zeros_like(master),
+                }
 
     def check_state_dict(self, state: dict[str, Any]) -> str | None:
         """Returns why ``state`` does not fit this optimizer, or None where it does."""

@@ -83,29 +83,31 @@ def read_state(folder: Path, like: BackendState, misfit: Callable[[dict[str, Any
     Raises:
         CheckpointError: a file is missing or broken, or belongs to another model.
     """
+    if not (folder / POLICY_FILE).exists() and any(folder.glob("shard-*.safetensors")):
+        raise CheckpointError(f"{folder} was written by trainer.strategy=fsdp2; this run has local. {REMEDY}")
     weights = _reading(folder / POLICY_FILE, load_file)
-    _check_weights(folder, weights, like.weights)
+    check_weights(folder, weights, like.weights)
     payload = _reading(folder / OPTIMIZER_FILE, _load_payload)
     try:
         state = BackendState(weights, payload["optimizer"], dict(payload["rng"]))
         reason = misfit(state.optimizer) or _rng_misfit(state.rng["cpu"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{folder / OPTIMIZER_FILE} is not an optimizer state: {error!r}. {_REMEDY}") from error
+        raise CheckpointError(f"{folder / OPTIMIZER_FILE} is not an optimizer state: {error!r}. {REMEDY}") from error
     if reason is not None:
-        raise CheckpointError(f"{folder} belongs to another model: {reason}. {_REMEDY}")
+        raise CheckpointError(f"{folder} belongs to another model: {reason}. {REMEDY}")
     return state
 
 
-_REMEDY = "Resume with the model and settings it was made with, or start a new run with trainer.resume=never."
+REMEDY = "Resume with the model and settings it was made with, or start a new run with trainer.resume=never."
 
 
 def _reading(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} is incomplete: {path.name} is missing. {_REMEDY}") from error
+        raise CheckpointError(f"{path.parent} is incomplete: {path.name} is missing. {REMEDY}") from error
     except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read ({_first_line(error)}). {_REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read ({_first_line(error)}). {REMEDY}") from error
 
 
 def _load_payload(path: Path) -> dict[str, Any]:
@@ -119,16 +121,19 @@ def _rng_misfit(state: torch.Tensor) -> str | None:
     return None if (state.shape, state.dtype) == (own.shape, own.dtype) else "random state of another torch"
 
 
-def _check_weights(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:
+def check_weights(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:
+    """Raises:
+    CheckpointError: names, shapes or dtypes differ.
+    """
     for name in sorted(saved.keys() | mine.keys()):
         if name not in mine:
-            raise CheckpointError(f"{folder} belongs to another model: it has {name!r}, this one does not. {_REMEDY}")
+            raise CheckpointError(f"{folder} belongs to another model: it has {name!r}, this one does not. {REMEDY}")
         if name not in saved:
-            raise CheckpointError(f"{folder} belongs to another model: it lacks {name!r}. {_REMEDY}")
+            raise CheckpointError(f"{folder} belongs to another model: it lacks {name!r}. {REMEDY}")
         there, here = _words(saved[name]), _words(mine[name])
         if there != here:
             raise CheckpointError(
-                f"{folder} belongs to another model: {name!r} is {there} there and {here} here. {_REMEDY}"
+                f"{folder} belongs to another model: {name!r} is {there} there and {here} here. {REMEDY}"
             )
 
 

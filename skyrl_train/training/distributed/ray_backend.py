@@ -1,0 +1,124 @@
+"""Trains the policy sharded over Ray actors (FSDP2), on one machine or many.
+
+minibatch ──share_out──> each rank's sequences ──> RankTrainer on every rank, in step ──> the metrics of rank 0 (= all)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.distributed.shares import PackedSequences, share_out
+from skyrl_train.training.distributed.worker import WorkerSettings
+from skyrl_train.training.distributed.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from skyrl_train.inference.weight_update import WeightUpdate
+    from skyrl_train.publication.base import WeightTransport
+
+
+class RayBackend(TrainingBackend):
+    """A policy whose parameters, gradients and moments lie on several ranks; see :class:`RankTrainer` for what each does.
+
+    Losses and weights are those of the local backend, but for the order in which gradients are added up: metrics agree
+    within 1e-5, and weights within 1e-3 of what they moved. Every method raises TrainingWorkerError if a worker is gone.
+    """
+
+    def __init__(
+        self, model_path: str, trainer_config: TrainerConfig, total_steps: int, temperature: float, seed: int
+    ) -> None:
+        """Starts ``trainer.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalBackend`, and those of
+        :class:`WorkerGroup`; ``model_path`` is opened on every node.
+        """
+        self._group = WorkerGroup(WorkerSettings(model_path, trainer_config, total_steps, temperature, seed))
+        self._transports: list[WeightTransport] = []
+        self._snapshots = 0
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The workers."""
+        return self._group
+
+    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        shares, packed = self._shares(sequences)
+        results = [torch.zeros(0)] * len(sequences)
+        for share, rows in zip(shares, self._group.call("forward_logprobs", [(of,) for of in packed]), strict=True):
+            for index, row in zip(share, rows, strict=True):
+                results[index] = torch.from_numpy(row.copy())
+        return results
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """See :meth:`RankTrainer.update`."""
+        metrics: dict[str, float] = self._train("update", minibatch)
+        return metrics
+
+    def accumulate(self, part: Minibatch) -> None:
+        """See :meth:`RankTrainer.accumulate`."""
+        self._train("accumulate", part)
+
+    def finish(self, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = self._group.call_alike("finish", step)[0]
+        return metrics
+
+    def discard(self) -> None:
+        self._group.call_alike("discard")
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`TrainingBackend.named_weights`; each travels here as it is asked for."""
+        for name in self._group.call_alike("weight_names")[0]:
+            yield name, self._group.call_alike("weight", name)[0]
+
+    def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
+        """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine. The transport given here is sent
+        there as it was made, and must not be used in this process.
+        """
+        if all(known is not transport for known in self._transports):
+            self._transports.append(transport)
+        key = next(i for i, known in enumerate(self._transports) if known is transport)
+        update: WeightUpdate = self._group.call_alike("stage", key, transport, version)[0]
+        return update
+
+    def snapshot(self) -> dict[str, object]:
+        """See :meth:`TrainingBackend.snapshot`; the copies stay with the workers, until the next snapshot."""
+        self._snapshots += 1
+        self._group.call_alike("snapshot", self._snapshots)
+        return {"number": self._snapshots}
+
+    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+        """See :meth:`TrainingBackend.save`; every rank writes its shards. ``folder`` must be on a disk that all nodes share.
+
+        Raises:
+            OSError: the disk is full or the folder cannot be written.
+            CheckpointError: another snapshot was taken since.
+        """
+        self._group.call_alike("save", snapshot["number"], folder.absolute())
+
+    def load(self, folder: Path) -> None:
+        """See :meth:`TrainingBackend.load`; of a checkpoint by any number of workers."""
+        self._group.call_alike("load", folder.absolute())
+
+    def export_hf(self, folder: Path) -> None:
+        """See :meth:`TrainingBackend.export_hf`; rank 0 writes it, from a whole copy of the policy in main memory.
+
+        Raises:
+            CheckpointError: the folder cannot be written; what was there stays.
+        """
+        self._group.call_alike("export_hf", folder.absolute())
+
+    def close(self) -> None:
+        """Ends the workers, and with them what rank 0 has staged."""
+        self._group.close()
+
+    def _train(self, method: str, part: Minibatch) -> Any:
+        _, packed = self._shares(part.sequences)
+        return self._group.call(method, [(of, replace(part, sequences=())) for of in packed])[0]
+
+    def _shares(self, sequences: Sequence[TrainingSequence]) -> tuple[list[list[int]], list[PackedSequences]]:
+        shares = share_out([len(sequence) for sequence in sequences], self._group.size)
+        return shares, [PackedSequences.of([sequences[index] for index in share]) for share in shares]

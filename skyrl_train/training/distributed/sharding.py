@@ -1,0 +1,102 @@
+"""Splits a model's parameters over the ranks (FSDP2) and brings them together again, one parameter at a time.
+
+rank 0 reads the folder ──one parameter at a time──> every rank's shard      shards ──whole──> one parameter at a time
+
+Layers are the units: a rank holds its shard of every layer, and the whole of the layers that it computes with just then.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
+from skyrl_train.training.activations import checkpoint_activations
+from skyrl_train.training.ranks import Ranks
+
+
+def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks: Ranks) -> PreTrainedModel:
+    """Loads the model in float32, each rank its shards. Called by all ranks.
+
+    Only rank 0 reads the weights; it has the whole model in main memory while it does.
+
+    Raises:
+        ModelError: the model folder cannot be used; through ``ranks``, on all of them.
+    """
+
+    def built() -> tuple[PreTrainedModel, PreTrainedModel | None]:
+        with torch.device("meta"):
+            empty = build_empty(model_path, "float32", "meta")
+        return empty, load_model(model_path, "float32", "cpu") if mesh.get_rank() == 0 else None
+
+    model, source = ranks.together(built)
+    if config.policy.gradient_checkpointing:
+        checkpoint_activations(model)
+    shard(model, config, mesh)
+    model.to_empty(device=mesh.device_type)
+    _copy_from_first_rank(source, model, mesh)
+    return model
+
+
+def shard(model: PreTrainedModel, config: TrainerConfig, mesh: DeviceMesh) -> None:
+    """Makes every decoder layer a unit of its own, and what is left (embeddings, the last norm) another.
+
+    Gradients are sums over the ranks: the loss is normalised by all sequences of the step, not by a rank's.
+    """
+    narrow = resolve_dtype(config.policy.dtype)
+    precision = MixedPrecisionPolicy(
+        param_dtype=narrow if narrow != torch.float32 else None, reduce_dtype=torch.float32
+    )
+    for layer in decoder_layers(model):
+        fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=config.fsdp.reshard_after_forward,
+            mp_policy=precision,
+        )
+    # Else what is left stays whole between two passes, and a snapshot or a publication would meet it so.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction that leaves the sum as it is
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers that transformers says must stay in one piece; none for an architecture that does not say."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight that lies on several ranks, brought together on its device; called by all of them. Any other as it is."""
+    if not isinstance(weight, DTensor):
+        return weight
+    full: torch.Tensor = weight.to(weight.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+def local(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a weight that lies on several ranks; any other as it is."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+@torch.no_grad()
+def _copy_from_first_rank(source: PreTrainedModel | None, target: PreTrainedModel, mesh: DeviceMesh) -> None:
+    weights = dict(source.named_parameters()) if source is not None else {}
+    for name, parameter in target.named_parameters():
+        assert isinstance(parameter, DTensor), "fully_shard leaves no parameter whole"
+        there = weights.get(name)
+        full = torch.empty(parameter.shape, device=mesh.device_type) if there is None else there.to(mesh.device_type)
+        shards = distribute_tensor(full, mesh, parameter.placements)
+        parameter.to_local().copy_(shards.to_local())
+    buffers = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in target.named_buffers():
+        full = buffers[name].to(mesh.device_type) if source is not None else buffer.to(mesh.device_type)
+        dist.broadcast(full, src=0)
+        buffer.copy_(full)

@@ -1,0 +1,200 @@
+"""The ranks of a sharded policy as Ray actors: started together, called together, ended together.
+
+driver ──call(method, arguments per rank)──> actor of rank 0 .. n-1 ──Returned | Refused | its end──> driver
+
+One that ends takes the group with it: the others wait for it inside the collective that they are in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_train.config.derive import fsdp_num_gpus
+from skyrl_train.config.schema import FSDPConfig, TrainerConfig
+from skyrl_train.errors import SkyRLError, TrainingWorkerError
+from skyrl_train.inference.engines.ray_actor import connect
+from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings
+
+# After the first rank has failed: how long the one that caused it may take to be known as dead.
+CAUSE_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank runs."""
+
+    node: str  # address
+    pid: int
+
+
+class WorkerGroup:
+    """The actors of one policy. Its methods block.
+
+    Raises:
+        ConfigError: (constructor) Ray cannot be reached.
+        ModelError: (constructor) the model folder cannot be used.
+        TrainingWorkerError: the cluster has no room for the workers, or one of them is gone; all have ended then.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._end: str | None = None  # why the group has ended
+        self._actors: list[Any] = []
+        self._placement: PlacementGroup | None = None
+        self.seats: list[Seat] = []
+        connect()
+        try:
+            self._start(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.seats)
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What ``method`` returns on each rank.
+
+        Args:
+            arguments: one tuple per rank.
+
+        Raises:
+            TrainingWorkerError: a rank is gone.
+            Exception: what all ranks refused the call with; they stand as before it.
+        """
+        if self._end is not None:
+            raise TrainingWorkerError(self._end)
+        pairs = zip(self._actors, arguments, strict=True)
+        calls = [getattr(actor, method).remote(*of_rank) for actor, of_rank in pairs]
+        outcomes = self._outcomes(calls, method)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
+        if refused:
+            raise refused[0].error
+        return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
+
+    def call_alike(self, method: str, *arguments: Any) -> list[Any]:
+        """:meth:`call` with the same arguments on every rank."""
+        return self.call(method, [arguments] * self.size)
+
+    def close(self) -> None:
+        """Ends all workers. Idempotent."""
+        self._end = self._end or "The training workers were closed."
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+    def _start(self, settings: WorkerSettings) -> None:
+        trainer = settings.trainer
+        self._placement = _reserve(trainer)
+        actors = [_actor(trainer, self._placement, bundle) for bundle in range(trainer.fsdp.num_workers)]
+        self._actors = actors
+        try:
+            places = ray.get([actor.seat.remote() for actor in actors], timeout=trainer.fsdp.start_timeout_s)
+        except (RayError, GetTimeoutError) as error:
+            raise TrainingWorkerError(f"The training workers did not start: {_first_line(error)}") from error
+        # Ranks of one node are neighbours; rank 0 stays on the driver's machine, where engines map what it publishes.
+        order = sorted(range(len(actors)), key=lambda i: (places[i].node != places[0].node, places[i].node, i))
+        self._actors, self.seats = [actors[i] for i in order], [places[i] for i in order]
+        meeting = ray.get(self._actors[0].host_store.remote(self.seats[0].node, self.size))
+        self.call("join", [(rank, self.size, meeting, settings) for rank in range(self.size)])
+
+    def _outcomes(self, calls: list[Any], method: str) -> list[Returned | Refused]:
+        rank_of = {call: rank for rank, call in enumerate(calls)}
+        outcomes: dict[int, Returned | Refused] = {}
+        failures: dict[int, RayError] = {}
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=CAUSE_WAIT_S if failures else None)
+            if not done:
+                break
+            for call in done:
+                try:
+                    outcomes[rank_of[call]] = ray.get(call)
+                except RayError as error:
+                    failures[rank_of[call]] = error
+        if failures:
+            raise self._broken(failures, method)
+        return [outcomes[rank] for rank in range(len(calls))]
+
+    def _broken(self, failures: dict[int, RayError], method: str) -> TrainingWorkerError:
+        """Ends the group. The rank whose process is gone is the cause; where none is, the first one that raised."""
+        dead = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
+        rank = (dead or list(failures))[0]
+        seat, cause = self.seats[rank], failures[rank]
+        how = "ended" if dead else "failed"
+        self._end = (
+            f"The training worker of rank {rank} (of {self.size}, node {seat.node}, pid {seat.pid}) {how} in {method}: "
+            f"{_first_line(cause)}. The other ranks cannot go on without it. Give the same command to go on from the last "
+            "checkpoint, or set trainer.max_restarts to have that done."
+        )
+        self.close()
+        error = TrainingWorkerError(self._end)
+        error.__cause__ = cause
+        return error
+
+
+class _Actor(TrainingWorker):
+    """The worker, and where it is."""
+
+    def seat(self) -> Seat:
+        return Seat(ray.util.get_node_ip_address(), os.getpid())
+
+    @ray.method(concurrency_group="saving")
+    def save(self, number: int, folder: Path) -> Returned | Refused:
+        return super().save(number, folder)
+
+
+def _reserve(trainer: TrainerConfig) -> PlacementGroup:
+    bundles = [_bundle(trainer) for _ in range(trainer.fsdp.num_workers)]
+    bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
+    group = placement_group(bundles, strategy="PACK")
+    if not group.wait(trainer.fsdp.start_timeout_s):
+        remove_placement_group(group)
+        free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise TrainingWorkerError(
+            f"The cluster has no room for the training workers after trainer.fsdp.start_timeout_s="
+            f"{trainer.fsdp.start_timeout_s:g}: trainer.fsdp.num_workers={trainer.fsdp.num_workers}, each with "
+            f"{_bundle(trainer)}, the first on this machine; free now: {free}. Free some, add nodes, or ask for less."
+        )
+    return group
+
+
+def _bundle(trainer: TrainerConfig) -> dict[str, float]:
+    wanted = {"CPU": trainer.fsdp.ray_num_cpus, "GPU": fsdp_num_gpus(trainer)}
+    return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+def _actor(trainer: TrainerConfig, group: PlacementGroup, bundle: int) -> Any:
+    remote = ray.remote(concurrency_groups={"saving": 1})(_Actor)
+    return remote.options(
+        num_cpus=trainer.fsdp.ray_num_cpus,
+        num_gpus=fsdp_num_gpus(trainer),
+        runtime_env={"env_vars": _environment(trainer.fsdp)},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=bundle
+        ),
+    ).remote()
+
+
+def _environment(fsdp: FSDPConfig) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(max(1, int(fsdp.ray_num_cpus))), **fsdp.environment}
+
+
+def _first_line(error: BaseException) -> str:
+    """What a remote call failed with, without its traceback."""
+    cause = getattr(error, "cause", None)
+    said = cause if isinstance(cause, SkyRLError) else cause or error
+    return (str(said).strip().splitlines() or [type(said).__name__])[0]

@@ -1,0 +1,370 @@
+"""What one rank does to train the policy: everything but where the weights lie and how they are saved.
+
+part ──pack──> micro-batches ──forward──> log-probs ──objective──> loss ──backward──┐  (gradients add up, part by part)
+                                                                                    ▼
+metrics <──statistics of all tokens──────────────────────────── scale, clip, AdamW: one optimizer step a pass
+
+A rank that trains alone is the local backend. Of several, each is given some of a part's sequences; all make the same
+number of forward and backward passes, because a model whose parameters lie on all of them runs on all of them or not at
+all, and a rank with less to do makes empty ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.algorithms.minibatch import MinibatchTokens
+from skyrl_train.algorithms.reductions import reduction_scale
+from skyrl_train.algorithms.statistics import TokenStatistics
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.training.backend import Minibatch, TrainingSequence
+from skyrl_train.training.batch import MicroBatch, flat_tokens
+from skyrl_train.training.objective import Objective, TokenFields
+from skyrl_train.training.optimizer import PolicyOptimizer
+from skyrl_train.training.ranks import Ranks
+from skyrl_train.training.schedule import learning_rate
+from skyrl_train.training.scorer import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class _Scorable:
+    """A micro-batch and what is known about its tokens."""
+
+    micro_batch: MicroBatch
+    fields: TokenFields
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some groups of a step, ready to be trained."""
+
+    step: int
+    micro_batches: list[_Scorable]  # of this rank's sequences that have trained tokens
+    denominators: list[float]  # of all its sequences
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenStep:
+    """What was accumulated of a step; its gradients are in the optimizer."""
+
+    step: int
+    statistics: TokenStatistics = field(default_factory=TokenStatistics)
+    denominators: list[float] = field(default_factory=list)
+
+
+class RankTrainer:
+    """A HF causal LM and its optimizer.
+
+    Log-probs are those of the sampling temperature (logits / temperature; greedy counts as 1), because the behaviour
+    log-probs are. Top-p, top-k and min-p are not reproduced: with them the behaviour log-probs are larger by the mass
+    cut off, which the off-policy metrics show. The model is in evaluation mode: dropout would make the proximal ratio of
+    the first pass differ from 1.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_path: str,
+        trainer_config: TrainerConfig,
+        total_steps: int,
+        temperature: float,
+        ranks: Ranks,
+    ) -> None:
+        """
+        Args:
+            model: on its device; its gradients are sums over all ranks once they have added up.
+            model_path: where it came from, for messages.
+            total_steps: optimizer minibatches of the whole run, which the learning-rate decay spans.
+            temperature: of the sampled responses.
+
+        Raises:
+            ConfigError: an unknown name or an impossible number in ``trainer_config``.
+        """
+        if trainer_config.update_epochs_per_batch < 1:
+            raise ConfigError(
+                f"trainer.update_epochs_per_batch must be at least 1, got {trainer_config.update_epochs_per_batch}."
+            )
+        if trainer_config.micro_batch_tokens < 1:
+            raise ConfigError(
+                f"trainer.micro_batch_tokens must be at least 1, got {trainer_config.micro_batch_tokens}."
+            )
+        self.model: PreTrainedModel = model
+        model.eval()
+        self._model_path = model_path
+        self._config = trainer_config
+        self._total_steps = total_steps
+        self._ranks = ranks
+        self._objective = Objective(trainer_config.algorithm)
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self._scorer = Scorer(
+            model,
+            temperature=temperature,
+            micro_batch_tokens=trainer_config.micro_batch_tokens,
+            packing=trainer_config.packing,
+            fp32_head=trainer_config.policy.fp32_head,
+        )
+        self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config)
+        self._open: _OpenStep | None = None
+
+    # ---- numbers
+
+    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """See :meth:`TrainingBackend.forward_logprobs`."""
+        results = [torch.zeros(len(sequence)) for sequence in sequences]
+        micro_batches = self._ranks.together(lambda: self._all_tokens(sequences))
+        lacking = self._lacking(len(micro_batches))
+        for micro_batch in micro_batches:
+            logprobs = self._scorer.logprobs(micro_batch).float().cpu()
+            counts = [len(sequences[index]) - 1 for index in micro_batch.indices]
+            for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):
+                results[index][1:] = values
+        self._idle_passes(lacking)
+        return results
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """See :meth:`TrainingBackend.update`; ``update_epochs_per_batch`` optimizer steps at the step's learning rate.
+
+        A pass whose loss or gradient is not finite, or that has no trained token, moves nothing; the former is counted
+        in ``policy/skipped_nonfinite``. Metrics of several passes are averaged, that count is summed.
+
+        Raises:
+            ConfigError: a sequence does not fit ``micro_batch_tokens``.
+            GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
+            ValueError: parts of a step were accumulated and neither finished nor discarded.
+        """
+        part = self._ranks.together(lambda: self._whole(minibatch))
+        passes = self._config.update_epochs_per_batch
+        if passes > 1 or self._objective.needs_minibatch_facts:
+            part = self._with_facts(self._with_proximal(part))
+        outcomes = []
+        for _ in range(passes):
+            self._add(part)
+            outcomes.append(self.finish(minibatch.step))
+        same_in_all = {key: outcomes[0][key] for key in ("policy/lr", "policy/tokens")}
+        metrics = {key: sum(outcome[key] for outcome in outcomes) / passes for key in outcomes[0]} | same_in_all
+        metrics["policy/skipped_nonfinite"] *= passes
+        return metrics
+
+    def accumulate(self, part: Minibatch) -> None:
+        """See :meth:`TrainingBackend.accumulate`.
+
+        A part that is refused leaves what was accumulated as it was. One that fails on its way (no memory, say) is half
+        in the gradients: everything accumulated is forgotten then.
+
+        Raises:
+            ConfigError: ``update_epochs_per_batch`` is more than 1, the loss needs whole minibatches, or a sequence does
+                not fit ``micro_batch_tokens``.
+            GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
+            ValueError: the part is of another step than the ones before it.
+        """
+        self._add(self._ranks.together(lambda: self._further(part)))
+
+    def finish(self, step: int) -> dict[str, float]:
+        """See :meth:`TrainingBackend.finish`; what moves nothing is described at :meth:`update`."""
+        opened = self._ranks.together(lambda: self._opened(step))
+        rate = self._learning_rate(step)
+        try:
+            statistics, denominators = self._ranks.combine(opened.statistics, opened.denominators)
+            scale = reduction_scale(denominators)
+            metrics = self._objective.metrics(statistics, scale)
+            grad_norm, skipped = 0.0, False
+            if statistics.tokens:
+                outcome = self.optimizer.step(rate, scale) if math.isfinite(metrics["loss/policy"]) else None
+                grad_norm = outcome.grad_norm if outcome is not None else math.nan
+                skipped = outcome is None or not outcome.applied
+        finally:
+            self.discard()
+        return metrics | {
+            "policy/grad_norm": grad_norm,
+            "policy/skipped_nonfinite": float(skipped),
+            "policy/lr": rate,
+            "policy/tokens": float(statistics.tokens),
+        }
+
+    def discard(self) -> None:
+        """See :meth:`TrainingBackend.discard`."""
+        self._open = None
+        self.optimizer.zero_grad()
+
+    def _learning_rate(self, step: int) -> float:
+        optimizer = self._config.policy.optimizer_config
+        return learning_rate(
+            step,
+            peak=optimizer.lr,
+            schedule=optimizer.scheduler,
+            num_warmup_steps=optimizer.num_warmup_steps,
+            total_steps=self._total_steps,
+        )
+
+    def _add(self, part: _Part) -> None:
+        """Adds the part's gradients to those of its step."""
+        opened = self._open = self._open or _OpenStep(part.step)
+        try:
+            lacking = self._lacking(len(part.micro_batches))
+            for scorable in part.micro_batches:
+                loss, statistics = self._loss(scorable)
+                loss.backward()
+                opened.statistics.add(statistics)
+            self._idle_passes(lacking, backward=True)
+        except BaseException:
+            self.discard()
+            raise
+        opened.denominators.extend(part.denominators)
+
+    def _loss(self, scorable: _Scorable) -> tuple[torch.Tensor, TokenStatistics]:
+        logprobs, entropies = self._scorer.logprobs_and_entropies(
+            scorable.micro_batch, differentiate_entropy=self._objective.differentiates_entropy
+        )
+        return self._objective.loss(logprobs, entropies, scorable.fields)
+
+    def _lacking(self, passes: int) -> int:
+        """How many more passes another rank makes. Asked before the first one: between passes, ranks exchange nothing else."""
+        return self._ranks.largest(passes) - passes
+
+    def _idle_passes(self, number: int, *, backward: bool = False) -> None:
+        """Passes on nothing and for nothing, beside which the other ranks make theirs."""
+        for _ in range(number):
+            if backward:
+                logprobs, _ = self._scorer.logprobs_and_entropies(self._nothing(), differentiate_entropy=False)
+                (logprobs.sum() * 0.0).backward()
+            else:
+                self._scorer.logprobs(self._nothing())
+
+    def _nothing(self) -> MicroBatch:
+        """The smallest micro-batch: one token that is scored from one other."""
+        unknown = torch.zeros(2)
+        ids = torch.zeros(2, dtype=torch.int64)
+        pair = TrainingSequence(ids, unknown > 0, unknown, unknown, ids - 1, 0)
+        return next(self._scorer.micro_batches([pair], [0], [torch.ones(2, dtype=torch.bool)]))
+
+    # ---- batches
+
+    def _all_tokens(self, sequences: Sequence[TrainingSequence]) -> list[MicroBatch]:
+        """Micro-batches in which every token that something precedes is scored."""
+        self._check_sequences(sequences)
+        everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
+        scorable = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
+        return list(self._scorer.micro_batches(sequences, scorable, everything))
+
+    def _whole(self, minibatch: Minibatch) -> _Part:
+        if self._open is not None:
+            raise ValueError(f"step {self._open.step} has begun part by part; finish or discard it before an update")
+        return self._part(minibatch)
+
+    def _further(self, part: Minibatch) -> _Part:
+        if self._config.update_epochs_per_batch > 1:
+            raise ConfigError(
+                f"trainer.update_epochs_per_batch={self._config.update_epochs_per_batch} needs whole minibatches: later "
+                "passes train on all groups again. Set it to 1, or trainer.fully_async.streaming_min_groups=null."
+            )
+        if self._objective.needs_minibatch_facts:
+            raise ConfigError(
+                "The configured loss or correction looks at whole minibatches before it trains. Set "
+                "trainer.fully_async.streaming_min_groups=null."
+            )
+        if self._open is not None and self._open.step != part.step:
+            raise ValueError(f"step {self._open.step} is neither finished nor discarded, and step {part.step} begins")
+        return self._part(part)
+
+    def _opened(self, step: int) -> _OpenStep:
+        if self._open is None or self._open.step != step:
+            raise ValueError(f"step {step} has nothing accumulated, so it cannot be finished")
+        return self._open
+
+    def _part(self, minibatch: Minibatch) -> _Part:
+        """Checks the sequences and packs those that have trained tokens; the others count in the denominators only.
+
+        Sequences with and without given proximal log-probs are packed apart, so that a mixture does not matter.
+        """
+        self._check_sequences(minibatch.sequences)
+        trained = [s for s in minibatch.sequences if bool(s.loss_mask.any())]
+        if self._objective.needs_reference and (missing := [s for s in trained if s.reference_logprobs is None]):
+            raise GeneratorOutputError(
+                f"{len(missing)} of {len(trained)} training sequences have no reference log-probs (the first is of group "
+                f"{missing[0].group_index}), which trainer.algorithm.kl_loss_coef needs: the stage that adds them did not "
+                "see their groups."
+            )
+        given = [s for s in trained if s.proximal_logprobs is not None]
+        derived = [s for s in trained if s.proximal_logprobs is None]
+        return _Part(
+            step=minibatch.step,
+            micro_batches=[*self._scorable(given, minibatch), *self._scorable(derived, minibatch)],
+            denominators=[self._objective.share(s.counts).denominator for s in minibatch.sequences],
+        )
+
+    def _scorable(self, sequences: Sequence[TrainingSequence], of: Minibatch) -> Iterator[_Scorable]:
+        """Micro-batches of sequences of ``of`` that have trained tokens, and proximal log-probs either all or none."""
+        masks = [s.loss_mask for s in sequences]
+        weights = torch.tensor([self._objective.share(s.counts).token_weight for s in sequences])
+        proximal = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
+        reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
+        device = self.model.device
+        for micro_batch in self._scorer.micro_batches(sequences, range(len(sequences)), masks):
+            rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.counts)
+            fields = TokenFields(
+                advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
+                behaviour_logprobs=flat_tokens([s.behaviour_logprobs for s in sequences], micro_batch).to(device),
+                token_weights=weights[list(micro_batch.indices)][rows].to(device),
+                proximal_logprobs=flat_tokens(proximal, micro_batch).to(device) if proximal else None,
+                sequence_index=rows.to(device),
+                num_sequences=len(micro_batch.indices),
+                lags=(of.step - 1 - flat_tokens([s.versions for s in sequences], micro_batch)).to(device),
+                kl_factor=of.kl_factor,
+                reference_logprobs=flat_tokens(reference, micro_batch).to(device) if reference else None,
+            )
+            yield _Scorable(micro_batch, fields)
+
+    def _with_proximal(self, part: _Part) -> _Part:
+        """The part with the log-probs of the policy as it is now wherever the trainer gave none."""
+        derived = [scorable for scorable in part.micro_batches if scorable.fields.proximal_logprobs is None]
+        given = [scorable for scorable in part.micro_batches if scorable.fields.proximal_logprobs is not None]
+        scored, lacking = [], self._lacking(len(derived))
+        for scorable in derived:
+            logprobs = self._scorer.logprobs(scorable.micro_batch).clone()
+            scored.append(replace(scorable, fields=replace(scorable.fields, proximal_logprobs=logprobs)))
+        self._idle_passes(lacking)
+        return replace(part, micro_batches=[*given, *scored])
+
+    def _with_facts(self, part: _Part) -> _Part:
+        """The part, which is a whole minibatch with its proximal log-probs, with what its loss needs to know about all of it."""
+        if not self._objective.needs_minibatch_facts:
+            return part
+        fields = [scorable.fields for scorable in part.micro_batches]
+        mine = self._objective.minibatch_tokens(fields) if fields else None
+        parts = [tokens for tokens in self._ranks.of_all(mine) if tokens is not None]
+        if not parts:
+            return part
+        facts = self._objective.minibatch_facts(MinibatchTokens(*map(torch.cat, zip(*parts, strict=True))))
+        known = [replace(s, fields=replace(s.fields, minibatch=facts)) for s in part.micro_batches]
+        return replace(part, micro_batches=known)
+
+    def _check_sequences(self, sequences: Sequence[TrainingSequence]) -> None:
+        for index, s in enumerate(sequences):
+            where = f"training sequence {index} (group {s.group_index})"
+            fields = [s.loss_mask, s.advantages, s.behaviour_logprobs]
+            fields += [added for added in (s.proximal_logprobs, s.reference_logprobs) if added is not None]
+            if any(field.shape != s.token_ids.shape for field in fields):
+                raise GeneratorOutputError(f"{where} is ragged: every field needs one entry per token ({len(s)}).")
+            if len(s) == 0:
+                raise GeneratorOutputError(f"{where} is empty; a prompt needs at least one token.")
+            if bool(s.loss_mask[0]):
+                raise GeneratorOutputError(
+                    f"{where} trains its first token, which nothing precedes; prompts need a token."
+                )
+            if s.counted_tokens is not None and s.counted_tokens < int(s.loss_mask.sum()):
+                raise GeneratorOutputError(
+                    f"{where} counts {s.counted_tokens} tokens but trains {int(s.loss_mask.sum())}; masking only "
+                    "takes tokens away."
+                )
+        largest = max((int(s.token_ids.max()) for s in sequences), default=0)
+        if largest >= self._vocab_size:
+            raise GeneratorOutputError(
+                f"token id {largest} is outside the model's vocabulary of {self._vocab_size}; "
+                f"use the tokenizer of {self._model_path!r}."
+            )

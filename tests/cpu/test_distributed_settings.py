@@ -1,0 +1,94 @@
+"""The settings of sharded training: what is refused, what the plan says, and what a death of a worker leads to."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from skyrl_train.config.compose import compose
+from skyrl_train.config.plan import resolve
+from skyrl_train.config.refusals import problems
+from skyrl_train.entrypoints.train import train_restarting
+from skyrl_train.errors import CheckpointError, TrainingWorkerError
+
+FSDP = "trainer.strategy=fsdp2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ([FSDP, "trainer.fsdp.num_workers=0"], "trainer.fsdp.num_workers=0: must be at least 1"),
+        ([FSDP, "trainer.device=cuda:1"], "Set trainer.device=cuda"),
+        ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0.5"], "Set trainer.fsdp.ray_num_gpus=1"),
+        ([FSDP, "trainer.fsdp.ray_num_gpus=1"], "Set trainer.device=cuda"),
+        ([FSDP, "trainer.max_restarts=-1"], "trainer.max_restarts=-1: must be at least 0"),
+        (["trainer.max_restarts=1"], "Set trainer.max_restarts=0, or trainer.strategy=fsdp2"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
+    assert any(remedy in problem for problem in problems(compose("quickstart", overrides)))
+    assert problems(compose("quickstart", [FSDP, "trainer.fsdp.num_workers=3", "trainer.max_restarts=2"])) == []
+
+
+def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:
+    plan = resolve(compose("quickstart", [FSDP, "trainer.fsdp.num_workers=4", "trainer.max_restarts=2"]), 512)
+    assert plan.memory is not None
+    parameters = plan.memory.num_parameters
+    assert plan.memory.rank_bytes == parameters * (4 + 4 + 8) // 4
+    assert "4 Ray actors (FSDP2, gloo), each with 1 CPUs; up to 2 restarts" in plan.describe()
+    assert "each rank" in plan.describe()
+    assert "Ray actors" not in resolve(compose("quickstart", []), 512).describe()
+
+
+class Runs:
+    """Scripted runs: each ends with the next of ``endings``."""
+
+    def __init__(self, endings: Sequence[Exception | None]) -> None:
+        self._endings = iter(endings)
+        self.started: list[int] = []  # workers that each run was given
+        self.closed = 0
+        self.screen = io.StringIO()
+
+    def go(self, max_restarts: int) -> tuple[bool, int]:
+        config = compose("quickstart", [FSDP, f"trainer.max_restarts={max_restarts}"])
+        workers: Any = ["engine process"]
+        return train_restarting(self._train, config, self._reporter, workers, Console(file=self.screen, width=200))
+
+    def _train(self, reporter: Any, workers: Sequence[Any]) -> bool:
+        self.started.append(len(workers))
+        ending = next(self._endings)
+        if ending is not None:
+            raise ending
+        return True
+
+    def _reporter(self) -> Any:
+        def close() -> None:
+            self.closed += 1
+
+        return SimpleNamespace(start_step=10 * len(self.started), close=close)
+
+
+class TestRestarts:
+    def test_a_run_goes_on_after_a_worker_has_died(self) -> None:
+        runs = Runs([TrainingWorkerError("rank 1 is gone"), TrainingWorkerError("rank 0 is gone"), None])
+        assert runs.go(max_restarts=2) == (True, 0)
+        assert runs.started == [1, 0, 0], "processes of engines have ended with their run"
+        assert runs.closed == 3
+        assert "rank 1 is gone" in runs.screen.getvalue() and "restarts left: 0" in runs.screen.getvalue()
+
+    def test_not_more_often_than_allowed(self) -> None:
+        runs = Runs([TrainingWorkerError("first"), TrainingWorkerError("second"), None])
+        with pytest.raises(TrainingWorkerError, match="second"):
+            runs.go(max_restarts=1)
+        assert len(runs.started) == runs.closed == 2
+
+    def test_and_not_after_anything_else(self) -> None:
+        runs = Runs([CheckpointError("the disk is full"), None])
+        with pytest.raises(CheckpointError):
+            runs.go(max_restarts=5)
+        assert len(runs.started) == runs.closed == 1

@@ -1,0 +1,318 @@
+"""A policy on two ranks is trained as on one: the contract of the local backend, its numbers, and what is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training_worlds import (
+    SMALL,
+    VOCABULARY,
+    backend,
+    build_small_model,
+    config,
+    minibatch,
+    one_thread,
+    same,
+    weights,
+)
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
+from skyrl_train.inference.shared_weights import SharedMemoryReceiver
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.training.backend import Minibatch, TrainingSequence
+from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.training.distributed.shares import PackedSequences, share_out
+from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings
+from skyrl_train.training.local_backend import LocalBackend
+
+ray = pytest.importorskip("ray")
+
+from skyrl_train.training.distributed.ray_backend import RayBackend  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
+
+# AdamW moves a weight by up to the rate, whatever the size of its gradient: the last bit of a small one shows in full.
+LIKE_LOCAL = {"policy__optimizer_config__lr": 1e-3, "micro_batch_tokens": 34}
+LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)  # nine sequences over two ranks, five groups
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_small_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: str) -> Iterator[RayBackend]:
+    """One group for all tests here; each begins from :func:`fresh`."""
+    if not ray.is_initialized():
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    started = RayBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
+    yield started
+    started.close()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def first_policy(two_ranks: RayBackend, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("first")
+    two_ranks.save(two_ranks.snapshot(), path)
+    return path
+
+
+@pytest.fixture
+def fresh(two_ranks: RayBackend, first_policy: Path) -> RayBackend:
+    two_ranks.load(first_policy)
+    return two_ranks
+
+
+def settings(**changes: object):  # type: ignore[no-untyped-def]
+    return config(**LIKE_LOCAL, fsdp__ray_num_cpus=0.5, **changes)
+
+
+def local(folder: str, **changes: object) -> LocalBackend:
+    return backend(folder, **LIKE_LOCAL, **changes)
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two policies' weights."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+class TestTheSameNumbers:
+    def test_five_steps_as_on_one_rank(self, folder: str, fresh: RayBackend) -> None:
+        alone = local(folder)
+        begin = weights(alone)
+        for step in range(1, 6):
+            batch = minibatch(step, step, LENGTHS)
+            assert fresh.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(fresh), weights(alone)) < 1e-6
+        assert apart(begin, weights(alone)) > 1e-3, "a comparison of policies that stand still compares nothing"
+
+    @pytest.mark.parametrize("lengths", [(9,), (17, 2, 2, 2)])
+    def test_with_fewer_sequences_than_ranks_and_unequal_work(
+        self, folder: str, fresh: RayBackend, lengths: tuple[int, ...]
+    ) -> None:
+        alone, batch = local(folder), minibatch(lengths=lengths)
+        assert fresh.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(fresh), weights(alone)) < 1e-6
+
+    def test_part_by_part(self, folder: str, fresh: RayBackend) -> None:
+        alone, batch = local(folder), minibatch(lengths=LENGTHS)
+        for of_part in (batch.sequences[:3], batch.sequences[3:]):
+            fresh.accumulate(Minibatch(of_part, 2, 1))
+        assert fresh.finish(1) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        fresh.accumulate(batch)
+        fresh.discard()
+        with pytest.raises(ValueError, match="step 1 has nothing accumulated"):
+            fresh.finish(1)
+
+    def test_log_probs_come_back_in_the_order_of_the_sequences(self, folder: str, fresh: RayBackend) -> None:
+        sequences = minibatch(lengths=LENGTHS).sequences
+        for ours, expected in zip(
+            fresh.forward_logprobs(sequences), local(folder).forward_logprobs(sequences), strict=True
+        ):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+    def test_a_step_without_trained_tokens_or_with_a_broken_number_moves_nothing(self, fresh: RayBackend) -> None:
+        before, batch = weights(fresh), minibatch(lengths=LENGTHS)
+        silent = [dataclasses.replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in batch.sequences]
+        assert fresh.update(dataclasses.replace(batch, sequences=silent))["policy/tokens"] == 0.0
+        batch.sequences[1].advantages[batch.sequences[1].loss_mask] = math.nan  # one rank's
+        assert fresh.update(batch)["policy/skipped_nonfinite"] == 1.0
+        assert same(before, weights(fresh))
+
+
+class TestRefusals:
+    def test_what_one_rank_refuses_all_do_and_go_on(self, folder: str, fresh: RayBackend) -> None:
+        alone, batch = local(folder), minibatch(lengths=LENGTHS)
+        foreign = [
+            dataclasses.replace(s, token_ids=s.token_ids + VOCABULARY) if i == 3 else s
+            for i, s in enumerate(batch.sequences)
+        ]
+        with pytest.raises(GeneratorOutputError, match="outside the model's vocabulary"):
+            fresh.update(dataclasses.replace(batch, sequences=foreign))
+        with pytest.raises(ConfigError, match="the longest has 60 tokens"):
+            fresh.update(minibatch(lengths=(60, 2)))
+        assert fresh.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+
+
+class TestWeights:
+    def test_are_staged_in_the_process_of_rank_0_for_engines_on_this_machine(self, fresh: RayBackend) -> None:
+        transport = SharedMemoryTransport(verify=True)
+        receiver = SharedMemoryReceiver()
+        for version in (1, 2, 3):  # the third takes the place of the first
+            fresh.update(minibatch(version, version, LENGTHS))
+            update = fresh.stage(transport, version)
+            assert f"/{fresh.group.seats[0].pid}/" in update.location
+            assert same(weights(fresh), {name: w.clone() for name, w in receiver.open_update(update).items()})
+
+    def test_are_exported_as_a_folder_that_transformers_opens(self, fresh: RayBackend, tmp_path: Path) -> None:
+        fresh.export_hf(tmp_path / "export")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        assert same(weights(fresh), {name: p.detach() for name, p in model.named_parameters()})
+
+
+class TestCheckpoints:
+    def test_resume_on_two_ranks_bit_for_bit_and_on_one(self, folder: str, fresh: RayBackend, tmp_path: Path) -> None:
+        fresh.update(minibatch(1, 1, LENGTHS))
+        snapshot, then = fresh.snapshot(), weights(fresh)
+        after = fresh.update(minibatch(2, 2, LENGTHS))  # which the snapshot does not see
+        saved = CheckpointStore(tmp_path, 1).write(1, lambda path: fresh.save(snapshot, path))
+        fresh.load(saved)
+        assert same(weights(fresh), then)
+        assert fresh.update(minibatch(2, 2, LENGTHS)) == after
+        alone = one_rank(folder)
+        try:
+            assert alone.load(saved) == Returned(None)
+            assert all(torch.equal(value(alone.weight(name)), weight) for name, weight in then.items())
+            batch = minibatch(2, 2, LENGTHS)
+            assert value(alone.update(PackedSequences.of(batch.sequences), batch)) == pytest.approx(
+                after, rel=1e-5, abs=1e-5
+            )
+        finally:
+            alone.leave()
+
+    def test_of_the_local_backend_and_of_nothing_are_refused(
+        self, folder: str, fresh: RayBackend, first_policy: Path, tmp_path: Path
+    ) -> None:
+        alone = local(folder)
+        alone.save(alone.snapshot(), tmp_path)
+        before = weights(fresh)
+        with pytest.raises(CheckpointError, match=r"was written by trainer\.strategy=local"):
+            fresh.load(tmp_path)
+        with pytest.raises(CheckpointError, match=r"was written by trainer\.strategy=fsdp2"):
+            alone.load(first_policy)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            fresh.load(tmp_path / "nothing")
+        assert same(before, weights(fresh))
+
+    def test_of_another_model_is_refused(self, first_policy: Path, tmp_path: Path) -> None:
+        build_model_folder(dataclasses.replace(SMALL, num_layers=1), tmp_path / "other", seed=1)
+        other = one_rank(str(tmp_path / "other"))
+        try:
+            refused = other.load(first_policy)
+        finally:
+            other.leave()
+        assert isinstance(refused, Refused) and isinstance(refused.error, CheckpointError)
+        assert "has 'optimizer.model.layers.1" in str(refused.error)
+
+    def test_only_the_latest_snapshot_can_be_written(self, fresh: RayBackend, tmp_path: Path) -> None:
+        early = fresh.snapshot()
+        fresh.snapshot()
+        with pytest.raises(CheckpointError, match="a later snapshot"):
+            fresh.save(early, tmp_path)
+
+
+class TestDeaths:
+    """Last: it ends the group."""
+
+    def test_a_worker_that_is_killed_is_named_with_its_node(self, two_ranks: RayBackend) -> None:
+        seat = two_ranks.group.seats[1]
+        os.kill(seat.pid, signal.SIGKILL)
+        with pytest.raises(TrainingWorkerError, match=rf"rank 1 \(of 2, node {seat.node}, pid {seat.pid}\) ended"):
+            two_ranks.update(minibatch(lengths=LENGTHS))
+        with pytest.raises(TrainingWorkerError, match="rank 1"):
+            two_ranks.snapshot()
+
+
+def one_rank(folder: str, **changes: object) -> TrainingWorker:
+    """A rank that is alone, in this process."""
+    worker = TrainingWorker()
+    meeting = worker.host_store("127.0.0.1", 1)
+    joined = worker.join(0, 1, meeting, WorkerSettings(folder, settings(**changes), 10, 1.0, 0))
+    assert joined == Returned(None)
+    return worker
+
+
+def value(outcome: Returned | Refused):  # type: ignore[no-untyped-def]
+    assert isinstance(outcome, Returned), outcome
+    return outcome.value
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
+def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    build_model_folder(dataclasses.replace(SMALL, model_type=model_type), path, seed=0)
+    alone, batch = local(str(path)), minibatch(lengths=LENGTHS)
+    rank = one_rank(str(path))
+    try:
+        metrics = value(rank.update(PackedSequences.of(batch.sequences), batch))
+        assert metrics == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        for name, weight in weights(alone).items():
+            torch.testing.assert_close(value(rank.weight(name)), weight, atol=1e-6, rtol=0)
+    finally:
+        rank.leave()
+
+
+def test_bfloat16_rounds_the_weights_that_compute_and_are_published(folder: str) -> None:
+    rank = one_rank(folder, policy__dtype="bfloat16")
+    alone = local(folder, policy__dtype="bfloat16")
+    try:
+        assert value(rank.weight("lm_head.weight")).dtype == torch.bfloat16
+        batch = minibatch(lengths=LENGTHS)
+        metrics = value(rank.update(PackedSequences.of(batch.sequences), batch))
+        assert metrics["loss/policy"] == pytest.approx(alone.update(batch)["loss/policy"], abs=5e-3)
+    finally:
+        rank.leave()
+
+
+def test_a_model_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    worker = TrainingWorker()
+    meeting = worker.host_store("127.0.0.1", 1)
+    try:
+        joined = worker.join(0, 1, meeting, WorkerSettings(str(tmp_path), settings(), 10, 1.0, 0))
+        assert isinstance(joined, Refused) and isinstance(joined.error, ModelError)
+    finally:
+        worker.leave()
+
+
+# What travels --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
+def test_every_sequence_goes_to_one_rank_and_the_tokens_are_balanced(lengths: list[int], num_ranks: int) -> None:
+    shares = share_out(lengths, num_ranks)
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(lengths[index] for index in share) for share in shares]
+    assert len(loads) == num_ranks
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.booleans()), max_size=6))
+def test_sequences_arrive_as_they_were_sent(drawn: list[tuple[int, bool, bool]]) -> None:
+    sent = []
+    for index, (length, proximal, counted) in enumerate(drawn):
+        one = minibatch(index, lengths=(length,)).sequences[0]
+        sent.append(
+            dataclasses.replace(
+                one,
+                proximal_logprobs=torch.full((length,), -float(index)) if proximal else None,
+                counted_tokens=length if counted else None,
+                group_tokens=2 * length if counted else None,
+                group_sequences=1 + index,
+                advantages=one.advantages[: length - 1] if index == 2 else one.advantages,  # ragged ones as they are
+            )
+        )
+    for before, after in zip(sent, PackedSequences.of(sent).unpack(), strict=True):
+        for name in TrainingSequence.__slots__:
+            mine, other = getattr(before, name), getattr(after, name)
+            assert torch.equal(mine, other) and mine.dtype == other.dtype if torch.is_tensor(mine) else mine == other
