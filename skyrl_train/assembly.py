@@ -23,6 +23,7 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode, TrainingStrategy
+from skyrl_train.config.transports import TRANSPORTS
 from skyrl_train.engine_factory import build_engine, fleet_limits
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError
@@ -42,9 +43,8 @@ from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.tracking import tracker_names
 from skyrl_train.one_step_off_trainer import OneStepOffTrainer
 from skyrl_train.partial_rollout_trainer import PartialRolloutTrainer
-from skyrl_train.publication.base import WeightTransport
+from skyrl_train.publication.factory import build_transport
 from skyrl_train.publication.publisher import WeightPublisher
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
 from skyrl_train.stage_factory import build_stages
@@ -131,6 +131,7 @@ def known_names() -> dict[str, list[str]]:
         "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
         "trainer.fully_async.straggler_policy": STRAGGLER_POLICIES.names(),
         "trainer.trackers": tracker_names(),
+        "generator.weight_transport": list(TRANSPORTS),
     }
 
 
@@ -239,8 +240,3 @@ def build_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBac
         ) from error
     place = str(Path(model_path).absolute()) if is_local(model_path) else model_path  # workers are in other folders
     return RayBackend(place, trainer, plan.total_steps, temperature, trainer.seed)
-
-
-def build_transport(config: RunConfig) -> WeightTransport:
-    """How weights travel to the engines."""
-    return SharedMemoryTransport(dtype=config.generator.inference_engine.dtype, verify=config.generator.verify_weights)

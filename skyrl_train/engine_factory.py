@@ -100,7 +100,6 @@ def _vllm_remote(engine: InferenceEngineConfig, index: int) -> InferenceEngineIn
     return RemoteVLLMEngine(
         engine.remote_urls[index],
         api_key=os.environ.get(engine.remote_api_key_variable),
-        staging_folder=engine.remote_staging_folder,
     )
 
 

@@ -70,6 +70,13 @@ def overlap_publication(config: RunConfig) -> bool:
     return is_fully_async(config) and config.trainer.fully_async.overlap_publication
 
 
+def weight_transport(config: RunConfig) -> str:
+    """How weights travel: a folder that was named is used; without one, trainer and engines share a machine."""
+    if config.generator.weight_transport is not None:
+        return config.generator.weight_transport
+    return "shared_memory" if config.generator.weight_folder is None else "disk"
+
+
 def straggler_policy(config: RunConfig) -> str:
     """What gives way beyond S. One step off always waits: a batch that a resumed run has not finished goes first."""
     one_step_off = config.trainer.mode is TrainerMode.one_step_off

@@ -9,6 +9,7 @@ from skyrl_train.config import derive, refusals
 from skyrl_train.config.limits import Problems
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
 from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
+from skyrl_train.config.transports import staging_copies
 
 _MIB = 2**20
 _FLOAT32_BYTES = 4
@@ -22,7 +23,7 @@ class MemoryEstimate:
     policy_bytes: int  # the trained weights, with float32 masters where they are narrower
     gradient_bytes: int  # float32
     optimizer_bytes: int  # the two moments of AdamW, float32
-    staging_bytes: int  # two copies of the weights on their way to the engines
+    staging_bytes: int  # copies of the weights on their way to the engines
     engine_weight_bytes: int  # all engines together
     kv_cache_bytes: int  # all embedded engines together, every slot full
     num_ranks: int = 1  # that share the weights, gradients and moments; the staging copies are all rank 0's
@@ -144,7 +145,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape, max_model_len: int) ->
         policy_bytes=parameters * (_FLOAT32_BYTES if sharded else trained + masters),
         gradient_bytes=parameters * _FLOAT32_BYTES,
         optimizer_bytes=parameters * 2 * _FLOAT32_BYTES,
-        staging_bytes=2 * parameters * served,
+        staging_bytes=staging_copies(config) * parameters * served,
         engine_weight_bytes=engine.num_engines * parameters * served,
         kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
         num_ranks=derive.num_training_ranks(config),
@@ -283,9 +284,16 @@ def _engine_rows(plan: Plan) -> list[tuple[str, str]]:
             "engines",
             f"{engine.num_engines} x {engine.backend} ({engine.dtype}, on {engine.device}, {engine.placement})",
         ),
+        ("weights travel by", _transport_row(plan)),
         ("requests", f"{engine.max_num_seqs} at once per engine, up to {plan.max_model_len} tokens{invariant}"),
         ("sampling", f"temperature {sampling.temperature:g}, up to {sampling.max_tokens} tokens a turn"),
     ]
+
+
+def _transport_row(plan: Plan) -> str:
+    generator, name = plan.config.generator, derive.weight_transport(plan.config)
+    folder = f" in {generator.weight_folder}" if generator.weight_folder is not None else ""
+    return f"{name}{folder}{', checksummed' if generator.verify_weights else ''}"
 
 
 def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:

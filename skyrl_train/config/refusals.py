@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from skyrl_train.config import algorithm_refusals, derive
+from skyrl_train.config import algorithm_refusals, derive, transports
 from skyrl_train.config.keys import did_you_mean, known_keys
 from skyrl_train.config.limits import Problems, at_least, more_than_zero, setting
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, model_shape
@@ -562,4 +562,5 @@ _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _stages,
     _actors,
     *algorithm_refusals.RULES,
+    transports.problems,
 )

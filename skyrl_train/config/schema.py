@@ -384,7 +384,6 @@ class InferenceEngineConfig:
     environment: dict[str, str] = field(default_factory=dict)  # variables of the engine's processes: vllm, or in Ray
     remote_urls: list[str] = field(default_factory=list)  # vllm_remote: one server per engine
     remote_api_key_variable: str = "VLLM_API_KEY"  # the environment variable that holds the servers' key
-    remote_staging_folder: str | None = None  # a folder that trainer and servers share; None: they share a machine
     ray_num_cpus: float = 1.0  # reserved for each engine in a Ray actor
     ray_num_gpus: float = 0.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
@@ -411,6 +410,11 @@ class GeneratorConfig:
     pause_mode: str = "keep"  # keep | recompute | abort | wait: in-flight requests during a weight update
     pause_timeout_s: float = 60.0  # of each phase of a publication
     verify_weights: bool = False  # checksum each publication
+    # shared_memory | disk | delta | gloo | nccl | cuda_ipc | path.to.Transport; None: disk where a folder is named, else
+    # shared_memory
+    weight_transport: str | None = None
+    weight_folder: str | None = None  # disk, delta: what trainer and engines share, under the same path
+    weight_transport_kwargs: dict[str, Any] = field(default_factory=dict)  # for the transport's constructor
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.shared_weights import checksum, tensor_view
+from skyrl_train.inference.shared_weights import checked_views
 from skyrl_train.inference.weight_update import WeightUpdate
 
 TRANSPORT_NAME = "cuda_ipc"
@@ -40,12 +40,7 @@ class CudaIpcReceiver:
         """
         if device.type != "cuda":
             raise EngineError(f"An engine on {device.type} cannot receive by {TRANSPORT_NAME!r}; use 'shared_memory'.")
-        staging = _open(update, device)
-        if update.checksum is not None and checksum(staging.cpu()) != update.checksum:
-            raise EngineError(
-                f"The weights of version {update.version} differ from their checksum; the old ones stay. Publish again."
-            )
-        return {spec.name: tensor_view(staging, spec) for spec in update.tensors}
+        return checked_views(update, _open(update, device))
 
 
 def _open(update: WeightUpdate, device: torch.device) -> torch.Tensor:

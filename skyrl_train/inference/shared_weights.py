@@ -21,8 +21,13 @@ TRANSPORT_NAME = "shared_memory"
 
 
 def checksum(staging: torch.Tensor) -> str:
-    """CRC-32 over the bytes of a contiguous uint8 CPU tensor, as it appears in :class:`WeightUpdate`."""
-    return f"crc32:{zlib.crc32(staging.numpy().data):08x}"
+    """CRC-32 over the bytes of a contiguous uint8 tensor, as it appears in :class:`WeightUpdate`."""
+    return checksum_text(zlib.crc32(staging.cpu().numpy().data))
+
+
+def checksum_text(crc: int) -> str:
+    """A CRC-32 in the form of :func:`checksum`."""
+    return f"crc32:{crc:08x}"
 
 
 def tensor_view(staging: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -42,6 +47,20 @@ def tensor_view(staging: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
             f"Weight {spec.name!r} lies outside the staging copy of {staging.numel()} bytes; gather the update again."
         )
     return staging[spec.offset : spec.offset + size].view(dtype).view(spec.shape)
+
+
+def checked_views(update: WeightUpdate, staging: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """The weights in a staging copy (uint8 ``[num_bytes]`` on any device) as views: read them, never write.
+
+    Raises:
+        EngineError: a tensor lies outside, or the checksum differs.
+    """
+    tensors = {spec.name: tensor_view(staging, spec) for spec in update.tensors}
+    if update.checksum is not None and checksum(staging) != update.checksum:
+        raise EngineError(
+            f"The weights of version {update.version} differ from their checksum; the old ones stay. Publish again."
+        )
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +83,7 @@ class SharedMemoryReceiver:
         """
         if update.transport != TRANSPORT_NAME:
             raise EngineError(f"This engine receives by {TRANSPORT_NAME!r}, not by {update.transport!r}.")
-        staging = self._map(update)
-        tensors = {spec.name: tensor_view(staging, spec) for spec in update.tensors}
-        if update.checksum is not None and checksum(staging) != update.checksum:
-            raise EngineError(
-                f"The weights of version {update.version} differ from their checksum; the old ones stay. Publish again."
-            )
-        return tensors
+        return checked_views(update, self._map(update))
 
     def close(self) -> None:
         """Forgets the mappings; the memory goes when the last view does. Idempotent."""

@@ -23,7 +23,8 @@ class WeightUpdate:
     """One version of the policy's weights, ready to be received.
 
     ``location`` means something to the transport only (a path to map, an address). ``checksum`` is over the bytes of the
-    staging copy, or None when checking is off.
+    staging copy, or None when checking is off. ``changed_fraction``: of the bytes, since the version before; None where
+    nobody has compared them.
     """
 
     version: int
@@ -32,3 +33,4 @@ class WeightUpdate:
     num_bytes: int
     tensors: tuple[TensorSpec, ...]
     checksum: str | None = None
+    changed_fraction: float | None = None

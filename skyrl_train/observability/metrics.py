@@ -185,6 +185,8 @@ declare(
     MetricSpec("time/wait_for_evaluation", _SUM, "seconds that a publication waited for an evaluation"),
     MetricSpec("time/wait_for_policy", _SUM, "seconds that generation had free slots, but waited for the next policy"),
     MetricSpec("time/pause", _SUM, "seconds that engines were paused for new weights"),
+    MetricSpec("publication/", _LAST, "of the last publication"),
+    MetricSpec("publication/changed_fraction", _LAST, "share of the weights' bytes that the step has changed"),
     MetricSpec("inference/", _MEAN, "of the inference engines"),
     MetricSpec("inference/generated_tokens", _SUM, "tokens sampled"),
     MetricSpec("inference/tokens_per_second", _LAST, "tokens sampled per second of the step"),

@@ -57,7 +57,7 @@ class WeightPublisher:
         """Publishes the weights of ``stage`` as ``version``; they must not change until this returns.
 
         Returns:
-            ``time/gather``, ``time/transfer``, ``time/pause`` in seconds.
+            ``time/gather``, ``time/transfer``, ``time/pause`` in seconds; ``publication/changed_fraction`` where known.
 
         Raises:
             PublicationError: no engine took the update; all serve the weights that they had.
@@ -85,7 +85,9 @@ class WeightPublisher:
         await self._client.receive_weights(staged.update)
         transferred = self._clock()
         paused_s = await self._client.load_weights(staged.update, self._pause_mode)
-        return {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}
+        times = {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}
+        changed = staged.update.changed_fraction
+        return times if changed is None else {**times, "publication/changed_fraction": changed}
 
     def close(self) -> None:
         """Frees the staging areas."""

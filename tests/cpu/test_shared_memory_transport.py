@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError, PublicationError
+from skyrl_train.inference import shared_area
 from skyrl_train.inference.shared_weights import SharedMemoryReceiver
-from skyrl_train.publication import shared_memory
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 
 WEIGHTS = {
@@ -115,7 +115,7 @@ def test_another_process_reads_the_same_bytes() -> None:
 
 
 def test_without_anonymous_memory_a_temporary_file_is_used_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory.sys, "platform", "darwin")
+    monkeypatch.setattr(shared_area.sys, "platform", "darwin")
     transport, receiver = SharedMemoryTransport(verify=True), SharedMemoryReceiver()
     update = transport.gather(WEIGHTS.items(), 0)
     assert Path(update.location).is_file()

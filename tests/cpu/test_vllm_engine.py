@@ -254,7 +254,7 @@ async def test_what_this_engine_cannot_do_it_says(vllm: Served) -> None:
     can = vllm.engine.capabilities
     assert (can.max_model_len, can.sleep, can.adapters, can.structured_output) == (CONTEXT, False, False, True)
     assert can.pause_modes == frozenset(PauseMode)
-    assert can.transports == {"shared_memory"}
+    assert can.transports == {"shared_memory", "disk", "delta", "gloo"}
     with pytest.raises(EngineError, match="enable_sleep_mode"):
         await vllm.engine.sleep()
     with pytest.raises(EngineError, match="cannot sleep"):

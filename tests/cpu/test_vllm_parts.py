@@ -99,7 +99,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
 def test_capabilities_follow_the_settings() -> None:
     plain = capabilities(settings(), max_model_len=300, on_cpu=False, streams_chunks=True)
     assert (plain.adapters, plain.sleep, plain.priorities, plain.max_top_logprobs) == (False, False, True, 20)
-    assert plain.transports == {"shared_memory", "cuda_ipc"}
+    assert plain.transports == {"shared_memory", "disk", "delta", "gloo", "cuda_ipc"}
     changed = settings(
         enable_lora=True, engine_args={"enable_sleep_mode": True, "scheduling_policy": "fcfs", "max_logprobs": 3}
     )

@@ -29,6 +29,8 @@ from skyrl_train.inference.interface import InferenceEngineInput, PauseMode, Sam
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.publication.base import WeightTransport
+from skyrl_train.publication.disk import DiskTransport
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.timeout(300)  # whoever comes first waits for a real server, on a busy machine too
@@ -333,10 +335,10 @@ async def test_weights_that_cannot_get_there_are_not_offered(fake: FakeServer) -
     fake.facts["machine"] = "another one"
     engine = RemoteVLLMEngine(fake.url)
     await engine.start()
-    assert engine.capabilities.transports == frozenset()
+    assert engine.capabilities.transports == {"disk", "delta"}
     await engine.receive_weights(an_update(1))
     await engine.pause(PauseMode.KEEP)
-    with pytest.raises(EngineError, match="staging_folder"):
+    with pytest.raises(EngineError, match="weight_folder"):
         await engine.load_weights(an_update(1))
     await engine.teardown()
 
@@ -373,7 +375,7 @@ def weights(folder: str, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 async def publish(
     engine: RemoteVLLMEngine,
     named: list[tuple[str, torch.Tensor]],
-    transport: SharedMemoryTransport,
+    transport: WeightTransport,
     version: int,
     mode: PauseMode = PauseMode.KEEP,
 ) -> None:
@@ -614,17 +616,14 @@ async def test_a_bad_update_is_refused_and_the_old_weights_stay(
 
 @on_the_modules_loop
 async def test_weights_travel_through_a_folder_where_memory_is_not_shared(
-    engine: RemoteVLLMEngine, server: VLLMServer, folder: str, transport: SharedMemoryTransport, tmp_path: Path
+    engine: RemoteVLLMEngine, folder: str, transport: SharedMemoryTransport, tmp_path: Path
 ) -> None:
-    other = RemoteVLLMEngine(server.url, api_key=KEY, staging_folder=str(tmp_path))
-    await other.start()
+    on_disk = DiskTransport(str(tmp_path), verify=True)
     for version in (20, 21):
-        await publish(other, weights(folder), transport, version)
-        assert (await other.generate(request(max_tokens=2)))["response_versions"] == [[version] * 2]
-    await other.teardown()
+        await publish(engine, weights(folder), on_disk, version)
+        assert (await engine.generate(request(max_tokens=2)))["response_versions"] == [[version] * 2]
+    on_disk.close()
     assert not await asyncio.to_thread(os.listdir, tmp_path)
-    await engine.teardown()
-    await engine.start()
     await publish(engine, weights(folder), transport, 22)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from skyrl_train import errors
 from skyrl_train.config.import_path import import_name
 from skyrl_train.errors import EngineError, SkyRLError
 from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInterface, TokenChunk
+from skyrl_train.inference.shared_area import SharedArea
 from skyrl_train.inference.weight_update import WeightUpdate
 
 
@@ -251,17 +251,17 @@ class WeightRelay:
     """
 
     def __init__(self) -> None:
-        self._areas: list[_Area] = []
+        self._areas: list[SharedArea] = []
         self._filling = 0
         self._taken: tuple[WeightUpdate, WeightUpdate] | None = None  # as it was sent, as it lies here
 
     def write(self, num_bytes: int, offset: int, part: npt.NDArray[np.uint8]) -> None:
         """Copies ``part`` (uint8 ``[n]``) to its place in the area being filled."""
         while len(self._areas) <= self._filling:
-            self._areas.append(_Area(num_bytes))
+            self._areas.append(SharedArea(num_bytes))
         if len(self._areas[self._filling].memory) != num_bytes:
             self._areas[self._filling].close()
-            self._areas[self._filling] = _Area(num_bytes)
+            self._areas[self._filling] = SharedArea(num_bytes)
         memory = np.frombuffer(self._areas[self._filling].memory, dtype=np.uint8)
         memory[offset : offset + len(part)] = part
 
@@ -281,14 +281,3 @@ class WeightRelay:
         for area in self._areas:
             area.close()
         self._areas.clear()
-
-
-class _Area:
-    def __init__(self, num_bytes: int) -> None:
-        self._descriptor = os.memfd_create("skyrl-relayed-weights", os.MFD_CLOEXEC)
-        self.location = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        os.ftruncate(self._descriptor, num_bytes)
-        self.memory = mmap.mmap(self._descriptor, num_bytes)
-
-    def close(self) -> None:
-        os.close(self._descriptor)

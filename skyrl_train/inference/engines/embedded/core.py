@@ -27,7 +27,7 @@ from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
 from skyrl_train.inference.engines.embedded.weights import check_weights, load_weights, served_checksum
 from skyrl_train.inference.interface import PauseMode, StopReason
 from skyrl_train.inference.randomness import mix
-from skyrl_train.inference.shared_weights import SharedMemoryReceiver
+from skyrl_train.inference.receivers import WeightReceiver
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.folder import DTYPES, build_empty, load_config
 
@@ -72,7 +72,7 @@ class EmbeddedEngineCore:
         self._waiting: deque[Sequence] = deque()
         self._state = _State.RUNNING
         self._seeds = (mix(seed, counter) for counter in itertools.count())
-        self._receiver = SharedMemoryReceiver()
+        self._receiver = WeightReceiver(model.device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor] | EngineError] | None = None
         self._loaded: WeightUpdate | None = None
         self._awake_on: torch.device | None = None  # asleep: where the weights were
@@ -190,7 +190,10 @@ class EmbeddedEngineCore:
         self._waiting.extendleft([self._leave(slot) for slot in reversed(range(self.running))])
 
     def receive(self, update: WeightUpdate) -> None:
-        """Maps an update and checks its bytes; whatever is wrong with it, ``load`` raises."""
+        """Brings an update's bytes here and checks them; whatever is wrong with it, ``load`` raises.
+
+        The one method that may run beside the others, in a thread, so that sampling goes on meanwhile.
+        """
         try:
             self._received = (update, self._receiver.open_update(update))
         except EngineError as error:
@@ -241,7 +244,7 @@ class EmbeddedEngineCore:
         return events
 
     def close(self) -> None:
-        """Lets go of the shared memory."""
+        """Lets go of what was received."""
         self._received = None
         self._receiver.close()
 

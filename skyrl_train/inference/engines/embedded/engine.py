@@ -95,7 +95,7 @@ class EmbeddedEngine(InferenceEngineInterface):
         self._host: Host | None = None
         self._capabilities = EngineCapabilities(
             pause_modes=frozenset(PauseMode),
-            transports=frozenset({"shared_memory"}),
+            transports=_transports(device, placement),
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
             sleep=True,
@@ -277,6 +277,11 @@ class EmbeddedEngine(InferenceEngineInterface):
     def _on_gone(self, host: Host) -> None:
         if host is self._host:  # a last word of an earlier life comes late
             self._pending.die("its worker ended; look above for its last words")
+
+
+def _transports(device: str, placement: str) -> frozenset[str]:
+    on_gpu = {"nccl", "cuda_ipc"} if placement == "process" else {"nccl"}
+    return frozenset({"shared_memory", "disk", "delta", "gloo", *(on_gpu if device.startswith("cuda") else ())})
 
 
 def _requests(engine_input: InferenceEngineInput) -> tuple[list[list[int]], SamplingParams]:

@@ -4,13 +4,18 @@ consumes        commands from its channel: all that are there, between two decod
 waits for       a command, when the core has nothing to do
 unblocked by    the channel
 produces        one batch of events per step or command
+
+Weights are received in a thread beside it, one update at a time: sampling waits for the load only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from skyrl_train.errors import EngineError, RequestError, SkyRLError
@@ -49,15 +54,18 @@ class Worker:
         self._build = build
         self._channel = channel
         self._core: EmbeddedEngineCore
+        self._sending = threading.Lock()
+        self._receiving = ThreadPoolExecutor(1, "weight-reception")
 
     def run(self) -> None:
         """Returns when there is nobody left to serve. Failures are logged and told to the proxy as ``Died``."""
         try:
             self._core = self._build()
             try:
-                self._channel.send([Reply(READY_CALL)])
+                self._send([Reply(READY_CALL)])
                 self._serve()
             finally:
+                self._receiving.shutdown(cancel_futures=True)
                 self._core.close()
         except EOFError:
             return
@@ -74,14 +82,31 @@ class Worker:
             for command in self._channel.receive(block=not self._core.runnable):
                 if isinstance(command, Close):
                     return
-                events += service.handle(command)
+                if isinstance(command, Call) and command.method is Method.RECEIVE:
+                    self._receiving.submit(self._receive, command)
+                else:
+                    events += service.handle(command)
             events += service.step()
             if events:
-                self._channel.send(events)
+                self._send(events)
+
+    def _receive(self, call: Call) -> None:
+        try:
+            self._core.receive(call.argument)
+            reply = Reply(call.call_id)
+        except Exception as error:  # whoever publishes must hear of it
+            logger.exception("The embedded engine failed to receive weights.")
+            reply = Reply(call.call_id, error=f"the weights could not be received: {type(error).__name__}: {error}")
+        with contextlib.suppress(EOFError):  # nobody is left to hear it; the loop learns of that by itself
+            self._send([reply])
+
+    def _send(self, events: list[Event]) -> None:
+        with self._sending:
+            self._channel.send(events)
 
     def _say_last(self, message: str) -> None:
         try:
-            self._channel.send([Died(message)])
+            self._send([Died(message)])
         except EOFError:
             return
 

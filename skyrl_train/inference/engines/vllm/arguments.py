@@ -134,7 +134,7 @@ def process_environment(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, st
 
 def supported_transports(on_cpu: bool) -> frozenset[str]:
     """How weights can reach the engine."""
-    return frozenset({"shared_memory"} if on_cpu else {"shared_memory", "cuda_ipc"})
+    return frozenset({"shared_memory", "disk", "delta", "gloo", *(() if on_cpu else ("cuda_ipc",))})
 
 
 def capabilities(

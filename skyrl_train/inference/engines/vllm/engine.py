@@ -341,7 +341,8 @@ class VLLMEngine(InferenceEngineInterface):
         """Everything pending fails, now and from now on."""
         if self._parts is None:
             return
-        (vllm, traffic, _), self._parts = self._parts, None
+        (vllm, traffic, updates), self._parts = self._parts, None
+        updates.close()
         self._gone, self._version = reason, traffic.version
         vllm.die(reason)
         traffic.die(self._dead())

@@ -18,7 +18,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from skyrl_train.concurrency import Gate, gather_or_cancel
@@ -60,8 +59,6 @@ class RemoteVLLMEngine(InferenceEngineInterface):
     Args:
         base_url: such as ``http://host:8000``.
         api_key: what the server was started with.
-        staging_folder: a folder that the server sees under the same path, through which weights travel; None: the server
-            runs on this machine, as this user, and maps the trainer's memory.
         start_timeout_s: how long :meth:`start` waits for a server that is not up yet.
         control_timeout_s: limit of each call but generation and pausing.
 
@@ -74,13 +71,11 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         base_url: str,
         *,
         api_key: str | None = None,
-        staging_folder: str | None = None,
         start_timeout_s: float = 600.0,
         control_timeout_s: float = 60.0,
     ) -> None:
         self._url = base_url
         self._api_key = api_key
-        self._staging_folder = None if staging_folder is None else Path(staging_folder)
         self._start_timeout_s = start_timeout_s
         self._control_timeout_s = control_timeout_s
         self._link: ServerLink | None = None  # while the server is the one that was started with
@@ -112,7 +107,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         """
         if self._facts is None:
             raise gone(self._gone)
-        return self._facts.capabilities(self._staging_folder is not None)
+        return self._facts.capabilities()
 
     @property
     def policy_version(self) -> int:
@@ -145,7 +140,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
             raise
         self._connection, self._facts = connection, facts
         self._link = ServerLink(connection, facts, self._on_death)
-        self._weights = RemoteWeights(self._link, self._staging_folder)
+        self._weights = RemoteWeights(self._link)
         self._salts_prefix = uuid.uuid4().hex  # nothing that was cached before is found again
         self._new_salt()
         self._paused = self._pause_call = None
@@ -344,8 +339,8 @@ class RemoteVLLMEngine(InferenceEngineInterface):
             refusal = await self._weights.receive(update)
         else:
             refusal = (
-                f"Weights by {update.transport!r} do not reach the vLLM server at {self._url}; it must run on this machine "
-                "as this user, or give staging_folder, a folder that both machines see."
+                f"Weights by {update.transport!r} do not reach the vLLM server at {self._url}; it must run on this "
+                "machine as this user, or set generator.weight_folder to a folder that both machines see."
             )
         self._received = (update, refusal)
 
@@ -434,7 +429,6 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         if connection is not None:
             await asyncio.gather(*self._flights.values(), return_exceptions=True)
             await connection.close()
-            await asyncio.to_thread(self._weights.close)
 
     def _on_death(self, reason: str) -> None:
         """Everything pending fails, now and from now on."""

@@ -63,16 +63,16 @@ class Facts:
         if missing:
             raise ConfigError(f"The vLLM server at {url} was started without {', '.join(missing)}; start it with that.")
 
-    def capabilities(self, staging_shared: bool) -> EngineCapabilities:
-        """What the engine behind the server can do.
+    @property
+    def transports(self) -> frozenset[str]:
+        """How weights can get there. Whether a folder is shared shows when the first update is received."""
+        return frozenset({"disk", "delta", *(("shared_memory",) if self.machine == machine() else ())})
 
-        Args:
-            staging_shared: there is a folder that both sides see.
-        """
-        reachable = staging_shared or self.machine == machine()
+    def capabilities(self) -> EngineCapabilities:
+        """What the engine behind the server can do."""
         return EngineCapabilities(
             pause_modes=frozenset(PauseMode),
-            transports=frozenset({"shared_memory"} if reachable else ()),
+            transports=self.transports,
             max_model_len=self.max_model_len,
             max_top_logprobs=self.max_logprobs - 1,
             structured_output=self.structured_output,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import itertools
 import mmap
 import os
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,34 +15,17 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference.engines.vllm.remote_link import ServerLink
 from skyrl_train.inference.weight_update import WeightUpdate
 
-SHARED_MEMORY = "shared_memory"
-
 
 class RemoteWeights:
-    """Speaks to the worker extension through ``/collective_rpc``.
+    """Speaks to the worker extension through ``/collective_rpc``: each worker opens an update by itself."""
 
-    Args:
-        staging_folder: a folder that the server sees under the same path, or None: the server runs on this machine and
-            maps the trainer's memory.
-    """
-
-    def __init__(self, link: ServerLink, staging_folder: Path | None) -> None:
+    def __init__(self, link: ServerLink) -> None:
         self._link = link
-        self._folder = staging_folder
-        name = f"skyrl-{uuid.uuid4().hex}"
-        self._files = itertools.cycle([f"{name}-0", f"{name}-1"])  # the one being served from, and the next one
 
     async def receive(self, update: WeightUpdate) -> str | None:
         """Lets every worker check and map the update; returns why it cannot be loaded, or None."""
         from skyrl_train.inference.engines.vllm.messages import to_message
 
-        if update.transport != SHARED_MEMORY:
-            return f"This engine receives by {SHARED_MEMORY}, not by {update.transport!r}."
-        if self._folder is not None:
-            try:
-                update = await asyncio.to_thread(_copy, update, self._folder / next(self._files))
-            except OSError as error:
-                return f"The weights of version {update.version} cannot be staged in {self._folder}: {error}."
         refusals = await self._on_workers("skyrl_receive", to_message(update))
         return next((refusal for refusal in refusals if refusal is not None), None)
 
@@ -59,17 +39,11 @@ class RemoteWeights:
         Raises:
             EngineError: it cannot be read.
         """
-        with _shared_file(self._folder, update.num_bytes) as (path, descriptor):
+        with _shared_file(_folder_of(update), update.num_bytes) as (path, descriptor):
             for refusal in await self._on_workers("skyrl_read_back", path, update.num_bytes):
                 if refusal is not None:
                     raise EngineError(refusal)
             return await asyncio.to_thread(_checksum, descriptor, update.num_bytes)
-
-    def close(self) -> None:
-        """Removes what was staged."""
-        if self._folder is not None:
-            for _ in range(2):
-                (self._folder / next(self._files)).unlink(missing_ok=True)
 
     async def _on_workers(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
         answer = await self._link.post("/collective_rpc", {"method": method, "args": arguments}, patient=patient)
@@ -77,16 +51,15 @@ class RemoteWeights:
         return results
 
 
-def _copy(update: WeightUpdate, target: Path) -> WeightUpdate:
-    """Writes the update's bytes to ``target``; returns the update that lies there."""
-    with Path(update.location).open("rb") as source, target.open("wb") as copy:
-        left = update.num_bytes
-        while left > 0:
-            sent = os.sendfile(copy.fileno(), source.fileno(), None, left)
-            if sent == 0:
-                raise OSError(f"{update.location} ends {left} bytes too early")
-            left -= sent
-    return dataclasses.replace(update, location=str(target))
+def _folder_of(update: WeightUpdate) -> Path | None:
+    """Where both sides can open a file if the update came by one; None: they share memory."""
+    from skyrl_train.inference import delta_weights, disk_weights
+
+    if update.transport == disk_weights.TRANSPORT_NAME:
+        return Path(update.location).parent
+    if update.transport == delta_weights.TRANSPORT_NAME:
+        return Path(delta_weights.Chain.parse(update).links[0].path).parent
+    return None
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ class Updates:
         self._vllm = vllm
         self._traffic = traffic
         self._transports = frozenset(transports)
+        self._reception = _Reception()
+        self._receiving = asyncio.Lock()
         self._received: tuple[WeightUpdate, str | None] | None = None
         self._loaded: WeightUpdate | None = None
         self._loading: asyncio.Future[None] | None = None
@@ -40,10 +42,13 @@ class Updates:
             known = ", ".join(sorted(self._transports))
             self._received = (update, f"This engine receives by {known}, not by {update.transport!r}.")
             return
-        refusal = await asyncio.to_thread(_check_bytes, update)
-        if refusal is None:
-            refusals = await self._vllm.on_workers("skyrl_receive", to_message(update))
+        try:
+            async with self._receiving:  # also one whose caller has given up
+                here = await asyncio.to_thread(self._reception.bring, update)
+            refusals = await self._vllm.on_workers("skyrl_receive", to_message(here))
             refusal = next((one for one in refusals if one is not None), None)
+        except EngineError as error:
+            refusal = str(error)
         self._received = (update, refusal)
 
     async def load(self, update: WeightUpdate) -> None:
@@ -94,6 +99,10 @@ class Updates:
         finally:
             os.close(descriptor)
 
+    def close(self) -> None:
+        """Leaves the trainer, and frees what was received."""
+        self._reception.close()
+
     async def _swap(self, update: WeightUpdate) -> None:
         try:
             self.last_load_s = max(await self._vllm.on_workers("skyrl_load", update.version))
@@ -109,17 +118,32 @@ class Updates:
             logger.error("a vLLM engine could not load weights: %s", error)
 
 
-def _check_bytes(update: WeightUpdate) -> str | None:
-    """Compares an update in shared memory with its checksum: here, where no request waits for it. Returns what is wrong."""
-    from skyrl_train.inference.shared_weights import TRANSPORT_NAME, SharedMemoryReceiver
+class _Reception:
+    """Brings updates to this machine and reads them here, where no request waits for it."""
 
-    if update.checksum is None or update.transport != TRANSPORT_NAME:
-        return None
-    receiver = SharedMemoryReceiver()
-    try:
-        receiver.open_update(update)
-    except EngineError as error:
-        return str(error)
-    finally:
-        receiver.close()
-    return None
+    def __init__(self) -> None:
+        import torch
+
+        from skyrl_train.inference.landing import Landing
+        from skyrl_train.inference.receivers import WeightReceiver
+
+        self._landing = Landing()
+        self._receiver = WeightReceiver(torch.device("cpu"))
+
+    def bring(self, update: WeightUpdate) -> WeightUpdate:
+        """The update as the workers find it.
+
+        Raises:
+            EngineError: it did not come, or differs from its checksum.
+        """
+        from skyrl_train.inference.cuda_ipc_weights import TRANSPORT_NAME as CUDA_IPC
+
+        if update.transport == CUDA_IPC:
+            return update
+        here = self._landing.land(update)
+        self._receiver.open_update(here)
+        return here
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._landing.close()

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.cuda_ipc_weights import TRANSPORT_NAME as CUDA_IPC
-from skyrl_train.inference.cuda_ipc_weights import CudaIpcReceiver
 from skyrl_train.inference.engines.vllm.arguments import OWNER_VARIABLE
 from skyrl_train.inference.engines.vllm.live_weights import LiveWeights
 from skyrl_train.inference.engines.vllm.messages import from_message
 from skyrl_train.inference.engines.vllm.model_tensors import ModelTensors, check_update
+from skyrl_train.inference.receivers import WeightReceiver
 from skyrl_train.inference.shared_weights import SharedMemoryReceiver
 from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
 
@@ -76,8 +75,7 @@ class Reception:
         self._trust_remote_code = bool(model_config.trust_remote_code)
         self._dtype = str(model_config.dtype).removeprefix("torch.")
         self._device = device
-        self._shared_memory = SharedMemoryReceiver()
-        self._cuda_ipc = CudaIpcReceiver()
+        self._receiver = WeightReceiver(device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor]] | None = None
 
     def receive(self, update: WeightUpdate) -> str | None:
@@ -86,10 +84,7 @@ class Reception:
             if self._tensors is None:
                 self._tensors = ModelTensors.of_model(self._model_path, self._trust_remote_code)
             check_update(update, self._tensors, self._dtype)
-            if update.transport == CUDA_IPC:
-                weights = self._cuda_ipc.open_update(update, self._device)
-            else:
-                weights = self._shared_memory.open_update(update)
+            weights = self._receiver.open_update(update)
             self._tensors.check_ties(weights)
         except EngineError as error:
             self._received = None

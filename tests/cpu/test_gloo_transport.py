@@ -1,0 +1,111 @@
+"""Weights over the network: each engine for itself; one that dies, or comes late, is no other one's matter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.fleet import FleetLimits
+from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.receivers import WeightReceiver
+from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.models.folder import load_model, load_tokenizer
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.publication.process_group import GlooTransport
+from skyrl_train.publication.publisher import WeightPublisher, weights_of
+
+CPU = torch.device("cpu")
+
+
+def gloo(**options: object) -> GlooTransport:
+    return GlooTransport(**{"address": "127.0.0.1", "verify": True, "timeout_s": 60.0, **options})
+
+
+@pytest.fixture
+def staged() -> Iterator[tuple[GlooTransport, WeightUpdate]]:
+    with closing(gloo(bucket_bytes=1000)) as transport:
+        yield transport, transport.gather([("w", torch.arange(5000.0))], 0)
+
+
+async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival(tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
+    build_model_folder(BuildModelConfig(), Path(folder), seed=0)
+    model = load_model(folder, "float32", "cpu")
+    engines = [EmbeddedEngine(folder, max_model_len=128) for _ in range(2)]
+    client = InferenceEngineClient(engines, load_tokenizer(folder), folder, limits=FleetLimits(max_restarts=0))
+    publisher = WeightPublisher(client, gloo(bucket_bytes=10_000), PauseMode.KEEP)
+    await client.start()
+    await publisher.publish(weights_of(model.named_parameters()), 0)
+    pid = engines[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    await publisher.publish(weights_of(model.named_parameters()), 1)
+    output = await client.generate(
+        InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params={"max_tokens": 4, "ignore_eos": True})
+    )
+    assert output["response_versions"] == [[1] * 4]
+    late = engines[0]
+    await late.start()
+    staged = await publisher.gather(weights_of(model.named_parameters()), 2)
+    await late.receive_weights(staged.update)
+    await late.pause(PauseMode.KEEP)
+    await late.load_weights(staged.update)
+    assert await late.served_checksum() == staged.update.checksum
+    publisher.close()
+    await client.teardown()
+    with pytest.raises(EngineDeadError):
+        await late.resume()
+
+
+def test_the_bytes_arrive_whatever_the_bucket(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+    with closing(WeightReceiver(CPU)) as receiver:
+        assert torch.equal(receiver.open_update(staged[1])["w"], torch.arange(5000.0))
+
+
+def test_a_version_that_is_not_staged_any_more_is_refused_and_the_current_one_is_given(
+    staged: tuple[GlooTransport, WeightUpdate],
+) -> None:
+    transport, first = staged
+    with closing(WeightReceiver(CPU)) as receiver:
+        for version in (1, 2):
+            current = transport.gather([("w", torch.full((5000,), float(version)))], version)
+        with pytest.raises(EngineError, match="not staged"):
+            receiver.open_update(first)
+        assert receiver.open_update(current)["w"][0] == 2.0
+
+
+def test_who_does_not_know_the_token_gets_nothing(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+    location = json.loads(staged[1].location)
+    for greeting in ({"token": "wrong"}, {"token": None}, {}):
+        with socket.create_connection((location["host"], location["port"]), timeout=30) as stranger:
+            stranger.sendall(json.dumps(greeting).encode() + b"\n")
+            answer = stranger.makefile("rb").read()
+            assert b"token" in answer and location["token"].encode() not in answer
+    with socket.create_connection((location["host"], location["port"]), timeout=30) as stranger:
+        stranger.sendall(b"\xff no json\n")
+        assert stranger.makefile("rb").read() == b""
+    with closing(WeightReceiver(CPU)) as receiver:
+        assert receiver.open_update(staged[1])["w"][1] == 1.0, "others are served all the same"
+
+
+def test_a_silent_stranger_holds_up_nobody(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+    location = json.loads(staged[1].location)
+    with (
+        socket.create_connection((location["host"], location["port"])),
+        closing(WeightReceiver(CPU)) as receiver,
+    ):
+        assert receiver.open_update(staged[1])["w"][1] == 1.0
