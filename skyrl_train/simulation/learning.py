@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from skyrl_train.assembly import build_generator, build_transport, prepare_model, trainer_class
+from skyrl_train.assembly import build_generator, prepare_model, trainer_class
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.models.folder import load_tokenizer
 from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.publication.factory import build_transport
 from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.rollout.dataset import PromptDataset, load_dataset
 from skyrl_train.simulation.clock import VirtualTimeLoop, run_in_virtual_time
