@@ -16,7 +16,15 @@ from skyrl_train.errors import ConfigError
 
 EnvironmentType = TypeVar("EnvironmentType", bound=type[Environment])
 
-_BUILT_IN_MODULES = ("copy_digits", "guess_number", "run_length", "sort_digits")
+_BUILT_IN_MODULES = (
+    "copy_digits",
+    "final_answer",
+    "guess_number",
+    "python_tests",
+    "run_length",
+    "search_answer",
+    "sort_digits",
+)
 _EPISODE_METHODS = ("init", "step", "close", "get_metrics")
 _registry: dict[str, type[Environment]] = {}
 

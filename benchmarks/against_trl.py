@@ -1,0 +1,153 @@
+"""Seconds per optimizer step of TRL's GRPO trainer and of ours: the quickstart's model, prompts and batch.
+
+    python benchmarks/against_trl.py [--steps 60] [--warmup 10] [--rounds 3] [--python PYTHON_WITH_TRL]
+
+TRL comes from the package index into an environment of its own (``uv run --no-project --with trl==1.16.0 --with
+torch==2.13.0``; ``PIP_FIND_LINKS`` is passed on to uv, so that a CPU build of torch in a folder is found), or
+``--python`` names an interpreter that has it. TRL, our ``sync`` and our ``fully_async`` take turns, so that a machine
+that gets slower hits all three.
+
+Equal: the model's initial weights, the prompts and rewards, 16 prompts x 8 samples per step, at most 32 tokens, one
+optimizer step per batch, AdamW's numbers, learning rate with warm-up and decay, group-normalised advantages, PPO
+clip, mean over tokens, no KL term, float32, two cores. Not equal: TRL samples with ``transformers``' generate, a
+fixed batch that ends with its longest response (what it does where vLLM is not installed), ours with the embedded
+engine; TRL has all cores for one process after the other (``--trl-threads``: each count has its own rounds, and the
+fastest one is compared), ours has a process with one thread for generation and one for training; random numbers
+differ, so responses do; ours weighs tokens by the importance ratio of trainer and engine, TRL does that with vLLM
+alone. Start-up is left out everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.compose import compose
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.rollout.dataset import load_dataset
+
+TRL, TORCH = "trl==1.16.0", "torch==2.13.0"
+SCRIPT = Path(__file__).with_name("trl_quickstart.py")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over the steps after the warm-up."""
+
+    step_s: float
+    reward: float
+    tokens: float  # per response
+
+
+def trl_command(python: str | None) -> list[str]:
+    if python is not None:
+        return [python]
+    return ["uv", "run", "--quiet", "--no-project", "--python", "3.11", "--with", TRL, "--with", TORCH, "python"]
+
+
+def run_trl(command: Sequence[str], settings: Mapping[str, Any], folder: Path, warmup: int, threads: int) -> Outcome:
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings))
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
+    environment.pop("PYTHONPATH", None)  # ours
+    if "PIP_FIND_LINKS" in environment:
+        environment["UV_FIND_LINKS"] = environment["PIP_FIND_LINKS"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"seconds"')][warmup:]
+    return Outcome(*(statistics.fmean(row[key] for row in rows) for key in ("seconds", "reward", "tokens")))
+
+
+def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, warmup: int) -> Outcome:
+    with tempfile.TemporaryDirectory(dir=folder) as run:
+        command = [sys.executable, "-m", "skyrl_train.entrypoints.train", "--config-name=quickstart"]
+        overrides = [
+            f"trainer.mode={mode}",
+            f"trainer.max_steps={settings['steps']}",
+            f"trainer.policy.model.path={settings['model']}",
+            f"trainer.seed={settings['seed']}",
+            f"trainer.run_dir={run}/run",
+            "trainer.trackers=[]",
+            "trainer.ckpt_interval=0",
+        ]
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            raise SystemExit(f"The {mode} run failed:\n{done.stderr[-3000:]}")
+        lines = Path(run, "run", "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines][warmup:]
+    keys = ("time/step", "reward/mean", "generate/response_tokens")
+    return Outcome(*(statistics.fmean(row[key] for row in rows) for key in keys))
+
+
+def shared_settings(steps: int, folder: Path) -> dict[str, Any]:
+    """What both sides take from the quickstart's recipe."""
+    config = compose("quickstart")
+    model = folder / "model"
+    build_model_folder(config.trainer.policy.model.build, model, config.trainer.seed)
+    optimizer = config.trainer.policy.optimizer_config
+    prompts = [
+        {"prompt": record.prompt[0]["content"], "answer": record.env_extras["answer"]}
+        for record in load_dataset(config.data, config.environment)
+    ]
+    return {
+        "model": str(model),
+        "output": str(folder / "trl"),
+        "prompts": prompts,
+        "steps": steps,
+        "seed": config.trainer.seed,
+        "groups": config.trainer.policy_mini_batch_size,
+        "samples": config.generator.n_samples_per_prompt,
+        "max_tokens": config.generator.sampling_params.max_tokens,
+        "lr": optimizer.lr,
+        "betas": optimizer.adam_betas,
+        "warmup_steps": optimizer.num_warmup_steps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=10, help="steps that are not counted")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trl-threads", type=int, nargs="*", default=[1])
+    parser.add_argument("--python", help="an interpreter that has TRL; default: uv makes an environment")
+    options = parser.parse_args()
+    command = trl_command(options.python)
+    outcomes: dict[str, list[Outcome]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = shared_settings(options.steps, folder)
+        for number in range(1, options.rounds + 1):
+            results = {
+                f"TRL, {threads} thread(s)": run_trl(command, settings, folder, options.warmup, threads)
+                for threads in options.trl_threads
+            }
+            results |= {mode: run_ours(mode, settings, folder, options.warmup) for mode in ("sync", "fully_async")}
+            for label, outcome in results.items():
+                outcomes.setdefault(label, []).append(outcome)
+                print(
+                    f"round {number}  {label:<17} {outcome.step_s * 1e3:7.1f} ms per step  "
+                    f"reward {outcome.reward:.3f}  {outcome.tokens:.1f} tokens per response",
+                    flush=True,
+                )
+    medians = {label: statistics.median(outcome.step_s for outcome in found) for label, found in outcomes.items()}
+    trl = min(seconds for label, seconds in medians.items() if label.startswith("TRL"))
+    for label, seconds in medians.items():
+        print(f"{label:<17} {seconds * 1e3:7.1f} ms, median of {options.rounds} rounds: {seconds / trl:.2f} of TRL's")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Each recipe on records with the published columns: two steps of a small model, and the plan of the real configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.entrypoints.train import main
+from skyrl_train.environments.sandbox import why_unavailable
+from skyrl_train.environments.search_answer import SearchAnswer
+from skyrl_train.errors import DataError, RolloutError
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+GSM8K = [
+    {
+        "question": "Natalia sold 48 clips in April, and half as many in May. How many altogether?",
+        "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\nAltogether 48+24 = <<48+24=72>>72 clips.\n#### 72",
+    },
+    {"question": "A car costs $1,000 more than $200. What does it cost?", "answer": "1000+200=1200\n#### 1,200"},
+]
+DAPO = [
+    {
+        "data_source": "math_dapo",
+        "prompt": [{"content": "Solve step by step. What is 6 times 7? Last line: Answer: $Answer.", "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"problem-{number}"},
+    }
+    for number in (0, 0, 1)
+]
+SEARCH = [
+    {
+        "id": f"train_{number}",
+        "question": question,
+        "golden_answers": answers,
+        "data_source": "nq",
+        "prompt": [{"content": "another instruction", "role": "user"}],
+        "ability": "fact-reasoning",
+        "reward_model": {"ground_truth": {"target": answers}, "style": "rule"},
+    }
+    for number, (question, answers) in enumerate([("capital of france", ["Paris"]), ("what is red", ["Mars", "Blood"])])
+]
+MBPP = [
+    {
+        "task_id": number,
+        "text": "Write a function to double a number.",
+        "code": "def double(x):\r\n  return 2 * x",
+        "test_list": ["assert double(2) == 4", "assert double(0) == 0"],
+        "test_setup_code": "import math",
+        "challenge_test_list": [],
+    }
+    for number in (601, 602)
+]
+CONTESTS = {
+    "name": "1_A",
+    "description": "Print the sum.",
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": [], "output": []},
+    "generated_tests": {"input": ["4 5\n"], "output": ["9\n"]},
+}
+PASSAGES = ["Paris is the capital of France.", "Berlin is the capital of Germany.", "Mars is a red planet."]
+
+
+def script(recipe: str, name: str) -> ModuleType:
+    """A file of a recipe, imported under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{recipe}_{name}", RECIPES / recipe / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+RETRIEVER = script("search", "retriever")
+
+
+def converted(recipe: str) -> list[dict[str, Any]]:
+    if recipe == "code":
+        code = script("code", "prepare_data")
+        return [code.convert_mbpp(MBPP[0]), code.convert_code_contests(CONTESTS)]
+    prepare = script(recipe, "prepare_data")
+    rows = {"gsm8k": GSM8K, "dapo_math": DAPO, "search": SEARCH}[recipe]
+    return [prepare.convert(row) for row in rows]
+
+
+def stand_in(recipe: str, rows: list[dict[str, Any]], data: Path, folder: Path) -> Path:
+    """The recipe's own file with a model of random weights, few and short samples, and ``data``."""
+    config = yaml.safe_load((RECIPES / recipe / f"{recipe}.yaml").read_text())
+    text = "".join(message["content"] for row in rows for message in row["prompt"])
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 16}
+    trainer, generator = config["trainer"], config["generator"]
+    trainer |= {"device": "cpu", "policy_mini_batch_size": 2, "max_steps": 2, "epochs": 4, "trackers": []}
+    trainer["policy"]["model"] = {"build": {"alphabet": text, "max_position_embeddings": 1024, **sizes}}
+    trainer["policy"]["dtype"] = "float32"
+    trainer.pop("eval", None)
+    algorithm = trainer.get("algorithm", {})
+    algorithm.pop("dynamic_sampling", None)  # nothing that random weights say is worth anything
+    if "overlong" in algorithm:
+        algorithm["overlong"] |= {"max_response_len": 8, "buffer_len": 2}
+    generator |= {"n_samples_per_prompt": 2, "max_input_length": 900}
+    generator["sampling_params"]["max_tokens"] = 8
+    generator["inference_engine"] = {"placement": "thread", "max_num_seqs": 8}
+    config["data"]["train_data"] = [str(data)]
+    path = folder / f"{recipe}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def retriever_url() -> Iterator[str]:
+    server = RETRIEVER.serve(PASSAGES, port=0)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/retrieve"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "dapo_math", "search", "code"])
+def test_a_recipe_trains_on_converted_records(tmp_path: Path, recipe: str, retriever_url: str) -> None:
+    rows = converted(recipe)
+    data = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), data)
+    if recipe == "code" and why_unavailable("namespaces"):
+        pytest.skip(str(why_unavailable("namespaces")))
+    path = stand_in(recipe, rows, data, tmp_path)
+    extra = [f"environment.kwargs.retriever_url={retriever_url}"] if recipe == "search" else []
+    assert main([f"--config-name={path}", f"trainer.run_dir={tmp_path / 'run'}", *extra]) == 0
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 2]
+    assert found[-1]["generate/turns"] == (4 if recipe == "search" else 1)
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "dapo_math", "search", "code"])
+def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
+    tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = converted(recipe)
+    for name in {
+        "gsm8k": ["gsm8k/train", "gsm8k/test"],
+        "dapo_math": ["dapo_math/train", "dapo_math/aime_2024"],
+        "search": ["search/train"],
+        "code": ["code/mbpp_train", "code/mbpp_test"],
+    }[recipe]:
+        path = tmp_path / "data" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows * 64), path)
+    assert main([f"--config-name={RECIPES / recipe / recipe}.yaml", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "Qwen/Qwen" in plan and "vllm" in plan and "unknown until the model is loaded" in plan
+
+
+def test_gsm8k_keeps_the_number_behind_the_marks() -> None:
+    rows = converted("gsm8k")
+    assert [row["answer"] for row in rows] == ["72", "1,200"]
+    assert rows[0]["prompt"][0]["content"].startswith("Natalia sold")
+
+
+def test_dapo_keeps_the_first_of_each_problem() -> None:
+    first = script("dapo_math", "prepare_data").FirstOfEach()
+    assert [first(row) for row in DAPO] == [True, False, True]
+
+
+def test_code_keeps_assertions_and_pairs_of_input_and_output() -> None:
+    mbpp, contest = converted("code")
+    assert json.loads(mbpp["tests"])[0] == {"assert": "import math\nassert double(2) == 4"}
+    assert json.loads(contest["tests"]) == [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4 5\n", "stdout": "9\n"}]
+
+
+def brute_force_scores(bm25: ModuleType, passages: list[str], query: str) -> list[float]:
+    """BM25 straight from its formula, one passage after the other."""
+    texts = [bm25.words(passage) for passage in passages]
+    mean = max(sum(map(len, texts)) / len(texts), 1.0)
+    scores = []
+    for text in texts:
+        score = 0.0
+        for word in set(bm25.words(query)):
+            having = sum(word in other for other in texts)
+            rarity = math.log(1 + (len(texts) - having + 0.5) / (having + 0.5))
+            count = text.count(word)
+            score += rarity * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(text) / mean))
+        scores.append(score)
+    return scores
+
+
+SENTENCES = st.lists(st.sampled_from(["red", "blue", "mars", "is", "a"]), max_size=6).map(" ".join)
+
+
+@settings(max_examples=30)
+@given(passages=st.lists(SENTENCES, min_size=1, max_size=5), query=SENTENCES)
+def test_the_retriever_ranks_as_bm25_says(passages: list[str], query: str) -> None:
+    expected = sorted((score for score in brute_force_scores(RETRIEVER, passages, query) if score > 0), reverse=True)
+    assert [score for _, score in RETRIEVER.BM25(passages).search(query, top_k=9)] == pytest.approx(expected)
+
+
+def search_environment(url: str, **kwargs: Any) -> SearchAnswer:
+    return SearchAnswer({"golden_answers": ["The Eiffel Tower", "Paris"]}, retriever_url=url, **kwargs)
+
+
+def test_a_search_answers_with_passages_and_an_answer_ends_the_episode(retriever_url: str) -> None:
+    environment = search_environment(retriever_url, top_k=1)
+    first = environment.step("<think>hm</think><search> capital France </search>")
+    assert first["observations"] == [
+        {"role": "user", "content": "<information>Doc 1: Paris is the capital of France.</information>"}
+    ]
+    assert (first["done"], first["reward"]) == (False, 0.0)
+    last = environment.step("<answer>paris.</answer> <search>more</search>")
+    assert (last["done"], last["reward"], last["observations"]) == (True, 1.0, [])
+    assert environment.get_metrics() == {"right": 1.0, "answered": 1.0, "searches": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("action", "reward", "done"),
+    [
+        ("<answer>Eiffel tower</answer>", 1.0, True),
+        ("<answer>Rome</answer><answer>Paris</answer>", 0.0, True),
+        ("<answer>Paris", 0.0, False),
+        ("Paris", 0.0, False),
+        ("<search></search>", 0.0, False),
+    ],
+)
+def test_the_first_complete_tag_counts(retriever_url: str, action: str, reward: float, done: bool) -> None:
+    step = search_environment(retriever_url).step(action)
+    assert (step["reward"], step["done"]) == (reward, done)
+    assert done or "Neither" in step["observations"][0]["content"]
+
+
+def test_the_last_turn_ends_the_episode_without_a_search(retriever_url: str) -> None:
+    environment = search_environment(retriever_url, max_turns=1)
+    assert environment.step("<search>Mars</search>")["done"]
+    assert environment.get_metrics()["searches"] == 0
+
+
+@pytest.mark.parametrize("path", ["/nowhere", None])
+def test_a_retriever_that_fails_fails_the_rollout(monkeypatch: pytest.MonkeyPatch, path: str | None) -> None:
+    def post(*args: Any, **kwargs: Any) -> httpx.Response:
+        if path is None:
+            raise httpx.ReadTimeout("slow")
+        return httpx.Response(200, json={"hits": []}, request=httpx.Request("POST", "http://retriever"))
+
+    monkeypatch.setattr("skyrl_train.environments.search_answer.httpx.Client.post", post)
+    with pytest.raises(RolloutError, match=r"environment\.kwargs\.retriever_url"):
+        search_environment("http://127.0.0.1:9/retrieve").step("<search>x</search>")
+
+
+@pytest.mark.parametrize("golden", [None, [], "Paris", [1]])
+def test_a_question_without_answers_is_an_error_of_the_data(golden: Any) -> None:
+    with pytest.raises(DataError, match="golden_answers"):
+        SearchAnswer({"golden_answers": golden})
+
+
+def test_every_recipe_is_tested() -> None:
+    assert {path.parent.name for path in RECIPES.glob("*/*.yaml")} == {"gsm8k", "dapo_math", "search", "code"}

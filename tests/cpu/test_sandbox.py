@@ -1,0 +1,231 @@
+"""Programs that nobody has read: what they cannot do, and the environment that runs them against tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.environments.python_tests import PythonTests, fenced_program, same_output
+from skyrl_train.environments.sandbox import (
+    ISOLATIONS,
+    SandboxLimits,
+    SandboxResult,
+    run_program,
+    why_unavailable,
+)
+from skyrl_train.errors import ConfigError, DataError
+
+SHORT = SandboxLimits(cpu_s=1, wall_s=20.0, memory_mib=256, file_mib=1)
+
+
+def run(program: str, isolation: str = "namespaces", limits: SandboxLimits = SHORT, stdin: str = "") -> SandboxResult:
+    if why_unavailable(isolation):
+        pytest.skip(str(why_unavailable(isolation)))
+    return run_program(program, stdin, limits, isolation)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_program_reads_prints_and_says_how_it_ended(isolation: str) -> None:
+    result = run("import sys; print(input() * 2); print('é', file=sys.stderr); sys.exit(3)", isolation, stdin="ab\n")
+    assert (result.stdout, result.stderr, result.exit_code, result.timed_out) == ("abab\n", "é\n", 3, False)
+    assert not result.succeeded
+
+
+FORK_BOMB = """
+import os
+try:
+    while True:
+        os.fork()
+except OSError as error:
+    print(error.errno, flush=True)
+"""
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_fork_bomb_ends_at_the_limit_of_processes(isolation: str) -> None:
+    found = run(FORK_BOMB, isolation).stdout.split()
+    assert 1 <= len(found) <= SHORT.processes + 1
+    assert set(found) == {"11"}  # EAGAIN
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_an_endless_loop_ends_with_its_cpu_time(isolation: str) -> None:
+    result = run("while True: pass", isolation)
+    assert not result.succeeded and not result.timed_out  # killed by the kernel, long before the wall clock
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_program_that_sleeps_ends_with_the_wall_clock(isolation: str) -> None:
+    result = run("import time; time.sleep(1000)", isolation, SandboxLimits(wall_s=0.5))
+    assert result.timed_out and not result.succeeded
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_flood_of_output_ends_at_the_size_of_a_file(isolation: str) -> None:
+    result = run("while True: print('x' * 10000)", isolation)
+    assert not result.succeeded
+    assert len(result.stdout) <= SHORT.file_mib * 2**20
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_memory_is_limited(isolation: str) -> None:
+    result = run("x = bytearray(2**30)", isolation)
+    assert "MemoryError" in result.stderr
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_the_secrets_of_the_environment_are_not_there(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-5d2c")
+    result = run("import os; print(dict(os.environ))", isolation)
+    assert result.succeeded and "secret" not in result.stdout and "HF_TOKEN" not in result.stdout
+
+
+READS_SECRETS = """
+import glob
+for path in glob.glob("/proc/*/environ") + glob.glob(ROOT + "/**", recursive=True):
+    try:
+        print(open(path).read())
+    except OSError:
+        pass
+print("end")
+"""
+
+
+def test_files_and_processes_of_the_machine_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-5d2c")
+    (tmp_path / "key").write_text("secret-77aa")
+    result = run(f"ROOT = {str(tmp_path)!r}\n" + READS_SECRETS)
+    assert (result.stdout, result.exit_code) == ("end\n", 0)
+
+
+def test_nothing_is_written_outside_of_its_folder(tmp_path: Path) -> None:
+    outside = tmp_path / "written"
+    places = [str(outside), "/written", "/usr/written", "/dev/shm/written", "/tmp/written"]
+    program = (
+        f"for path in {places!r}:\n    try:\n        open(path, 'w')\n        print(path)\n    except OSError: pass"
+    )
+    result = run(program + "\nopen('inside', 'w').write('x')\nprint('end')")
+    assert (result.stdout, result.exit_code) == ("end\n", 0)
+    assert not outside.exists()
+
+
+def test_all_its_files_together_are_limited() -> None:
+    program = "for number in range(9): open(f'{number}', 'wb').write(bytes(2**18))"
+    assert "No space left" in run(program).stderr
+
+
+def test_there_is_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
+    assert "OSError" in result.stderr and not result.succeeded
+
+
+def test_it_has_no_rights_and_cannot_get_any() -> None:
+    program = """
+import ctypes, os
+print(os.getuid() == 0, ctypes.CDLL(None).unshare(1 << 28))
+"""
+    assert run(program).stdout == "False -1\n"
+
+
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    os.close(1)
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_a_process_that_leaves_the_session_ends_with_the_program() -> None:
+    run(DAEMON)
+    users = range(61184, 65520) if os.getuid() == 0 else [os.getuid()]
+    left = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid in users and b"-I\0program.py" in (process / "cmdline").read_bytes():
+                left.append(process.name)
+        except OSError:
+            continue  # it ended meanwhile
+    assert left == []
+
+
+def test_an_unknown_isolation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'jail' is unknown"):
+        run_program("", isolation="jail")
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```py\na\n``` and ```\nb\n```", "b\n"),
+        ("```json\n{}\n```", None),
+        ("x = 1", None),
+        ("```python\nunfinished", None),
+    ],
+)
+def test_the_last_fenced_program_counts(text: str, program: str | None) -> None:
+    assert fenced_program(text) == program
+
+
+def test_output_is_compared_without_white_space_at_ends() -> None:
+    assert same_output("1 2 \n3\n\n", "1 2\n3")
+    assert not same_output("1  2\n3", "1 2\n3")
+    assert not same_output("1 2 3", "1 2\n3")
+
+
+def environment(tests: list[dict[str, str]], **kwargs: Any) -> PythonTests:
+    if why_unavailable("namespaces"):
+        pytest.skip(str(why_unavailable("namespaces")))
+    return PythonTests({"tests": json.dumps(tests)}, **kwargs)
+
+
+DOUBLES = [{"stdin": "2\n", "stdout": "4\n"}, {"stdin": "5\n", "stdout": "10\n"}]
+ASSERTS = [{"assert": "assert double(2) == 4"}, {"assert": "assert double(5) == 10"}]
+
+
+@pytest.mark.parametrize(
+    ("tests", "program", "reward", "share"),
+    [
+        (DOUBLES, "print(int(input()) * 2)", 1.0, 1.0),
+        (DOUBLES, "print(4)", 0.0, 0.5),
+        (ASSERTS, "def double(x): return 2 * x", 1.0, 1.0),
+        (ASSERTS, "def double(x): return x ** 2", 0.0, 0.5),
+        (ASSERTS, "import sys; sys.exit(0)", 0.0, 0.0),
+        (ASSERTS, "import os; os._exit(0)", 0.0, 0.0),
+        (ASSERTS, "def double(x): exit(0)", 0.0, 0.0),
+        (ASSERTS, "syntax error", 0.0, 0.0),
+    ],
+)
+def test_a_program_is_worth_the_tests_that_it_passes(
+    tests: list[dict[str, str]], program: str, reward: float, share: float
+) -> None:
+    action = f"Here it is:\n```python\n{program}\n```"
+    assert environment(tests).step(action)["reward"] == reward
+    assert environment(tests, partial=True).step(action)["reward"] == share
+
+
+def test_an_answer_without_a_program_runs_nothing() -> None:
+    tested = environment(DOUBLES)
+    assert tested.step("4")["reward"] == 0.0
+    assert tested.get_metrics() == {"solved": 0.0, "has_program": 0.0}
+
+
+@pytest.mark.parametrize("tests", [None, "", "[]", "{}", '[{"stdin": "2"}]', '[{"assert": 1}]', "[1]"])
+def test_a_row_without_tests_is_an_error_of_the_data(tests: Any) -> None:
+    with pytest.raises(DataError, match="PythonTests needs a column 'tests'"):
+        PythonTests({"tests": tests})
+
+
+@pytest.mark.parametrize("kwargs", [{"isolation": "jail"}, {"wall_s": 0}, {"max_tests": -1}])
+def test_an_impossible_setting_is_refused(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.kwargs\."):
+        PythonTests({"tests": json.dumps(DOUBLES)}, **kwargs)
