@@ -89,7 +89,7 @@ class CheckpointSaving:
             recordings = (recording.to_json() for recording in rollout.recordings)
             write_rollout_state(rollout.state, rollout.groups, folder, recordings)
 
-        self._task = asyncio.create_task(asyncio.to_thread(self._store.write, rollout.step, write))
+        self._task = asyncio.create_task(asyncio.to_thread(self._store.write, rollout.step, write), name="checkpoint")
         self._task.add_done_callback(lambda saved: self._changed.notify())
 
     async def written(self) -> None:

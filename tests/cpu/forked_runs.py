@@ -1,19 +1,29 @@
 """Runs the real command again and again, cheaply: a server that has imported everything forks a child per run.
 
-``python forked_runs.py`` reads one JSON list of arguments per line and answers with the child's pid; the child's output
-goes to the file named first in the list.
+``python forked_runs.py`` reads one JSON object per line (``output``, ``arguments``, ``fault``) and answers with the child's
+pid; the child's output goes to the file ``output``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
+import gc
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+
+from faults import Fault
+
+LIMIT_S = 120.0  # no run here takes as long, on the busiest machine; one that does hangs
+RAISED = -1  # the "exit code" of a run that ended with an exception
 
 
 def serve() -> None:
@@ -23,23 +33,54 @@ def serve() -> None:
     import skyrl_train.publication.shared_memory
     import skyrl_train.trainer
     import skyrl_train.training.local_backend  # noqa: F401
-    from skyrl_train.entrypoints.train import main
+    from skyrl_train.config.compose import compose, to_yaml
 
+    to_yaml(compose("quickstart", []))  # imports what it needs and fills its caches
+    gc.collect()
+    gc.freeze()  # the children's own collections have little to walk
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed children are reaped by the kernel
     for line in sys.stdin:
-        output, *arguments = json.loads(line)
+        asked = json.loads(line)
         pid = os.fork()
-        if pid:
-            sys.stdout.write(f"{pid}\n")
-            sys.stdout.flush()
-            continue
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+        if not pid:
+            sys.exit(live(asked["output"], asked["arguments"], asked["fault"] and Fault(**asked["fault"])))
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+
+
+def live(output: str, arguments: Sequence[str], fault: Fault | None) -> int:
+    """The child: one run. Its exit code is the last thing that it leaves, if it is not killed."""
+    from skyrl_train.entrypoints.train import main
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    signal.signal(signal.SIGUSR1, print_tasks)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+    if fault is not None:
+        fault.install()
+    try:
         code = main(arguments)
-        Path(output + ".code").write_text(str(code))
-        sys.exit(code)
+    except Exception:
+        traceback.print_exc()
+        code = RAISED
+    Path(output + ".code").write_text(str(code))
+    return code
+
+
+def print_tasks(*_: object) -> None:
+    """Where each task of the loop waits; the threads' stacks are the fault handler's."""
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:  # no loop runs
+        return
+    for task in tasks:
+        sys.stderr.write(f"task {task.get_name()} waits in\n")
+        waiting = task.get_coro()
+        while (frame := getattr(waiting, "cr_frame", None)) is not None:
+            sys.stderr.write(f"  {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}\n")
+            waiting = getattr(waiting, "cr_await", None)
 
 
 class ForkServer:
@@ -68,17 +109,23 @@ class ForkServer:
         number: int = signal.SIGKILL,
         *,
         once_printed: str = "",
+        fault: Fault | None = None,
+        limit_s: float = LIMIT_S,
     ) -> int | None:
-        """Runs the command and returns its exit code, None if it died.
+        """Runs the command and returns its exit code, ``RAISED``, or None if it died of a signal.
 
         With ``kill_after_s`` it gets the signal ``number`` that many seconds after it has printed ``once_printed``.
+
+        Raises:
+            AssertionError: after ``limit_s`` it still runs; the message has the stacks of its threads and tasks.
         """
+        asked = {"output": str(output), "arguments": [*arguments], "fault": fault and asdict(fault)}
         output.touch()
         seen = output.stat().st_size
         assert self._server.stdin is not None and self._server.stdout is not None
         code = Path(f"{output}.code")
         code.unlink(missing_ok=True)
-        self._server.stdin.write(json.dumps([str(output), *arguments]) + "\n")
+        self._server.stdin.write(json.dumps(asked) + "\n")
         self._server.stdin.flush()
         pid = int(self._server.stdout.readline())
         try:
@@ -87,12 +134,18 @@ class ForkServer:
             return int(code.read_text()) if code.exists() else None
         poll = select.poll()
         poll.register(watch, select.POLLIN)
-        while once_printed not in output.read_text()[seen:] and not poll.poll(10):
-            pass  # the poll is the pause; a run that ends first ends the wait
-        if not poll.poll(None if kill_after_s is None else kill_after_s * 1000):
-            os.kill(pid, number)
-            assert poll.poll(60_000), "the run outlived its signal by a minute"
-        os.close(watch)
+        try:
+            while once_printed not in output.read_text()[seen:] and not poll.poll(10):
+                pass  # the poll is the pause; a run that ends first ends the wait
+            if kill_after_s is not None and not poll.poll(kill_after_s * 1000):
+                os.kill(pid, number)
+            if not poll.poll(limit_s * 1000):
+                os.kill(pid, signal.SIGUSR1)
+                poll.poll(2_000)  # the time that it gets to write its stacks
+                os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"the run hangs, {fault or 'without a fault'}:\n{output.read_text()[seen:]}")
+        finally:
+            os.close(watch)
         return int(code.read_text()) if code.exists() else None
 
 
