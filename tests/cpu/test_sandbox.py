@@ -20,7 +20,7 @@ from skyrl_train.environments.sandbox import (
 )
 from skyrl_train.errors import ConfigError, DataError
 
-SHORT = SandboxLimits(cpu_s=1, wall_s=20.0, memory_mib=256, file_mib=1)
+SHORT = SandboxLimits(cpu_s=1, wall_s=60.0, memory_mib=256, file_mib=1)
 
 
 def run(program: str, isolation: str = "namespaces", limits: SandboxLimits = SHORT, stdin: str = "") -> SandboxResult:
