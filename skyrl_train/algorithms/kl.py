@@ -53,6 +53,9 @@ def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor
 
 @KL_ESTIMATORS.register("k3")
 def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """``r - 1 - log r``; the exponent in ``r`` is clamped to ``±MAX_LOG_RATIO``, so that it stays finite in float32."""
-    log_ratio = reference_logprobs - logprobs
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratio
+    """``r - 1 - log r``; beyond ``log r = MAX_LOG_RATIO`` it stays as it is there, finite in float32.
+
+    In both terms: if the exponent alone stayed, what is left of the gradient there would lead away from the reference.
+    """
+    log_ratio = (reference_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio

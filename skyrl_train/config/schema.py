@@ -316,7 +316,7 @@ class RewardStageConfig:
 
 @dataclass
 class ReferenceStageConfig:
-    """Log-probs under the policy that the run starts from; with ``trainer.algorithm.kl_loss_coef`` above 0."""
+    """Log-probs under the policy that the run starts from; with ``trainer.algorithm.kl_loss_coef`` or ``kl_reward_coef``."""
 
     placement: str = "process"  # process | thread | ray
     max_parallel: int = 1  # groups scored at once, each by a copy of the model of its own

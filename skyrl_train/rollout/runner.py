@@ -28,6 +28,7 @@ from skyrl_train.errors import (
     NoEngineError,
     RolloutError,
     StageError,
+    TrainingWorkerError,
 )
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
 from skyrl_train.generators.validation import to_samples, validate_generator_output
@@ -191,7 +192,7 @@ class GroupRunner:
 
         Raises:
             RolloutError: every attempt raised or timed out, the last failure is the cause; or a stage cannot use the group.
-            StageError: a stage failed.
+            StageError, TrainingWorkerError: a stage failed.
             GeneratorOutputError: the generator broke its contract, which another attempt would not mend.
             NoEngineError: no engine is left, more often than ``max_engine_failures`` allows.
             EngineError: the engines failed otherwise, which is not the prompt's fault.
@@ -204,7 +205,7 @@ class GroupRunner:
             group = await self._run(attempt)
             attempt.generated = True
             group = await self.stages.run(group, self._prompts.record(ordinal))
-        except (EngineError, GeneratorOutputError, StageError):
+        except (EngineError, GeneratorOutputError, StageError, TrainingWorkerError):
             raise  # it stops the run and is no outcome: the last checkpoint keeps what was sampled for the group
         except BaseException:
             self._recordings.end(ordinal)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import RolloutError, StageError
+from skyrl_train.errors import RolloutError, StageError, TrainingWorkerError
 from skyrl_train.observability.slot_time import SlotTimeIntegral
 from skyrl_train.rollout.group import RolloutGroup
 
@@ -69,6 +69,7 @@ class StagePipeline:
         Raises:
             RolloutError: a stage found that this group cannot be used.
             StageError: a stage failed.
+            TrainingWorkerError: what a stage computes with, a process that trains the policy, is gone.
         """
         for lane in self._lanes:
             group = await lane.run(group, record)
@@ -103,7 +104,7 @@ class _Lane:
         with self._occupied(group.ordinal):
             try:
                 return await self.stage.run(group, record)
-            except (RolloutError, StageError):
+            except (RolloutError, StageError, TrainingWorkerError):  # who restarts a run goes by the last one
                 raise
             except Exception as error:
                 raise StageError(f"stage {self.stage.name!r} failed on group {group.ordinal}: {error!r}") from error

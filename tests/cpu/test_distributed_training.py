@@ -6,8 +6,10 @@ import dataclasses
 import math
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
 from skyrl_train.inference.shared_weights import SharedMemoryReceiver
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.publication.disk import DiskTransport
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
@@ -39,6 +42,7 @@ from skyrl_train.training.local_backend import LocalBackend
 ray = pytest.importorskip("ray")
 
 from skyrl_train.training.distributed.ray_backend import RayBackend  # noqa: E402
+from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
 
@@ -221,6 +225,66 @@ class TestCheckpoints:
             fresh.save(early, tmp_path)
 
 
+class ScriptedRank:
+    """Notes in ``calls`` what it is called with, in the order in which that is submitted, after it has done ``first``."""
+
+    def __init__(self, calls: list[str], first: Callable[[str], None] = lambda method: None) -> None:
+        self._calls, self._first = calls, first
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        def remote(*arguments: object) -> object:
+            self._first(method)
+            self._calls.append(method)
+            return ray.put(Returned(None))
+
+        return SimpleNamespace(remote=remote)
+
+
+class WatchedLock:
+    """``waited_for``: somebody has found it taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend) -> None:
+    """Weights are staged in one thread and sequences scored in another (``proximal_policy=arrival``): ranks that got the two
+    in different orders would wait for each other in two collectives."""
+    calls: tuple[list[str], list[str]] = ([], [])
+    lock = WatchedLock()
+
+    def other_thread() -> None:
+        group.call_alike("forward_logprobs")
+        lock.waited_for.set()
+
+    other = threading.Thread(target=other_thread, daemon=True)
+
+    def first(method: str) -> None:
+        if method == "stage":  # it is on its way to rank 0: now the other one comes
+            other.start()
+            assert lock.waited_for.wait(60)
+
+    class Group(WorkerGroup):
+        def _start(self, settings: WorkerSettings) -> None:
+            self._calling = lock  # type: ignore[assignment]
+            self._actors = [ScriptedRank(calls[0], first), ScriptedRank(calls[1])]
+            self.seats = two_ranks.group.seats
+
+    group = Group(WorkerSettings("", settings(), 10, 1.0, 0))
+    group.call_alike("stage")
+    other.join(60)
+    assert calls[0] == calls[1] == ["stage", "forward_logprobs"]
+
+
 class TestDeaths:
     """Last: it ends the group."""
 
@@ -231,6 +295,20 @@ class TestDeaths:
             two_ranks.update(minibatch(lengths=LENGTHS))
         with pytest.raises(TrainingWorkerError, match="rank 1"):
             two_ranks.snapshot()
+
+
+def test_what_is_staged_in_a_folder_is_gone_when_the_workers_are(folder: str, tmp_path: Path) -> None:
+    if not ray.is_initialized():
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    started = RayBackend(folder, settings(fsdp__num_workers=1), total_steps=10, temperature=1.0, seed=0)
+    try:
+        update = started.stage(DiskTransport(str(tmp_path)), 1)
+        assert [str(path) for path in tmp_path.iterdir()] == [update.location]
+    finally:
+        started.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TrainingWorkerError, match="were closed"):
+        started.snapshot()
 
 
 def one_rank(folder: str, **changes: object) -> TrainingWorker:

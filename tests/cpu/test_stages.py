@@ -20,7 +20,7 @@ from scripted import settle
 from stage_worlds import RECORD, decode, group, sequence
 
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import GeneratorOutputError, RolloutError, StageError
+from skyrl_train.errors import GeneratorOutputError, RolloutError, StageError, TrainingWorkerError
 from skyrl_train.rollout.checkpoint import read_recordings
 from skyrl_train.rollout.group import RolloutGroup, Sample
 from skyrl_train.rollout.logprob_stages import (
@@ -223,6 +223,19 @@ async def test_a_stage_that_fails_stops_the_run_and_is_named() -> None:
             await w.step(fill=True)
         assert isinstance(caught.value.__cause__, MemoryError)
         assert w.staleness.counts.failed == 0 and 2 in w.workers._seated, "it is no outcome: the prompt comes again"
+
+
+async def test_a_training_worker_that_dies_under_a_stage_is_no_failure_of_the_stage() -> None:
+    stage = Scripted("proximal")
+
+    def fail(g: RolloutGroup) -> RolloutGroup:
+        raise TrainingWorkerError("rank 1 is gone")  # a run with trainer.max_restarts goes on after this one only
+
+    stage.then = fail
+    async with staged(World(), stage) as w:
+        with pytest.raises(TrainingWorkerError, match="rank 1 is gone"):
+            await w.step(fill=True)
+        assert w.staleness.counts.failed == 0 and 0 in w.workers._seated, "it is no outcome: the prompt comes again"
 
 
 async def test_a_group_that_a_stage_cannot_use_is_a_failed_rollout() -> None:

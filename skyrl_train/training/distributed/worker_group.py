@@ -7,8 +7,11 @@ One that ends takes the group with it: the others wait for it inside the collect
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,14 @@ from skyrl_train.errors import SkyRLError, TrainingWorkerError
 from skyrl_train.inference.engines.ray_actor import connect
 from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings
 
+logger = logging.getLogger(__name__)
+
 # After the first rank has failed: how long the one that caused it may take to be known as dead.
 CAUSE_WAIT_S = 5.0
+# A group of ranks of its own, and a thread of its own in each of them.
+BESIDE_OTHERS = frozenset({"save"})
+# How long the ranks may take to remove what they have staged, before they are ended.
+LEAVE_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Seat:
 
 
 class WorkerGroup:
-    """The actors of one policy. Its methods block.
+    """The actors of one policy. Its methods block, and may be called from several threads.
 
     Raises:
         ConfigError: (constructor) Ray cannot be reached.
@@ -47,6 +56,8 @@ class WorkerGroup:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._end: str | None = None  # why the group has ended
+        # Calls of two threads that reached the ranks in different orders would leave them in two collectives for ever.
+        self._calling = threading.Lock()
         self._actors: list[Any] = []
         self._placement: PlacementGroup | None = None
         self.seats: list[Seat] = []
@@ -54,7 +65,7 @@ class WorkerGroup:
         try:
             self._start(settings)
         except BaseException:
-            self.close()
+            self._kill("The training workers did not start.")
             raise
 
     @property
@@ -63,7 +74,7 @@ class WorkerGroup:
         return len(self.seats)
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What ``method`` returns on each rank.
+        """What ``method`` returns on each rank. One call at a time, but for ``save``, which runs beside others.
 
         Args:
             arguments: one tuple per rank.
@@ -72,11 +83,12 @@ class WorkerGroup:
             TrainingWorkerError: a rank is gone.
             Exception: what all ranks refused the call with; they stand as before it.
         """
-        if self._end is not None:
-            raise TrainingWorkerError(self._end)
-        pairs = zip(self._actors, arguments, strict=True)
-        calls = [getattr(actor, method).remote(*of_rank) for actor, of_rank in pairs]
-        outcomes = self._outcomes(calls, method)
+        with nullcontext() if method in BESIDE_OTHERS else self._calling:
+            if self._end is not None:
+                raise TrainingWorkerError(self._end)
+            pairs = zip(self._actors, arguments, strict=True)
+            calls = [getattr(actor, method).remote(*of_rank) for actor, of_rank in pairs]
+            outcomes = self._outcomes(calls, method)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
         if refused:
             raise refused[0].error
@@ -87,8 +99,16 @@ class WorkerGroup:
         return self.call(method, [arguments] * self.size)
 
     def close(self) -> None:
-        """Ends all workers. Idempotent."""
-        self._end = self._end or "The training workers were closed."
+        """Ends all workers; those that still answer remove what they have staged. Idempotent."""
+        if self._end is None:
+            try:
+                ray.get([actor.leave.remote() for actor in self._actors], timeout=LEAVE_LIMIT_S)
+            except (RayError, GetTimeoutError) as error:
+                logger.warning("the training workers do not leave, and are ended: %s", _first_line(error))
+        self._kill("The training workers were closed.")
+
+    def _kill(self, why: str) -> None:
+        self._end = self._end or why
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -135,13 +155,13 @@ class WorkerGroup:
         rank = (dead or list(failures))[0]
         seat, cause = self.seats[rank], failures[rank]
         how = "ended" if dead else "failed"
-        self._end = (
+        why = (
             f"The training worker of rank {rank} (of {self.size}, node {seat.node}, pid {seat.pid}) {how} in {method}: "
             f"{_first_line(cause)}. The other ranks cannot go on without it. Give the same command to go on from the last "
             "checkpoint, or set trainer.max_restarts to have that done."
         )
-        self.close()
-        error = TrainingWorkerError(self._end)
+        self._kill(why)
+        error = TrainingWorkerError(why)
         error.__cause__ = cause
         return error
 
