@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.off_policy.rejections import REJECTION_STATISTICS
 from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.concurrency import gather_or_cancel
@@ -126,6 +127,7 @@ def known_names() -> dict[str, list[str]]:
         "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS.names(),
         "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS.names(),
         "trainer.algorithm.off_policy_correction.tis_ratio_type": CORRECTIONS.names(),
+        "trainer.algorithm.off_policy_correction.rejections.statistic": REJECTION_STATISTICS.names(),
         "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
         "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
         "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),

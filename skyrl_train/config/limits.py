@@ -11,10 +11,10 @@ Problems = Iterator[str]  # one sentence per problem
 
 
 def setting(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key of the schema."""
+    """The value of a dotted key of the schema; behind a list of settings, the list of their values."""
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = [getattr(each, part) for each in value] if isinstance(value, list) else getattr(value, part)
     return value
 
 

@@ -389,7 +389,7 @@ def _training_workers(config: RunConfig) -> Problems:
             "pass only, in trainer.policy.dtype. Set trainer.policy.fp32_head=false, or trainer.strategy=local."
         )
     gpus = derive.fsdp_num_gpus(trainer)
-    if trainer.device == "cuda" and 0 < gpus < 1 and trainer.fsdp.num_workers > 1:
+    if trainer.device == "cuda" and 0 <= gpus < 1 and trainer.fsdp.num_workers > 1:
         yield (
             f"{key}.ray_num_gpus={gpus:g}: two workers could share a GPU, which NCCL refuses. Set {key}.ray_num_gpus=1, or "
             f"{key}.num_workers=1."

@@ -9,6 +9,7 @@ import torch
 from test_tutorials import blocks
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
+from skyrl_train.assembly import known_names
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import AlgorithmConfig
@@ -54,6 +55,12 @@ def test_what_cannot_work_is_refused(settings: list[str], remedy: str) -> None:
     keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
     with pytest.raises(ConfigError, match=remedy):
         refusals.refuse(compose("quickstart", keys))
+
+
+def test_an_unknown_statistic_is_refused_by_its_name() -> None:
+    rules = f"trainer.algorithm.{RULES}=[{{statistic:k3,high:1}},{{statistic:ration,high:2}}]"
+    with pytest.raises(ConfigError, match=r"rejections\.statistic=ration is unknown\. Did you mean ratio"):
+        refusals.refuse(compose("quickstart", [rules]), known_names())
 
 
 def test_rejections_alone_correct_a_run_with_older_tokens() -> None:

@@ -25,6 +25,7 @@ FSDP = "trainer.strategy=fsdp2"
         ([FSDP, "trainer.fsdp.num_workers=0"], "trainer.fsdp.num_workers=0: must be at least 1"),
         ([FSDP, "trainer.device=cuda:1"], "Set trainer.device=cuda"),
         ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0.5"], "Set trainer.fsdp.ray_num_gpus=1"),
+        ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0"], "Set trainer.fsdp.ray_num_gpus=1"),
         ([FSDP, "trainer.fsdp.ray_num_gpus=1"], "Set trainer.device=cuda"),
         ([FSDP, "trainer.policy.fp32_head=true"], "Set trainer.policy.fp32_head=false, or trainer.strategy=local"),
         ([FSDP, "trainer.max_restarts=-1"], "trainer.max_restarts=-1: must be at least 0"),
