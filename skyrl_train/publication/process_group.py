@@ -38,6 +38,7 @@ from skyrl_train.publication.staging import DeviceStaging, DoubleBuffer
 
 logger = logging.getLogger(__name__)
 BUCKET_BYTES = 64 << 20
+CLOSE_LIMIT_S = 5.0  # what each conversation may take to end
 
 
 class ProcessGroupTransport(WeightTransport):
@@ -166,6 +167,7 @@ class _Server:
         self._offers: dict[int, tuple[int, torch.Tensor]] = {}  # by area: version, bytes
         self._lock = threading.Lock()
         self._connections: set[ControlConnection] = set()
+        self._conversations: list[threading.Thread] = []
         self._closed = False
         listening = socket.create_server((address, 0))
         meeting = socket.create_server((address, 0))
@@ -182,7 +184,8 @@ class _Server:
                 "timeout_s": timeout_s,
             }
         )
-        threading.Thread(target=self._accept, name="weight-server", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="weight-server", daemon=True)
+        self._accepting.start()
 
     def withdraw(self, area: int) -> None:
         """Who asks for what lies in ``area`` from now on is refused."""
@@ -196,7 +199,7 @@ class _Server:
             self._offers[area] = version, staging
 
     def close(self) -> None:
-        """Ends every conversation."""
+        """Ends every conversation. A process that ended in the middle of one would be aborted: a group's threads are its own."""
         with self._lock:
             self._closed = True
             connections = list(self._connections)
@@ -207,6 +210,9 @@ class _Server:
         self._listening.close()
         for connection in connections:
             connection.close()
+        self._accepting.join(CLOSE_LIMIT_S)
+        for conversation in self._conversations:  # it takes no further ones
+            conversation.join(CLOSE_LIMIT_S)
 
     def _accept(self) -> None:
         """Consumes connections / waits for the socket / unblocked by an engine or ``close`` / produces a thread for each."""
@@ -223,12 +229,14 @@ class _Server:
                     control.close()
                     return
                 self._connections.add(control)
-            threading.Thread(
+            conversation = threading.Thread(
                 target=self._serve,
                 args=(control, connection, f"pair-{pairs}"),
                 name=f"weight-server-{pairs}",
                 daemon=True,
-            ).start()
+            )
+            conversation.start()
+            self._conversations = [*(known for known in self._conversations if known.is_alive()), conversation]
 
     def _serve(self, control: ControlConnection, connection: socket.socket, pair: str) -> None:
         """Consumes an engine's requests / waits for the next one / unblocked by its end / produces the bytes it asked for."""

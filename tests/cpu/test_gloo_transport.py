@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -108,3 +109,16 @@ def test_a_silent_stranger_holds_up_nobody(staged: tuple[GlooTransport, WeightUp
         closing(WeightReceiver(CPU)) as receiver,
     ):
         assert receiver.open_update(staged[1])["w"][1] == 1.0
+
+
+def test_no_conversation_outlives_the_transport(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+    """A process that ends while one of them takes its group apart is aborted, after a run that was fine."""
+    transport, update = staged
+    receivers = [WeightReceiver(CPU) for _ in range(2)]
+    for receiver in receivers:
+        receiver.open_update(update)
+    assert sum(thread.name.startswith("weight-server-") for thread in threading.enumerate()) == 2
+    for receiver in receivers:
+        receiver.close()
+    transport.close()
+    assert not any(thread.name.startswith("weight-server") for thread in threading.enumerate())
