@@ -44,9 +44,9 @@ CASES = (
 )
 SETTINGS = {
     "sync": (),
-    "partial_rollout": (),
+    "partial_rollout": ("straggler_policy=accept",),
     "one_step_off": (),
-    "fully_async": ("pipeline_depth=2", "max_staleness_steps=4"),
+    "fully_async": ("pipeline_depth=2", "max_staleness_steps=4", "straggler_policy=accept"),
     "fully_async, mask": ("pipeline_depth=2", "max_staleness_steps=4", "straggler_policy=mask"),
     "fully_async, streaming": ("pipeline_depth=2", "max_staleness_steps=4", "streaming_min_groups=8"),
 }

@@ -82,7 +82,7 @@ MODES = {
     "sync": ["trainer.mode=sync"],
     "one_step_off": ["trainer.mode=one_step_off"],
     "partial_rollout": ["trainer.mode=partial_rollout"],
-    "accept": ["trainer.mode=fully_async"],
+    "accept": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=accept"],
     "wait": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=wait"],
     "mask": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=mask"],
     "drop": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=drop"],
