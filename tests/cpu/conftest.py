@@ -31,6 +31,7 @@ SHARED = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Says which tests belong to one process."""
     for item in items:
