@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import RunConfig, SamplingConfig
 
 Problems = Iterator[str]  # one sentence per problem
 
@@ -32,3 +32,12 @@ def more_than_zero(config: RunConfig, *keys: str) -> Problems:
         value = setting(config, key)
         if value is not None and not value > 0:
             yield f"{key}={value}: must be more than 0."
+
+
+def impossible_sampling(sampling: SamplingConfig, key: str) -> Problems:
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        yield f"{key}.min_tokens={sampling.min_tokens}: must be between 0 and max_tokens={sampling.max_tokens}."
+    if not 0 < sampling.top_p <= 1:
+        yield f"{key}.top_p={sampling.top_p}: must be above 0 and at most 1 (1 is off)."
+    if not 0 <= sampling.min_p <= 1:
+        yield f"{key}.min_p={sampling.min_p}: must be between 0 (off) and 1."

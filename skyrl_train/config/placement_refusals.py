@@ -1,0 +1,117 @@
+"""Where things run: what cannot work, with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_train.config import derive
+from skyrl_train.config.limits import Problems, at_least, more_than_zero
+from skyrl_train.config.schema import (
+    RunConfig,
+    TrainingStrategy,
+)
+
+
+def _engines(config: RunConfig) -> Problems:
+    key, engine = "generator.inference_engine", config.generator.inference_engine
+    of_evaluation = config.trainer.eval.num_engines
+    if engine.backend == "vllm_remote" and len(engine.remote_urls) != engine.num_engines + of_evaluation:
+        beside = f" and trainer.eval.num_engines={of_evaluation}" if of_evaluation else ""
+        yield (
+            f"{key}.remote_urls names {len(engine.remote_urls)} servers for {key}.num_engines={engine.num_engines}"
+            f"{beside}: give one URL per engine{', those of the evaluation last' if of_evaluation else ''}."
+        )
+    if engine.backend != "vllm_remote" and engine.remote_urls:
+        yield f"{key}.remote_urls belongs to {key}.backend=vllm_remote, not to {engine.backend!r}."
+    if engine.backend == "vllm_remote" and engine.placement == "ray":
+        yield f"{key}.placement=ray: a remote server runs where it was started; leave the placement out."
+    if engine.backend == "vllm" and engine.placement == "thread":
+        yield f"{key}.placement=thread is for the embedded engine; vLLM has processes of its own: use process or ray."
+    parallel = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    if engine.backend == "embedded" and parallel != 1:
+        yield f"{key}: the embedded engine is not parallel; set its *_parallel_size to 1, or use backend=vllm."
+    if engine.backend != "vllm" and engine.engine_args:
+        yield f"{key}.engine_args belongs to {key}.backend=vllm, not to {engine.backend!r}."
+
+
+def _training_workers(config: RunConfig) -> Problems:
+    trainer, key = config.trainer, "trainer.fsdp"
+    yield from at_least(config, 0, "trainer.max_restarts", f"{key}.ray_num_cpus", f"{key}.ray_num_gpus")
+    yield from at_least(config, 1, f"{key}.num_workers")
+    yield from more_than_zero(config, f"{key}.start_timeout_s")
+    if trainer.strategy is TrainingStrategy.local:
+        if trainer.max_restarts > 0:
+            yield (
+                f"trainer.max_restarts={trainer.max_restarts} with trainer.strategy=local: there is no training worker "
+                "that could die. Set trainer.max_restarts=0, or trainer.strategy=fsdp2."
+            )
+        return
+    if trainer.device not in ("cpu", "cuda"):
+        yield (
+            f"trainer.device={trainer.device} with trainer.strategy=fsdp2: each worker sees the GPU that Ray gives it and "
+            "no other. Set trainer.device=cuda."
+        )
+    if trainer.policy.fp32_head:
+        yield (
+            "trainer.policy.fp32_head=true with trainer.strategy=fsdp2: a sharded head is whole within the model's own forward "
+            "pass only, in trainer.policy.dtype. Set trainer.policy.fp32_head=false, or trainer.strategy=local."
+        )
+    gpus = derive.fsdp_num_gpus(trainer)
+    if trainer.device == "cuda" and 0 <= gpus < 1 and trainer.fsdp.num_workers > 1:
+        yield (
+            f"{key}.ray_num_gpus={gpus:g}: two workers could share a GPU, which NCCL refuses. Set {key}.ray_num_gpus=1, or "
+            f"{key}.num_workers=1."
+        )
+    if trainer.device == "cpu" and gpus > 0:
+        yield f"{key}.ray_num_gpus={gpus:g} with trainer.device=cpu: nothing would use them. Set trainer.device=cuda."
+
+
+def _stages(config: RunConfig) -> Problems:
+    key, reward = "rollout.stages", config.rollout.stages.reward
+    yield from at_least(config, 1, f"{key}.reward.max_parallel", f"{key}.reference.max_parallel")
+    yield from at_least(
+        config,
+        0,
+        *(
+            f"{key}.{stage}.ray_{resource}"
+            for stage in ("reward", "reference")
+            for resource in ("num_cpus", "num_gpus")
+        ),
+    )
+    yield from more_than_zero(config, f"{key}.reward.timeout_s")
+    if reward.function is None and reward.kwargs:
+        yield (
+            f"{key}.reward.kwargs={dict(reward.kwargs)} without {key}.reward.function: nothing takes them. Name the function, "
+            "as package.module:function or file.py:function, or remove them."
+        )
+    if reward.function is not None and "." not in reward.function:
+        yield (
+            f"{key}.reward.function={reward.function}: is no import path. Name it as package.module:function or "
+            "file.py:function."
+        )
+
+
+def _actors(config: RunConfig) -> Problems:
+    yield from at_least(config, 0, "rollout.num_actors", "rollout.ray_num_cpus")
+    port, actors = endpoint_port(config), config.rollout.num_actors
+    if config.generator.name == "harness" and actors > 1 and port:
+        yield (
+            f"generator.kwargs.endpoint.port={port} with rollout.num_actors={actors}: each actor has an endpoint of its own, "
+            "and actors may share a machine. Leave the port out (each takes a free one), or set rollout.num_actors=0 where "
+            "other programs need to know it."
+        )
+
+
+def endpoint_port(config: RunConfig) -> Any:
+    """The port that the harness was told to take; 0 or None where it takes a free one."""
+    endpoint = config.generator.kwargs.get("endpoint")
+    return endpoint.get("port") if isinstance(endpoint, Mapping) else None
+
+
+RULES: tuple[Callable[[RunConfig], Problems], ...] = (
+    _engines,
+    _training_workers,
+    _stages,
+    _actors,
+)
