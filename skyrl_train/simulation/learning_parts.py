@@ -142,7 +142,7 @@ class TimedBackend(LocalBackend):
         return self._modelled.steps
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        self._modelled.accumulate(minibatch)
+        self._modelled.update(minibatch)
         return super().update(minibatch)
 
     def accumulate(self, part: Minibatch) -> None:

@@ -41,7 +41,7 @@ def corrected(batch: Batch, **settings: object) -> OffPolicyCorrection:
 @given(batches, st.floats(0.1, 10), st.floats(0.1, 10))
 def test_truncated_weights(batch: Batch, cap: float, sequence_cap: float) -> None:
     caps = {"token_tis_ratio_clip_high": cap, "sequence_tis_ratio_clip_high": sequence_cap}
-    products = [math.exp(min(sum(map(log_r, s)), 20)) for s in batch.sequences for _ in s]
+    products = [math.exp(max(-20, min(sum(map(log_r, s)), 20))) for s in batch.sequences for _ in s]
     geometric = [math.exp(sum(map(log_r, s)) / len(s)) for s in batch.sequences for _ in s]
     assert corrected(batch, tis_ratio_type="token", **caps).weights.tolist() == pytest.approx(
         [min(math.exp(log_r(t)), cap) for t in batch.flat]

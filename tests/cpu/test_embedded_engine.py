@@ -278,20 +278,25 @@ async def test_teardown_leaves_no_thread_and_no_descriptor_and_fails_what_is_pen
         names = {thread.name for thread in threading.enumerate() if thread.name.startswith("embedded")}
         return names, len(list(Path("/proc/self/fd").iterdir()))
 
+    async def life(version: int) -> None:
+        engine = EmbeddedEngine(folder, placement="thread", max_num_seqs=2)
+        with pytest.raises(EngineDeadError, match="start"):
+            await engine.generate(request())
+        await engine.start()
+        await publish(engine, folder, transport, version)
+        await engine.pause(PauseMode.KEEP)
+        call = asyncio.create_task(engine.generate(request()))
+        await engine.health()
+        await engine.teardown()
+        with pytest.raises(EngineDeadError, match="torn down"):
+            await call
+        await engine.teardown()
+        assert not (await engine.health()).alive
+
+    for version in (0, 1):  # with both staging areas in use, and what libraries open once and keep
+        await life(version)
     before = resources()
-    engine = EmbeddedEngine(folder, placement="thread", max_num_seqs=2)
-    with pytest.raises(EngineDeadError, match="start"):
-        await engine.generate(request())
-    await engine.start()
-    await publish(engine, folder, transport, 0)
-    await engine.pause(PauseMode.KEEP)
-    call = asyncio.create_task(engine.generate(request()))
-    await engine.health()
-    await engine.teardown()
-    with pytest.raises(EngineDeadError, match="torn down"):
-        await call
-    await engine.teardown()
-    assert not (await engine.health()).alive
+    await life(2)
     assert resources() == before
 
 
