@@ -5,7 +5,6 @@ OMP_NUM_THREADS=1 python benchmarks/packing.py
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import tempfile
@@ -119,13 +118,21 @@ def peak_of_logprobs(vocabulary: int, way: str) -> float:
     nothing = torch.zeros(len(ids))
     sequence = TrainingSequence(ids, nothing == 0, nothing, nothing, ids, 0)
     batch = collate_packed([sequence], [0], [sequence.loss_mask])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mib(afresh=True)
     if way == "chunked":
         scorer.logprobs(batch)
     else:
         with torch.no_grad():
             full_scores(model, batch, 1.0, differentiate_entropy=False)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / MIB
+    return peak_mib() - before
+
+
+def peak_mib(*, afresh: bool = False) -> float:
+    """The most that this process has held, since the last time that this was asked ``afresh`` (Linux)."""
+    if afresh:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / MIB
 
 
 def main() -> None:
