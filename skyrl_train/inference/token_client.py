@@ -47,6 +47,9 @@ from skyrl_train.inference.weight_update import WeightUpdate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Tokens in one piece of a stream. With 20 alternatives to each it is some 100 kB when it is sent.
+_LARGEST_CHUNK = 64
+
 
 class TokenClient:
     """Talks to a fleet of engines that serve the same policy.
@@ -192,9 +195,10 @@ class TokenClient:
         return self._generation(response)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Like ``complete``, in pieces; a slow reader gets larger ones. Closing the iterator cancels the request.
+        """Like ``complete``, in pieces; a slow reader gets larger ones, up to a size that a connection can be asked to
+        hold. Closing the iterator cancels the request.
 
-        A response with a grammar comes in one piece at its end: until then an interruption may have it begin again.
+        A response with a grammar comes at its end: until then an interruption may have it begin again.
         """
         self._check_supported(request)
         response = Continuation(
@@ -208,11 +212,15 @@ class TokenClient:
             while not running.done():
                 await progress.wait()
                 progress.clear()
-                if not running.done() and not response.may_restart and len(response.token_ids) > sent:
+                while not running.done() and not response.may_restart and len(response.token_ids) > sent:
                     chunk = self._chunk(response, sent, None)
                     sent += len(chunk.token_ids)  # before the reader's turn, during which more may arrive
                     yield chunk
             running.result()  # raises what it raised
+            while len(response.token_ids) - sent > _LARGEST_CHUNK:
+                chunk = self._chunk(response, sent, None)
+                sent += len(chunk.token_ids)
+                yield chunk
             yield self._chunk(response, sent, self._generation(response))
         finally:
             running.cancel()
@@ -236,12 +244,13 @@ class TokenClient:
     def _chunk(self, response: Continuation, sent: int, generation: Generation | None) -> GenerationChunk:
         text = response.text
         assert text is not None, "a streamed response has text"
+        of = slice(sent, sent + _LARGEST_CHUNK)
         return GenerationChunk(
-            token_ids=response.token_ids[sent:],
-            logprobs=response.logprobs[sent:],
-            versions=response.versions[sent:],
+            token_ids=response.token_ids[of],
+            logprobs=response.logprobs[of],
+            versions=response.versions[of],
             text=text.take() if generation is None else text.rest(generation.text),
-            top_logprobs=None if response.top_logprobs is None else response.top_logprobs[sent:],
+            top_logprobs=None if response.top_logprobs is None else response.top_logprobs[of],
             generation=generation,
         )
 

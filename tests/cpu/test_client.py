@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from scripted import EOS, ScriptedEngine, hashed_token, scripted_update, settle
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, PublicationError, RequestError
+from skyrl_train.inference import token_client
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import (
     InferenceEngineInput,
@@ -351,9 +354,17 @@ async def test_the_gate_closes_before_the_engines_pause_and_opens_after_they_res
     schedule=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=12),
     stop=st.lists(st.text("0123abcd", min_size=1, max_size=3), max_size=2),
     seed=st.integers(0, 2**62),
+    largest=st.sampled_from([1, 2, 64]),
 )
 async def test_the_pieces_of_a_stream_joined_are_the_whole_response(
-    schedule: list[tuple[int, bool, bool]], stop: list[str], seed: int
+    schedule: list[tuple[int, bool, bool]], stop: list[str], seed: int, largest: int
+) -> None:
+    with patch.object(token_client, "_LARGEST_CHUNK", largest):
+        await check_that_pieces_join(schedule, stop, seed, largest)
+
+
+async def check_that_pieces_join(
+    schedule: list[tuple[int, bool, bool]], stop: list[str], seed: int, largest: int
 ) -> None:
     params = SamplingParams(max_tokens=20, stop=tuple(stop), seed=seed, ignore_eos=True)
     reference = client_of(ScriptedEngine(free_running=True))
@@ -368,6 +379,7 @@ async def test_the_pieces_of_a_stream_joined_are_the_whole_response(
     async def read() -> None:
         async for chunk in client.stream(GenerationRequest([5, 6], params)):
             assert chunk.generation is not None or chunk.token_ids
+            assert len(chunk.token_ids) <= largest
             chunks.append(chunk)
             await reading.wait()
 
@@ -409,6 +421,24 @@ async def test_a_slow_reader_gets_larger_pieces_and_holds_nothing_up() -> None:
     assert len((await anext(stream)).token_ids) == 8
     await stream.aclose()
     assert engine.running == []
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["goes on", "has ended"])
+async def test_who_comes_back_late_gets_what_has_piled_up_in_pieces_of_a_bounded_size(ended: bool) -> None:
+    engine = ScriptedEngine(lambda tokens, seed: 9)
+    client = client_of(engine)
+    await publish(client, 0)
+    stream = client.stream(GenerationRequest([5], SamplingParams(max_tokens=1000 if ended else 2000)))
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    engine.tick()
+    await first
+    for _ in range(999):
+        engine.tick()
+    await settle(20)
+    sizes = [len((await anext(stream)).token_ids) for _ in range(math.ceil(999 / 64))]
+    assert max(sizes) <= 64 and sum(sizes) == 999
+    await stream.aclose()
 
 
 async def test_closing_a_stream_that_nobody_read_yet_leaves_no_request() -> None:

@@ -159,8 +159,6 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._head_arrived()
         if not self.flow.write_paused:
             self._stop_watching_reader()  # what it has left of the last answer gets company
-        if not self.flow.write_paused:
-            self._stop_watching_reader()  # what it has left of the last answer gets company
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         app = self.app
         lingering = _Lingering(_TOO_LARGE if size > self.settings.max_header_bytes else app)
