@@ -2,6 +2,7 @@
 
     python benchmarks/staleness_price.py throughput     accept and mask at S = 2, against min(generation, training)
     python benchmarks/staleness_price.py strictness     wait over S, against what any schedule without drops can reach
+    python benchmarks/staleness_price.py strictness --width 32 --plot docs/images/price_of_a_bound.svg
     python benchmarks/staleness_price.py depth          throughput and lag over D and the number of slots
 
 Responses are log-normal; the tail is the longest over the mean one. Groups have one response, so the tail is that of groups.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from skyrl_train.simulation.engine import EngineSpeed
 from skyrl_train.simulation.lengths import Lengths, log_normal
@@ -82,6 +85,7 @@ def strictness(options: argparse.Namespace) -> None:
     )
     print("| regime | tail | S | run | found | bound | run / bound | run / found | max trained lag |")
     print("|---|---|---|---|---|---|---|---|---|")
+    lines: dict[tuple[str, float], list[float]] = {}
     for regime, ratio in REGIMES.items():
         for tail in options.tails:
             for bound in options.bounds:
@@ -105,6 +109,27 @@ def strictness(options: argparse.Namespace) -> None:
                     f"| {outcome.max_trained_lag} |",
                     flush=True,
                 )
+                lines.setdefault((regime, tail), []).append(ideal_s / outcome.total_s)
+    if options.plot:
+        draw(options.plot, options.bounds, lines)
+
+
+def draw(path: Path, bounds: Sequence[int], lines: Mapping[tuple[str, float], Sequence[float]]) -> None:
+    """A panel for each regime, a line for each tail."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(REGIMES), sharey=True)
+    for panel, regime in zip(panels, REGIMES, strict=True):
+        for (of, tail), values in lines.items():
+            if of == regime:
+                panel.plot(bounds, values, marker="o", markersize=3, label=f"{tail:g}")
+        panel.set(title=regime, xlabel="S, bound on the lag (steps)", ylim=(0, 1.05), xticks=bounds)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("throughput over min(generation, training)")
+    panels[-1].legend(title="longest / mean response", loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def depth(options: argparse.Namespace) -> None:
@@ -133,6 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--width", type=int, default=0, help="of the search for a faster schedule; 0: none (64 takes minutes)"
     )
+    parser.add_argument("--plot", type=Path, help="strictness: also draws the runs, into this file")
     options = parser.parse_args()
     began = time.process_time()
     {"throughput": throughput, "strictness": strictness, "depth": depth}[options.table](options)
