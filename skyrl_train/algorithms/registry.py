@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from skyrl_train.config.import_path import import_name
+from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Registry(Generic[T]):
         """
         if name in self._entries:
             return self._entries[name]
-        if "." in str(name):
+        if is_import_path(str(name)):
             if name not in self._imported:
                 self._imported[name] = import_name(name, self._setting, "function")
             return self._imported[name]

@@ -12,6 +12,11 @@ from typing import Any, Literal
 from skyrl_train.errors import ConfigError
 
 
+def is_import_path(name: str) -> bool:
+    """Whether ``name`` is of the shape that :func:`import_name` takes, and no registered name."""
+    return "." in name or ":" in name
+
+
 def import_name(path: str, setting: str, kind: Literal["class", "function"] = "class") -> Any:
     """Imports ``package.module:Name`` (or ``package.module.Name``), or ``Name`` from a file: ``path/to/file.py:Name``.
 

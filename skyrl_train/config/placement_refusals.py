@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_train.config import derive
+from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.limits import Problems, at_least, more_than_zero
 from skyrl_train.config.schema import (
     RunConfig,
@@ -85,7 +86,7 @@ def _stages(config: RunConfig) -> Problems:
             f"{key}.reward.kwargs={dict(reward.kwargs)} without {key}.reward.function: nothing takes them. Name the function, "
             "as package.module:function or file.py:function, or remove them."
         )
-    if reward.function is not None and "." not in reward.function:
+    if reward.function is not None and not is_import_path(reward.function):
         yield (
             f"{key}.reward.function={reward.function}: is no import path. Name it as package.module:function or "
             "file.py:function."

@@ -15,6 +15,7 @@ from skyrl_train.config import (
     schedule_refusals,
     transports,
 )
+from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.limits import Problems, at_least, impossible_sampling, more_than_zero, setting
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, model_shape
@@ -157,7 +158,7 @@ def _names(config: RunConfig, known_names: Mapping[str, Collection[str]]) -> Pro
     for key, names in known_names.items():
         value = setting(config, key)
         for name in value if isinstance(value, list) else [value]:
-            if name is not None and name not in names and "." not in name:
+            if name is not None and name not in names and not is_import_path(name):
                 yield f"{key}={name} is unknown.{did_you_mean(name, names)}"
 
 

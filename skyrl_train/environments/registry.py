@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from skyrl_train.config.import_path import import_name
+from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.environments.base import Environment, PromptRecord, TextEnvironment
 from skyrl_train.errors import ConfigError
@@ -92,7 +92,7 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     known = registered_environments()
     if name in known:
         return ClassFactory(name, known[name], kwargs)
-    if ":" in name or "." in name:
+    if is_import_path(name):
         return _factory_of_import(name, kwargs)
     from skyrl_train.environments.skyrl_gym_adapter import SkyRLGymFactory, installed_ids
 

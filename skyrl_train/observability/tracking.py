@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from skyrl_train.config.import_path import import_name
+from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
@@ -94,7 +94,7 @@ class _All(Tracker):
 def _factory(name: str) -> TrackerFactory:
     if name in _factories:
         return _factories[name]
-    if "." not in name:
+    if not is_import_path(name):
         raise ConfigError(f"trainer.trackers: {name!r} is unknown.{did_you_mean(name, _factories)}")
     factory: TrackerFactory = import_name(name, "trainer.trackers")
     return factory

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.config.import_path import import_name
+from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.errors import ConfigError
 
 SETTING = "trainer.fully_async.straggler_policy"
@@ -213,7 +213,7 @@ def resolve_straggler_policy(name: str) -> StragglerPolicy:
     Raises:
         ConfigError: unknown, cannot be imported, or no :class:`StragglerPolicy`.
     """
-    if "." not in name and ":" not in name:
+    if not is_import_path(name):
         return STRAGGLER_POLICIES.get(name)()
     policy_class = import_name(name, SETTING)
     if not (isinstance(policy_class, type) and issubclass(policy_class, StragglerPolicy)):

@@ -28,6 +28,7 @@ from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.rollout.dataset import load_dataset
+from skyrl_train.stage_factory import build_stages
 from skyrl_train.trainer import PPOTrainer
 from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
@@ -164,6 +165,8 @@ class Harness:
         self.screen = StringIO()
         self.run_folder = RunFolder(folder, self.config)
         reporter = Reporter(self.config, self.run_folder, Console(file=self.screen), self.plan.total_steps)
+        rewarded = self.config.rollout.stages.reward.function is not None
+        self.stages = build_stages(self.config, "", self.client.decode, reporter.attempt_failed) if rewarded else []
         parts = TrainerParts(
             client=self.client,
             generator=self.generator,
@@ -172,6 +175,7 @@ class Harness:
             dataset=dataset,
             checkpoints=CheckpointStore(self.run_folder.checkpoints, self.config.trainer.max_ckpts_to_keep),
             reporter=reporter,
+            stages=self.stages,
             evaluation_engines=self.evaluation_engines,
             evaluation_prompts=load_evaluation_prompts(self.config),
         )
@@ -183,6 +187,8 @@ class Harness:
         return OwnEngines(EchoGenerator(client), client, publisher, self.backend.stage)
 
     async def train(self) -> None:
+        for stage in self.stages:
+            await stage.start()
         try:
             await asyncio.wait_for(self.trainer.train(), 60)
         finally:

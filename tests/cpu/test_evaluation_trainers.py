@@ -11,6 +11,7 @@ from harness import EchoGenerator, Harness
 
 from skyrl_train.errors import EvaluationError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
+from skyrl_train.rollout.reward_function import GroupToReward
 
 MODES = ["sync", "one_step_off", "fully_async", "partial_rollout"]
 EVALUATION = ["trainer.eval.interval=3", "trainer.eval.before_train=true", "trainer.eval.generate=3"]
@@ -40,6 +41,23 @@ async def test_each_row_is_of_one_version_and_training_is_what_it_was(tmp_path: 
     assert all(row["eval/prompts"] == 3 and row["eval/failed"] == 0 for row in rows)
     assert sorted(h.trained) == list(range(32)) and not h.trainer.evaluation.cancelled
     assert "evaluation of version 8" in h.screen.getvalue()
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_reward_function_scores_training_and_evaluation_alike(tmp_path: Path, mode: str, own: int) -> None:
+    """Nothing else that happens gives the reward 7, and a sample passes by it."""
+    settings = [f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", "trainer.eval.pass_threshold=7", *EVALUATION]
+    h = Harness(tmp_path, "rollout.stages.reward.function=test_evaluation_trainers:seven", *settings)
+    await h.train()
+    assert {row["reward/mean"] for row in h.rows} == {7.0}
+    rows = h.run_folder.read_evaluations()
+    assert [row["step"] for row in rows] == [0, 3, 6, 8]
+    assert {(row["eval/reward"], row["eval/pass@1"], row["eval/failed"]) for row in rows} == {(7.0, 1.0, 0)}
+
+
+def seven(group: GroupToReward) -> list[float]:
+    return [7.0 for _ in group.samples]
 
 
 async def test_with_rare_publications_the_last_policy_is_published_to_be_measured(tmp_path: Path) -> None:
