@@ -37,7 +37,7 @@ from skyrl_train.generators.remote.messages import Setup
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.inference.interface import PauseMode
-from skyrl_train.models.folder import check_place, is_local, load_tokenizer
+from skyrl_train.models.folder import check_place, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
@@ -240,5 +240,4 @@ def build_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBac
         raise ConfigError(
             "trainer.strategy=fsdp2 needs Ray: install the extra `ray` (uv run --extra ray ...)."
         ) from error
-    place = str(Path(model_path).absolute()) if is_local(model_path) else model_path  # workers are in other folders
-    return RayBackend(place, trainer, plan.total_steps, temperature, trainer.seed)
+    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from skyrl_train.config import derive
 from skyrl_train.config.schema import ReferenceStageConfig, RewardStageConfig, RunConfig
@@ -17,6 +18,7 @@ from skyrl_train.rollout.reward_stage import RewardStage
 from skyrl_train.rollout.stages import Stage
 
 FROZEN_POLICY = "skyrl_train.training.frozen_policy:FrozenPolicy"
+SHARDED_REFERENCE = "skyrl_train.training.distributed.reference:ShardedReference"
 
 
 def build_stages(
@@ -52,12 +54,33 @@ def build_stages(
     if derive.needs_reference(config.trainer.algorithm):
         stages.append(
             ReferenceStage(
-                _place(_frozen_policy(config, model_path), reference.placement, reference),
+                _reference_place(config, model_path),
                 max_parallel=reference.max_parallel,
                 needed=worth_scoring(config.trainer.algorithm),
             )
         )
     return stages
+
+
+def _reference_place(config: RunConfig, model_path: str) -> Place:
+    reference = config.rollout.stages.reference
+    if reference.placement != "workers":
+        return _place(_frozen_policy(config, model_path), reference.placement, reference)
+    workers = replace(
+        config.trainer.fsdp,
+        num_workers=reference.num_workers,
+        sequence_parallel_size=1,
+        shard_size=None,
+        ray_num_cpus=reference.ray_num_cpus,
+        ray_num_gpus=derive.reference_num_gpus(config),
+    )
+    trainer = replace(config.trainer, device=derive.reference_device(config), fsdp=workers)
+    arguments = {
+        "model_path": model_path,
+        "trainer": trainer,
+        "temperature": config.generator.sampling_params.temperature,
+    }
+    return WorkerPlace([ThreadWorker(Work(SHARDED_REFERENCE, arguments))])
 
 
 def _frozen_policy(config: RunConfig, model_path: str) -> Work:
@@ -67,7 +90,7 @@ def _frozen_policy(config: RunConfig, model_path: str) -> Work:
         {
             "model_path": model_path,
             "dtype": trainer.policy.dtype,
-            "device": config.rollout.stages.reference.device or trainer.device,
+            "device": derive.reference_device(config),
             "temperature": config.generator.sampling_params.temperature,
             "micro_batch_tokens": trainer.micro_batch_tokens,
             "packing": trainer.packing,

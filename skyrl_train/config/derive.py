@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_train.config.model_shape import ModelShape
-from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
+from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerConfig, TrainerMode
 
 
 def is_async(config: RunConfig) -> bool:
@@ -130,9 +130,22 @@ def total_steps(config: RunConfig, dataset_len: int | None) -> int:
     return config.trainer.epochs * dataset_len // config.trainer.policy_mini_batch_size
 
 
-def num_training_ranks(config: RunConfig) -> int:
-    """Processes that train one policy together."""
-    return config.trainer.fsdp.num_workers if config.trainer.strategy is TrainingStrategy.fsdp2 else 1
+def reference_device(config: RunConfig) -> str:
+    """Where the reference policy computes."""
+    return config.rollout.stages.reference.device or config.trainer.device
+
+
+def reference_num_gpus(config: RunConfig) -> float:
+    """GPUs that each of the reference's actors reserves; of its own workers, one where they compute on one."""
+    reference = config.rollout.stages.reference
+    by_default = reference.placement == "workers" and reference_device(config).startswith("cuda")
+    return reference.ray_num_gpus or float(by_default)
+
+
+def fsdp_shard_size(trainer: TrainerConfig) -> int:
+    """Workers that each parameter is split over; the copies of the policy are as many as they fit into the workers."""
+    split = trainer.fsdp.shard_size
+    return trainer.fsdp.num_workers if split is None else split
 
 
 def fsdp_num_gpus(trainer: TrainerConfig) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from skyrl_train.config import derive
 from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.limits import Problems, at_least, more_than_zero
+from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.schema import (
     RunConfig,
     TrainingStrategy,
@@ -39,7 +40,7 @@ def _engines(config: RunConfig) -> Problems:
 def _training_workers(config: RunConfig) -> Problems:
     trainer, key = config.trainer, "trainer.fsdp"
     yield from at_least(config, 0, "trainer.max_restarts", f"{key}.ray_num_cpus", f"{key}.ray_num_gpus")
-    yield from at_least(config, 1, f"{key}.num_workers")
+    yield from at_least(config, 1, f"{key}.num_workers", f"{key}.sequence_parallel_size")
     yield from more_than_zero(config, f"{key}.start_timeout_s")
     if trainer.strategy is TrainingStrategy.local:
         if trainer.max_restarts > 0:
@@ -58,6 +59,7 @@ def _training_workers(config: RunConfig) -> Problems:
             "trainer.policy.fp32_head=true with trainer.strategy=fsdp2: a sharded head is whole within the model's own forward "
             "pass only, in trainer.policy.dtype. Set trainer.policy.fp32_head=false, or trainer.strategy=local."
         )
+    yield from _mesh(config)
     gpus = derive.fsdp_num_gpus(trainer)
     if trainer.device == "cuda" and 0 <= gpus < 1 and trainer.fsdp.num_workers > 1:
         yield (
@@ -68,9 +70,42 @@ def _training_workers(config: RunConfig) -> Problems:
         yield f"{key}.ray_num_gpus={gpus:g} with trainer.device=cpu: nothing would use them. Set trainer.device=cuda."
 
 
+def _mesh(config: RunConfig) -> Problems:
+    trainer, key = config.trainer, "trainer.fsdp"
+    workers, shared, split = trainer.fsdp.num_workers, trainer.fsdp.sequence_parallel_size, trainer.fsdp.shard_size
+    if shared < 1 or workers < 1:
+        return  # which was said
+    if workers % shared:
+        yield (
+            f"{key}.sequence_parallel_size={shared} does not divide {key}.num_workers={workers}. Set {key}.num_workers="
+            f"{-(-workers // shared) * shared}, or {key}.sequence_parallel_size to a divisor."
+        )
+    if split is not None and (split < 1 or workers % split):
+        yield (
+            f"{key}.shard_size={split} does not divide {key}.num_workers={workers} into copies of the policy. Set "
+            f"{key}.shard_size to a divisor, or to null for one copy."
+        )
+    if shared == 1:
+        return
+    if trainer.packing is False:
+        yield (
+            f"{key}.sequence_parallel_size={shared} with trainer.packing=false: padded rows are not cut into slices. "
+            "Set trainer.packing=null."
+        )
+    shape = model_shape(trainer.policy.model)
+    if shape is not None and shape.num_heads % shared:
+        yield (
+            f"{key}.sequence_parallel_size={shared} does not divide the model's {shape.num_heads} attention heads, which the "
+            "ranks share out. Set it to a divisor."
+        )
+
+
 def _stages(config: RunConfig) -> Problems:
     key, reward = "rollout.stages", config.rollout.stages.reward
-    yield from at_least(config, 1, f"{key}.reward.max_parallel", f"{key}.reference.max_parallel")
+    yield from at_least(
+        config, 1, f"{key}.reward.max_parallel", f"{key}.reference.max_parallel", f"{key}.reference.num_workers"
+    )
+    yield from _reference_device(config)
     yield from at_least(
         config,
         0,
@@ -90,6 +125,24 @@ def _stages(config: RunConfig) -> Problems:
         yield (
             f"{key}.reward.function={reward.function}: is no import path. Name it as package.module:function or "
             "file.py:function."
+        )
+
+
+def _reference_device(config: RunConfig) -> Problems:
+    key, reference = "rollout.stages.reference", config.rollout.stages.reference
+    if not derive.needs_reference(config.trainer.algorithm):
+        return
+    on_gpu = derive.reference_device(config).startswith("cuda")
+    in_actors = reference.placement in ("ray", "workers")
+    if on_gpu and in_actors and not derive.reference_num_gpus(config) > 0:
+        yield (
+            f"{key}.placement={reference.placement} on {derive.reference_device(config)} with {key}.ray_num_gpus=0: its actor "
+            f"would see no GPU. Set {key}.ray_num_gpus=1, or {key}.device=cpu."
+        )
+    if on_gpu and not in_actors and reference.device is None and config.trainer.strategy is TrainingStrategy.fsdp2:
+        yield (
+            f"{key}.placement={reference.placement} with trainer.strategy=fsdp2 on cuda: the GPUs are those that Ray gave to the "
+            f"workers. Set {key}.placement=workers, or name a GPU of its own in {key}.device."
         )
 
 

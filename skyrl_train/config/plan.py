@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from skyrl_train.config import derive, refusals
+from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.limits import Problems
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
 from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
@@ -26,7 +27,8 @@ class MemoryEstimate:
     staging_bytes: int  # copies of the weights on their way to the engines
     engine_weight_bytes: int  # all engines together
     kv_cache_bytes: int  # all embedded engines together, every slot full
-    num_ranks: int = 1  # that share the weights, gradients and moments; the staging copies are all rank 0's
+    num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
+    activation_bytes: int = 0  # of each rank, at most, beside what stays
 
     @property
     def trainer_bytes(self) -> int:
@@ -148,8 +150,15 @@ def estimate_memory(config: RunConfig, shape: ModelShape, max_model_len: int) ->
         staging_bytes=staging_copies(config) * parameters * served,
         engine_weight_bytes=engine.num_engines * parameters * served,
         kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
-        num_ranks=derive.num_training_ranks(config),
+        num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
+        activation_bytes=activation_bytes(config.trainer, shape, _micro_batch_tokens(config, max_model_len)),
     )
+
+
+def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
+    """Of the largest micro-batch that the run can have."""
+    sequences = config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
+    return min(config.trainer.micro_batch_tokens, sequences * max_model_len)
 
 
 def _problems_with_data(config: RunConfig, dataset_len: int | None, steps: int) -> Problems:
@@ -203,8 +212,13 @@ def _rank_rows(config: RunConfig) -> list[tuple[str, str]]:
     gpus = derive.fsdp_num_gpus(trainer)
     each = f"{trainer.fsdp.ray_num_cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
     talk = "NCCL and gloo" if trainer.device == "cuda" else "gloo"
+    together = trainer.fsdp.sequence_parallel_size
+    slices = f"; {together} share each micro-batch, a slice of the tokens each" if together > 1 else ""
+    copies = trainer.fsdp.num_workers // derive.fsdp_shard_size(trainer)
+    slices += f"; {copies} copies of the policy" if copies > 1 else ""
+    slices += "; state in main memory" if trainer.fsdp.cpu_offload else ""
     restarts = f"; up to {trainer.max_restarts} restarts from the last checkpoint" if trainer.max_restarts else ""
-    return [("ranks", f"{trainer.fsdp.num_workers} Ray actors (FSDP2, {talk}), each with {each}{restarts}")]
+    return [("ranks", f"{trainer.fsdp.num_workers} Ray actors (FSDP2, {talk}), each with {each}{slices}{restarts}")]
 
 
 def _data_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -306,7 +320,11 @@ def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:
             "trainer",
             f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
             f"gradients {_mib(memory.gradient_bytes)}, optimizer {_mib(memory.optimizer_bytes)}, "
-            f"staging {_mib(memory.staging_bytes)}), activations on top",
+            f"staging {_mib(memory.staging_bytes)})",
+        ),
+        (
+            "activations",
+            f"up to {_mib(memory.activation_bytes)} on top{' of each rank' if memory.num_ranks > 1 else ''}",
         ),
         (
             "engines",

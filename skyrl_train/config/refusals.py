@@ -30,7 +30,7 @@ CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "generator.pause_mode": ("keep", "recompute", "abort", "wait"),
     "generator.inference_engine.placement": ("process", "thread", "ray"),
     "generator.inference_engine.dtype": tuple(BYTES_PER_ELEMENT),
-    "rollout.stages.reference.placement": ("process", "thread", "ray"),
+    "rollout.stages.reference.placement": ("process", "thread", "ray", "workers"),
     "rollout.stages.reward.placement": ("loop", "thread", "process", "ray"),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }

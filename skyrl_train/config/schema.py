@@ -93,6 +93,7 @@ class PolicyConfig:
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: str = "float32"  # of the trained weights: float32 | bfloat16
     fp32_head: bool = False  # logits by products in float32 under bfloat16 weights, as engines with a float32 head do
+    compile: bool = False  # layers by torch.compile, their attention left out: faster after a slow first step
     gradient_checkpointing: bool = False  # layers run again in the backward pass instead of keeping their activations
 
 
@@ -108,6 +109,9 @@ class FSDPConfig:
     """The workers of ``trainer.strategy=fsdp2``: one rank each, a Ray actor with its own GPU or core."""
 
     num_workers: int = 2
+    sequence_parallel_size: int = 1  # ranks that share sequences, a slice of the tokens each: for long ones
+    shard_size: int | None = None  # ranks that a parameter is split over; fewer: copies of the policy (HSDP); None: all
+    cpu_offload: bool = False  # parameters, gradients and moments in main memory; AdamW runs there
     reshard_after_forward: bool = True  # gathers a layer again for the backward pass; false: keeps it, in more memory
     ray_num_cpus: float = 1.0  # reserved for each worker
     ray_num_gpus: float | None = None  # None: 1 on the device cuda, else 0
@@ -318,8 +322,11 @@ class RewardStageConfig:
 class ReferenceStageConfig:
     """Log-probs under the policy that the run starts from; with ``trainer.algorithm.kl_loss_coef`` or ``kl_reward_coef``."""
 
-    placement: str = "process"  # process | thread | ray
+    placement: str = (
+        "process"  # process | thread | ray | workers (one model sharded over Ray actors, as of strategy=fsdp2)
+    )
     max_parallel: int = 1  # groups scored at once, each by a copy of the model of its own
+    num_workers: int = 2  # that share the model of placement=workers
     device: str | None = None  # None: trainer.device
     ray_num_cpus: float = 1.0  # reserved for each actor
     ray_num_gpus: float = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from skyrl_train.config import derive
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import RunConfig, TrainingStrategy
 
 _KEY = "generator.weight_transport"
 
@@ -81,6 +81,11 @@ def _on_gpus(config: RunConfig, name: str) -> Iterator[str]:
     ]
     if on_cpu:
         yield f"{_KEY}={name} is for GPUs, and {' and '.join(on_cpu)}. Set {_KEY}=shared_memory."
+    if name == "cuda_ipc" and config.trainer.strategy is TrainingStrategy.fsdp2:
+        yield (
+            f"{_KEY}=cuda_ipc with trainer.strategy=fsdp2: the weights are staged on the GPU that Ray gave to rank 0, and the "
+            f"engine is on another. Set {_KEY}=shared_memory."
+        )
     if name == "cuda_ipc" and engine.placement != "process":
         yield (
             f"{_KEY}=cuda_ipc with generator.inference_engine.placement={engine.placement}: the memory is opened by another "

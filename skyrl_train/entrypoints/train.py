@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from skyrl_train.config.compose import compose, recipe_names
+from skyrl_train.config.fit import fit
+from skyrl_train.config.machine import this_machine
 from skyrl_train.config.plan import Plan, resolve
-from skyrl_train.config.refusals import refuse
+from skyrl_train.config.refusals import raise_problems, refuse
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.environments.base import PromptRecord
@@ -67,9 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
         build_loader(dataset, config.data, config.trainer.seed)  # says now what is wrong with the sampler
         plan = resolve(config, dataset.num_prompts)
+        fits = fit(plan, this_machine(gpus=config.trainer.device != "cpu"))
         if options.dry_run:
             check_implementations(config)
             console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)
+        for warning in fits.tight:
+            console.print(f"memory may not suffice: {warning}", markup=False, highlight=False, soft_wrap=True)
+        raise_problems(fits.impossible)
+        if options.dry_run:
             return 0
         return run(config, plan, dataset, evaluation_prompts, console, arguments, started)
     except KeyboardInterrupt:  # while starting up: once training runs, the signal is handled

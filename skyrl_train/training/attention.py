@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -61,6 +61,7 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
+@torch.compiler.disable
 def segmented_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -77,7 +78,10 @@ def segmented_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of ``query`` ``[1, heads, L, D]`` within each segment; returns ``[1, L, heads, D]``.
 
+    Of ranks that share the row, L is the length of this one's slice.
+
     Raises:
+        ConfigError: the ranks that share the row do not divide the heads.
         ModelError: the model asks for attention of another kind, or hides the segments from it.
     """
     if segments is None:
@@ -91,6 +95,8 @@ def segmented_attention(
     if unknown or not causal:
         what = ", ".join(unknown) or "attention to later tokens"
         raise ModelError(f"{type(module).__name__} needs {what}, which packed rows lack. Set trainer.packing=false.")
+    if segments.ranks is not None:
+        query, key, value = segments.ranks.all_tokens(query, key, value)
     groups = query.shape[1] // key.shape[1]
     shared_heads = groups > 1 and use_gqa_in_sdpa(None, key, value)
     if groups > 1 and not shared_heads:
@@ -112,7 +118,10 @@ def segmented_attention(
         )
         flat = attended.transpose(1, 2).flatten(0, 1)
         outputs.append(flat if bucket.places is None else flat.index_select(0, bucket.places))
-    return torch.cat(outputs)[None], None
+    if segments.ranks is None:
+        return torch.cat(outputs)[None], None
+    filled = pad(torch.cat(outputs), (0, 0, 0, 0, 0, query.shape[0] - segments.num_tokens))
+    return segments.ranks.all_heads(filled[None]), None
 
 
 def _batch(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:

@@ -16,6 +16,7 @@ from skyrl_train.errors import CheckpointError
 from skyrl_train.models.folder import load_model, load_tokenizer, quiet_transformers
 from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.compilation import compile_layers
 from skyrl_train.training.rank_trainer import RankTrainer
 from skyrl_train.training.ranks import OneRank
 from skyrl_train.training.state import BackendState, detached_copy, read_state, write_state
@@ -43,6 +44,8 @@ class LocalBackend(TrainingBackend):
         torch.manual_seed(seed)
         self._model_path = model_path
         model = load_model(model_path, trainer_config.policy.dtype, trainer_config.device)
+        if trainer_config.policy.compile:
+            compile_layers(model)
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model)
         self._trainer = RankTrainer(model, model_path, trainer_config, total_steps, temperature, OneRank())

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ModelError
@@ -23,6 +24,14 @@ from skyrl_train.training.batch import MicroBatch
 from skyrl_train.training.head import LogitRule, token_scores
 
 ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries hold at once
+
+
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """Where the model computes: its parameters may wait in main memory (``trainer.fsdp.cpu_offload``)."""
+    weight = next(model.parameters())
+    if isinstance(weight, DTensor) and weight.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return model.device
 
 
 def can_chunk(model: PreTrainedModel) -> bool:
@@ -42,7 +51,8 @@ def chunked_scores(
         fp32: see :func:`skyrl_train.training.head.token_scores`.
     """
     head, body = _head(model), model.base_model
-    outputs, targets = micro_batch.outputs.to(model.device), micro_batch.targets.to(model.device)
+    device = compute_device(model)
+    outputs, targets = micro_batch.outputs.to(device), micro_batch.targets.to(device)
 
     def of_head(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return token_scores(hidden, head, targets, rule, fp32=fp32, differentiate_entropy=differentiate_entropy)  # type: ignore[arg-type]
@@ -73,7 +83,7 @@ def scored_logits(model: PreTrainedModel, micro_batch: MicroBatch, temperature: 
     Returns:
         ``[N, V]`` in float32 (float64 under a float64 model).
     """
-    with _only_outputs(model, micro_batch.outputs.to(model.device)):
+    with _only_outputs(model, micro_batch.outputs.to(compute_device(model))):
         logits: torch.Tensor = model(**_inputs(model, micro_batch)).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1.0 else logits / temperature
@@ -95,7 +105,7 @@ def _entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> dict[str, Any]:
-    device, segments, mask = model.device, micro_batch.segments, micro_batch.attention_mask
+    device, segments, mask = compute_device(model), micro_batch.segments, micro_batch.attention_mask
     inputs: dict[str, Any] = {
         "input_ids": micro_batch.input_ids.to(device),
         "attention_mask": packed_mask(device) if mask is None else mask.to(device),

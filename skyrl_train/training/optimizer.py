@@ -66,7 +66,9 @@ class PolicyOptimizer:
         """
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * gradient_scale
+        if isinstance(norm, DTensor):  # added up where the ranks talk, wherever the gradients lie
+            norm = norm.to(norm.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+        grad_norm = float(norm) * gradient_scale
         if not math.isfinite(grad_norm):
             return StepOutcome(grad_norm, applied=False)
         clip = min(1.0, self._max_grad_norm / (grad_norm + _NORM_EPSILON))

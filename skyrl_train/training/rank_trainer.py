@@ -6,7 +6,8 @@ metrics <──statistics of all tokens─────────────�
 
 A rank that trains alone is the local backend. Of several, each is given some of a part's sequences; all make the same
 number of forward and backward passes, because a model whose parameters lie on all of them runs on all of them or not at
-all, and a rank with less to do makes empty ones.
+all, and a rank with less to do makes empty ones. Ranks that share sequences (sequence parallelism) are given the same ones
+and compute the same loss, each from its slice of the tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
+from skyrl_train.training.logprobs import compute_device
 from skyrl_train.training.objective import Objective, TokenFields
 from skyrl_train.training.optimizer import PolicyOptimizer
 from skyrl_train.training.ranks import Ranks
@@ -108,6 +110,7 @@ class RankTrainer:
             micro_batch_tokens=trainer_config.micro_batch_tokens,
             packing=trainer_config.packing,
             fp32_head=trainer_config.policy.fp32_head,
+            sequence_ranks=ranks.sequence_ranks,
         )
         self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config)
         self._open: _OpenStep | None = None
@@ -304,7 +307,7 @@ class RankTrainer:
         weights = torch.tensor([self._objective.share(s.counts).token_weight for s in sequences])
         proximal = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
         reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
-        device = self.model.device
+        device = compute_device(self.model)
         for micro_batch in self._scorer.micro_batches(sequences, range(len(sequences)), masks):
             rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.counts)
             fields = TokenFields(

@@ -11,12 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from skyrl_train.algorithms.statistics import TokenStatistics
+from skyrl_train.training.sequence_parallel import SequenceRanks
 
 T = TypeVar("T")
 
 
 class Ranks(ABC):
-    """Every method is called by all ranks, in the same order; each returns the same decision on all of them."""
+    """Every method is called by all ranks, in the same order; each returns the same decision on all of them.
+
+    A share is what sequences one rank was given, or several that each have a slice of their tokens.
+    """
+
+    @property
+    @abstractmethod
+    def sequence_ranks(self) -> SequenceRanks | None:
+        """Those that have this rank's share too; None: it is its own."""
 
     @abstractmethod
     def together(self, prepare: Callable[[], T]) -> T:
@@ -31,17 +40,21 @@ class Ranks(ABC):
 
     @abstractmethod
     def of_all(self, value: T) -> list[T]:
-        """One value per rank, in their order."""
+        """One value per share, in their order."""
 
     @abstractmethod
     def combine(
         self, statistics: TokenStatistics, denominators: Sequence[float]
     ) -> tuple[TokenStatistics, list[float]]:
-        """The statistics of the tokens of all ranks, and the denominators of all their sequences."""
+        """The statistics of the tokens of all shares, and the denominators of all their sequences."""
 
 
 class OneRank(Ranks):
     """A rank that trains alone."""
+
+    @property
+    def sequence_ranks(self) -> None:
+        return None
 
     def together(self, prepare: Callable[[], T]) -> T:
         return prepare()

@@ -17,6 +17,7 @@ from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded, pack_rows, pad_rows
 from skyrl_train.training.head import LogitRule
 from skyrl_train.training.logprobs import can_chunk, chunked_scores, full_scores
+from skyrl_train.training.sequence_parallel import SequenceRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +44,33 @@ class Scorer:
         micro_batch_tokens: int,
         packing: bool | None = None,
         fp32_head: bool = False,
+        sequence_ranks: SequenceRanks | None = None,
     ) -> None:
         """
         Args:
             micro_batch_tokens: per forward pass, padding included.
             packing: several sequences in a row instead of padding; None: where the model allows it.
             fp32_head: the head's products in float32, whatever the dtype of the model.
+            sequence_ranks: those that score every micro-batch together, a slice of its tokens each; None: this one alone.
 
         Raises:
-            ConfigError: ``packing`` or ``fp32_head`` is True, and the model does not allow it.
+            ConfigError: ``packing`` or ``fp32_head`` is True, or there are ``sequence_ranks``, and the model does not allow it.
             ModelError: the model is no causal language model.
         """
         self._model = model
         self._micro_batch_tokens = micro_batch_tokens
         self._positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._fp32_head = False
+        self._sequence_ranks = sequence_ranks
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
         self._way = self._fastest_right_way(packing)
-        if packing and not self._way.packed:
+        if not self._way.packed and (packing or sequence_ranks is not None):
             obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"
-            raise ConfigError(f"trainer.packing=true: {type(model).__name__} {obstacle}. Set trainer.packing=null.")
+            asked, remedy = "trainer.packing=true", "trainer.packing=null"
+            if sequence_ranks is not None:
+                asked = f"trainer.fsdp.sequence_parallel_size={sequence_ranks.size} needs packed rows"
+                remedy = "trainer.fsdp.sequence_parallel_size=1"
+            raise ConfigError(f"{asked}: {type(model).__name__} {obstacle}. Set {remedy}.")
         if fp32_head and not self._way.chunked:
             raise ConfigError(
                 f"trainer.policy.fp32_head=true: {type(model).__name__} is not known to end in a linear head with at most "
@@ -108,6 +116,16 @@ class Scorer:
         return self._scores(micro_batch, self._way, differentiate_entropy=differentiate_entropy)
 
     def _scores(
+        self, micro_batch: MicroBatch, way: _Way, *, differentiate_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ranks, number = self._sequence_ranks, len(micro_batch.targets)
+        if ranks is None or not way.packed:
+            return self._scores_here(micro_batch, way, differentiate_entropy=differentiate_entropy)
+        part, own = ranks.slice_of(micro_batch)
+        logprobs, entropies = self._scores_here(part, way, differentiate_entropy=differentiate_entropy)
+        return ranks.join(logprobs, own, number), ranks.join(entropies, own, number)
+
+    def _scores_here(
         self, micro_batch: MicroBatch, way: _Way, *, differentiate_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if way.chunked:

@@ -10,8 +10,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from skyrl_train.training.sequence_parallel import SequenceRanks
 
 # What one more attention call costs, in padded tokens of a layer's attention; from benchmarks/token_budget.py.
 BUCKET_COST_TOKENS = 256
@@ -33,6 +37,12 @@ class Segments:
     """The segments of a packed row, which see nothing of each other."""
 
     buckets: tuple[Bucket, ...]
+    ranks: SequenceRanks | None = None  # that have a slice of the row each; None: this rank has all of it
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all segments; what the row has beyond them only fills it up."""
+        return self.buckets[-1].end if self.buckets else 0
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Segments:
@@ -51,12 +61,11 @@ class Segments:
 
     def to(self, device: torch.device) -> Segments:
         """The same for tokens on ``device``."""
-        return Segments(
-            tuple(
-                bucket if bucket.places is None else replace(bucket, places=bucket.places.to(device))
-                for bucket in self.buckets
-            )
+        buckets = (
+            bucket if bucket.places is None else replace(bucket, places=bucket.places.to(device))
+            for bucket in self.buckets
         )
+        return replace(self, buckets=tuple(buckets))
 
 
 def cheapest_cuts(descending: Sequence[int], *, cost_tokens: int, budget: int | None = None) -> list[int]:

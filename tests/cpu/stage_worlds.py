@@ -117,3 +117,15 @@ def group(*samples: Sample, ordinal: int = 7) -> RolloutGroup:
 
 def decode(ids: Any) -> str:
     return "".join(map(str, ids))
+
+
+class Held:
+    """Counts how often it was closed."""
+
+    closed = 0
+
+    def __call__(self, argument: object) -> str:
+        return "held"
+
+    def close(self) -> None:
+        Held.closed += 1

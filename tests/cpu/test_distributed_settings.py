@@ -17,6 +17,7 @@ from skyrl_train.entrypoints.train import train_restarting
 from skyrl_train.errors import CheckpointError, TrainingWorkerError
 
 FSDP = "trainer.strategy=fsdp2"
+KL = "trainer.algorithm.kl_loss_coef=0.1"
 
 
 @pytest.mark.parametrize(
@@ -28,13 +29,40 @@ FSDP = "trainer.strategy=fsdp2"
         ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0"], "Set trainer.fsdp.ray_num_gpus=1"),
         ([FSDP, "trainer.fsdp.ray_num_gpus=1"], "Set trainer.device=cuda"),
         ([FSDP, "trainer.policy.fp32_head=true"], "Set trainer.policy.fp32_head=false, or trainer.strategy=local"),
+        (
+            [FSDP, "trainer.fsdp.num_workers=3", "trainer.fsdp.sequence_parallel_size=2"],
+            "Set trainer.fsdp.num_workers=4",
+        ),
+        ([FSDP, "trainer.fsdp.sequence_parallel_size=0"], "trainer.fsdp.sequence_parallel_size=0: must be at least 1"),
+        ([FSDP, "trainer.fsdp.sequence_parallel_size=2", "trainer.packing=false"], "Set trainer.packing=null"),
+        (
+            [FSDP, "trainer.fsdp.num_workers=3", "trainer.fsdp.sequence_parallel_size=3"],
+            "does not divide the model's 4 attention heads",
+        ),
+        ([FSDP, "trainer.fsdp.num_workers=3", "trainer.fsdp.shard_size=2"], "Set trainer.fsdp.shard_size to a divisor"),
+        ([FSDP, "trainer.fsdp.shard_size=0"], "Set trainer.fsdp.shard_size to a divisor"),
         ([FSDP, "trainer.max_restarts=-1"], "trainer.max_restarts=-1: must be at least 0"),
+        (
+            [FSDP, "trainer.device=cuda", KL],
+            "Set rollout.stages.reference.placement=workers",
+        ),
+        (
+            ["trainer.device=cuda", KL, "rollout.stages.reference.placement=ray"],
+            "Set rollout.stages.reference.ray_num_gpus=1",
+        ),
+        (["rollout.stages.reference.num_workers=0"], "rollout.stages.reference.num_workers=0: must be at least 1"),
+        (
+            [FSDP, "trainer.device=cuda", "generator.weight_transport=cuda_ipc"],
+            "Set generator.weight_transport=shared_memory",
+        ),
         (["trainer.max_restarts=1"], "Set trainer.max_restarts=0, or trainer.strategy=fsdp2"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
     assert any(remedy in problem for problem in problems(compose("quickstart", overrides)))
     assert problems(compose("quickstart", [FSDP, "trainer.fsdp.num_workers=3", "trainer.max_restarts=2"])) == []
+    reference = [KL, "rollout.stages.reference.placement=workers"]
+    assert problems(compose("quickstart", [FSDP, "trainer.device=cuda", *reference])) == []
 
 
 def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:

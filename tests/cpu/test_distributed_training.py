@@ -26,8 +26,9 @@ from training_worlds import (
     same,
     weights,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from skyrl_train.config.schema import ClipCovConfig, KlCovConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
 from skyrl_train.inference.shared_weights import SharedMemoryReceiver
 from skyrl_train.models.tiny import build_model_folder
@@ -37,11 +38,14 @@ from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.distributed.shares import PackedSequences, share_out
 from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings
+from skyrl_train.training.frozen_policy import FrozenPolicy, TokensToScore
 from skyrl_train.training.local_backend import LocalBackend
 
 ray = pytest.importorskip("ray")
 
+from skyrl_train.training.distributed import ray_backend  # noqa: E402
 from skyrl_train.training.distributed.ray_backend import RayBackend  # noqa: E402
+from skyrl_train.training.distributed.reference import ShardedReference  # noqa: E402
 from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
@@ -84,6 +88,28 @@ def first_policy(two_ranks: RayBackend, tmp_path_factory: pytest.TempPathFactory
 def fresh(two_ranks: RayBackend, first_policy: Path) -> RayBackend:
     two_ranks.load(first_policy)
     return two_ranks
+
+
+@pytest.fixture
+def rejoined(
+    two_ranks: RayBackend, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RayBackend]]:
+    """A policy of other settings on the same two processes, which is quicker than to start some."""
+    actors, seats = two_ranks.group._actors, two_ranks.group.seats
+
+    class Group(WorkerGroup):
+        def _start(self, settings: WorkerSettings) -> None:
+            self._actors, self.seats = actors, seats
+            ray.get([actor.leave.remote() for actor in actors])
+            meeting = ray.get(actors[0].host_store.remote(seats[0].node, self.size))
+            self.call("join", [(rank, self.size, meeting, settings) for rank in range(self.size)])
+
+        def _kill(self, why: str) -> None:
+            """They are those of the module."""
+
+    monkeypatch.setattr(ray_backend, "WorkerGroup", Group)
+    yield lambda model=folder, **changes: RayBackend(model, settings(**changes), 10, 1.0, 0)
+    RayBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
 
 
 def settings(**changes: object):  # type: ignore[no-untyped-def]
@@ -142,6 +168,103 @@ class TestTheSameNumbers:
         batch.sequences[1].advantages[batch.sequences[1].loss_mask] = math.nan  # one rank's
         assert fresh.update(batch)["policy/skipped_nonfinite"] == 1.0
         assert same(before, weights(fresh))
+
+
+SETTINGS = {
+    "clip_cov": {"algorithm__policy_loss_type": "clip_cov", "algorithm__clip_cov": ClipCovConfig(0.3, 0.0, 5.0)},
+    "kl_cov": {"algorithm__policy_loss_type": "kl_cov", "algorithm__kl_cov": KlCovConfig(0.3, 1.0)},
+    "m2po": {"algorithm__off_policy_correction__m2po_threshold": 0.04},
+    "two passes": {"update_epochs_per_batch": 2},
+    "a coefficient of the divergence that changes": {"algorithm__kl_loss_coef": 0.5},
+    "padded rows": {"packing": False},
+    "layers that run again": {"policy__gradient_checkpointing": True},
+    "layers that stay whole": {"fsdp__reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
+def test_settings_mean_on_two_ranks_what_they_mean_on_one(
+    folder: str, rejoined: Callable[..., RayBackend], changes: dict[str, object]
+) -> None:
+    ours, alone = rejoined(**changes), local(folder, **{k: v for k, v in changes.items() if not k.startswith("fsdp")})
+    for step in (1, 2):
+        batch = minibatch(step, step, LENGTHS)
+        given = [dataclasses.replace(s, reference_logprobs=0.9 * s.behaviour_logprobs) for s in batch.sequences]
+        batch = dataclasses.replace(batch, sequences=given, kl_factor=1 / step)
+        assert ours.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+    assert apart(weights(ours), weights(alone)) < 1e-6
+
+
+def test_a_sharded_reference_scores_as_one_on_one_device(folder: str, rejoined: Callable[..., RayBackend]) -> None:
+    sequences = [
+        TokensToScore([1, 2], [3, 4, 5], [1, 0, 1]),
+        TokensToScore([6], [7] * 9, [1] * 9),
+        TokensToScore([8], [], []),
+    ]
+    frozen = FrozenPolicy(folder, dtype="float32", device="cpu", temperature=0.5, micro_batch_tokens=34)
+    reference = ShardedReference(folder, settings(), temperature=0.5)
+    for ours, expected in zip(reference(sequences), frozen(sequences), strict=True):
+        assert ours == pytest.approx(expected, abs=1e-5)
+
+
+class TestWhereTheStateLies:
+    @pytest.mark.parametrize("changes", [{"fsdp__shard_size": 1}, {"fsdp__cpu_offload": True}])
+    def test_in_copies_or_in_main_memory_it_moves_as_on_one_rank_and_is_saved(
+        self,
+        folder: str,
+        rejoined: Callable[..., RayBackend],
+        first_policy: Path,
+        tmp_path: Path,
+        changes: dict[str, object],
+    ) -> None:
+        ours, alone = rejoined(**changes), local(folder)
+        ours.load(first_policy)  # which was written by two ranks that share each parameter
+        for step in (1, 2):
+            batch = minibatch(step, step, LENGTHS)
+            assert ours.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        then = weights(ours)
+        assert apart(then, weights(alone)) < 1e-6
+        ours.save(ours.snapshot(), tmp_path)
+        after = ours.update(minibatch(3, 3, LENGTHS))
+        ours.load(tmp_path)
+        assert same(weights(ours), then)
+        assert ours.update(minibatch(3, 3, LENGTHS)) == after
+
+
+class TestSequenceParallelism:
+    @pytest.mark.parametrize("changes", [{}, {"policy__gradient_checkpointing": True}])
+    def test_two_ranks_with_a_slice_of_each_row_train_as_one(
+        self, folder: str, rejoined: Callable[..., RayBackend], changes: dict[str, bool]
+    ) -> None:
+        shared, alone = rejoined(fsdp__sequence_parallel_size=2, **changes), local(folder)
+        sequences = minibatch(lengths=LENGTHS).sequences
+        for ours, expected in zip(shared.forward_logprobs(sequences), alone.forward_logprobs(sequences), strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+        for step in range(1, 6):
+            batch = minibatch(step, step, LENGTHS)
+            assert shared.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(shared), weights(alone)) < 1e-6
+
+    def test_with_one_key_head_for_all_and_a_loss_that_looks_at_whole_sequences_and_minibatches(
+        self, rejoined: Callable[..., RayBackend], tmp_path: Path
+    ) -> None:
+        path = grouped_query_model(tmp_path)
+        changes = {"algorithm__off_policy_correction__m2po_threshold": 0.04, "algorithm__policy_loss_type": "gspo"}
+        shared, alone = rejoined(path, fsdp__sequence_parallel_size=2, **changes), local(path, **changes)
+        for step, lengths in enumerate((LENGTHS, (9,), (17, 2)), start=1):
+            batch = minibatch(step, step, lengths)
+            assert shared.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(shared), weights(alone)) < 1e-6
+
+    def test_what_cannot_be_shared_is_refused_as_the_policy_is_built(
+        self, folder: str, rejoined: Callable[..., RayBackend], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "one_head"
+        build_model_folder(dataclasses.replace(SMALL, num_heads=1), path, seed=0)
+        with pytest.raises(ConfigError, match="does not divide the model's 1 attention heads"):
+            rejoined(str(path), fsdp__sequence_parallel_size=2)
+        with pytest.raises(ConfigError, match="needs packed rows"):
+            rejoined(folder, fsdp__sequence_parallel_size=2, packing=False)
 
 
 class TestRefusals:
@@ -309,6 +432,17 @@ def test_what_is_staged_in_a_folder_is_gone_when_the_workers_are(folder: str, tm
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TrainingWorkerError, match="were closed"):
         started.snapshot()
+
+
+def grouped_query_model(parent: Path) -> str:
+    """Four heads of queries that share one of keys and values."""
+    path = parent / "grouped"
+    build_model_folder(dataclasses.replace(SMALL, num_heads=4), path, seed=0)
+    shape = AutoConfig.from_pretrained(path)
+    shape.num_key_value_heads = 1
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    return str(path)
 
 
 def one_rank(folder: str, **changes: object) -> TrainingWorker:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_worlds import RECORD, decode, group, sequence, work
+from stage_worlds import RECORD, Held, decode, group, sequence, work
 from training_worlds import backend, build_small_model, one_thread
 
 from skyrl_train.config import refusals
@@ -25,6 +25,7 @@ from skyrl_train.rollout.logprob_stages import (
     with_scores,
     worth_scoring,
 )
+from skyrl_train.rollout.placement.base import Returned, Work
 from skyrl_train.rollout.placement.local import LoopPlace, ThreadWorker
 from skyrl_train.rollout.placement.process import ProcessWorker
 from skyrl_train.rollout.placement.workers import WorkerPlace
@@ -265,6 +266,26 @@ def test_stages_are_built_in_their_order(folder: str) -> None:
         configured(FUNCTION, "trainer.algorithm.kl_loss_coef=0.1"), folder, decode, lambda ordinal, reason: None
     )
     assert [(stage.name, stage.max_parallel) for stage in stages] == [("reward", 8), ("reference", 1)]
+
+
+def test_a_reference_of_several_workers_has_a_group_of_its_own(folder: str) -> None:
+    sharded = ["trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4", "trainer.fsdp.shard_size=2"]
+    reference = ["rollout.stages.reference.placement=workers", "rollout.stages.reference.num_workers=3"]
+    config = configured(*sharded, *reference, "trainer.algorithm.kl_loss_coef=0.1")
+    (stage,) = build_stages(config, folder, decode, lambda ordinal, reason: None)
+    assert isinstance(stage, ReferenceStage) and isinstance(stage._place, WorkerPlace)
+    (worker,) = stage._place._workers
+    assert isinstance(worker, ThreadWorker)
+    fsdp = worker._work.arguments["trainer"].fsdp
+    assert (fsdp.num_workers, fsdp.shard_size, fsdp.ray_num_gpus) == (3, None, 0.0)
+
+
+async def test_a_work_that_holds_something_lets_go_of_it_with_its_thread() -> None:
+    worker = ThreadWorker(Work("stage_worlds:Held", {}))
+    await worker.start()
+    assert await worker.call(1) == Returned("held")
+    await worker.stop()
+    assert Held.closed == 1
 
 
 @pytest.mark.parametrize(

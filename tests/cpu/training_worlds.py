@@ -18,6 +18,7 @@ from skyrl_train.training.objective import TokenFields
 
 VOCABULARY = 13  # ten digits and the special tokens
 SMALL = BuildModelConfig(hidden_size=16, num_layers=2, num_heads=2, intermediate_size=32)
+LARGER = BuildModelConfig(hidden_size=64, num_layers=3, num_heads=4, intermediate_size=160)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.concurrency import cancel_within
 from skyrl_train.rollout.placement.base import CallFailed, Function, Outcome, Place, Raised, Work, outcome_of
@@ -50,6 +50,14 @@ class LoopPlace(Place):
         return await self._function(argument)
 
 
+@runtime_checkable
+class Closes(Protocol):
+    """A work that holds something beside its memory."""
+
+    def close(self) -> None:
+        """Lets go of it, whatever the work is doing. Called once, in another thread than the work."""
+
+
 class ThreadWorker(Worker):
     """A thread. One that hangs is left behind, and costs no more than itself."""
 
@@ -69,7 +77,10 @@ class ThreadWorker(Worker):
         return await asyncio.get_running_loop().run_in_executor(self._thread, outcome_of, self._function, argument)
 
     async def stop(self) -> None:
-        thread, self._thread, self._function = self._thread, None, None
+        thread, function = self._thread, self._function
+        self._thread = self._function = None
+        if isinstance(function, Closes):
+            await asyncio.to_thread(function.close)
         if thread is not None:
             await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 

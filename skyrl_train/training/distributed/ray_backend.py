@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.models.folder import is_local
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
 from skyrl_train.training.distributed.shares import PackedSequences, share_out
 from skyrl_train.training.distributed.worker import WorkerSettings
@@ -36,7 +37,9 @@ class RayBackend(TrainingBackend):
         """Starts ``trainer.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalBackend`, and those of
         :class:`WorkerGroup`; ``model_path`` is opened on every node.
         """
-        self._group = WorkerGroup(WorkerSettings(model_path, trainer_config, total_steps, temperature, seed))
+        place = str(Path(model_path).absolute()) if is_local(model_path) else model_path  # workers are in other folders
+        self._group = WorkerGroup(WorkerSettings(place, trainer_config, total_steps, temperature, seed))
+        self._ranks_per_share = trainer_config.fsdp.sequence_parallel_size
         self._transports: list[WeightTransport] = []
         self._snapshots = 0
 
@@ -48,7 +51,8 @@ class RayBackend(TrainingBackend):
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         shares, packed = self._shares(sequences)
         results = [torch.zeros(0)] * len(sequences)
-        for share, rows in zip(shares, self._group.call("forward_logprobs", [(of,) for of in packed]), strict=True):
+        of_ranks = self._group.call("forward_logprobs", [(of,) for of in packed])
+        for share, rows in zip(shares, of_ranks[:: self._ranks_per_share], strict=True):
             for index, row in zip(share, rows, strict=True):
                 results[index] = torch.from_numpy(row.copy())
         return results
@@ -120,5 +124,7 @@ class RayBackend(TrainingBackend):
         return self._group.call(method, [(of, replace(part, sequences=())) for of in packed])[0]
 
     def _shares(self, sequences: Sequence[TrainingSequence]) -> tuple[list[list[int]], list[PackedSequences]]:
-        shares = share_out([len(sequence) for sequence in sequences], self._group.size)
-        return shares, [PackedSequences.of([sequences[index] for index in share]) for share in shares]
+        """Which sequences each share has, and what each rank is sent: neighbours the same share, for a slice of it each."""
+        shares = share_out([len(sequence) for sequence in sequences], self._group.size // self._ranks_per_share)
+        packed = [PackedSequences.of([sequences[index] for index in share]) for share in shares]
+        return shares, [of_share for of_share in packed for _ in range(self._ranks_per_share)]

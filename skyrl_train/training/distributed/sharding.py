@@ -3,21 +3,35 @@
 rank 0 reads the folder ──one parameter at a time──> every rank's shard      shards ──whole──> one parameter at a time
 
 Layers are the units: a rank holds its shard of every layer, and the whole of the layers that it computes with just then.
+With ``trainer.fsdp.shard_size`` below the number of ranks there are several copies of the shards (HSDP): layers are gathered
+among the ranks of a copy, and gradients are added up over all.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
 from skyrl_train.training.activations import checkpoint_activations
+from skyrl_train.training.compilation import compile_layers
 from skyrl_train.training.ranks import Ranks
+
+
+def shard_mesh(device_type: str, num_ranks: int, shard_size: int | None) -> DeviceMesh:
+    """The ranks by copy of the policy and place within it; neighbours have shards of one copy. Called by all of them.
+
+    Args:
+        shard_size: ranks of a copy; None: all ranks have one between them.
+    """
+    if shard_size is None or shard_size == num_ranks:
+        return init_device_mesh(device_type, (num_ranks,))
+    return init_device_mesh(device_type, (num_ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks: Ranks) -> PreTrainedModel:
@@ -35,10 +49,15 @@ def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks
         return empty, load_model(model_path, "float32", "cpu") if mesh.get_rank() == 0 else None
 
     model, source = ranks.together(built)
+    if config.policy.compile:
+        compile_layers(model)
     if config.policy.gradient_checkpointing:
         checkpoint_activations(model)
     shard(model, config, mesh)
-    model.to_empty(device=mesh.device_type)
+    model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
+    for module in model.modules():  # buffers stay where the model computes
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(mesh.device_type))
     _copy_from_first_rank(source, model, mesh)
     return model
 
@@ -52,15 +71,17 @@ def shard(model: PreTrainedModel, config: TrainerConfig, mesh: DeviceMesh) -> No
     precision = MixedPrecisionPolicy(
         param_dtype=narrow if narrow != torch.float32 else None, reduce_dtype=torch.float32
     )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.fsdp.cpu_offload else OffloadPolicy()
     for layer in decoder_layers(model):
         fully_shard(
             layer,
             mesh=mesh,
             reshard_after_forward=config.fsdp.reshard_after_forward,
             mp_policy=precision,
+            offload_policy=offload,
         )
     # Else what is left stays whole between two passes, and a snapshot or a publication would meet it so.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError, SkyRLError
@@ -29,9 +29,10 @@ from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transfo
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.distributed import checkpoint
 from skyrl_train.training.distributed.process_ranks import AgreedError, ProcessRanks
-from skyrl_train.training.distributed.sharding import load_sharded, whole
+from skyrl_train.training.distributed.sharding import load_sharded, shard_mesh, whole
 from skyrl_train.training.distributed.shares import PackedSequences
 from skyrl_train.training.rank_trainer import RankTrainer
+from skyrl_train.training.sequence_parallel import SequenceRanks
 
 if TYPE_CHECKING:
     from skyrl_train.inference.weight_update import WeightUpdate
@@ -94,10 +95,11 @@ class TrainingWorker:
         # What ranks tell each other is on the CPU, and so are checkpoints; parameters are where they are trained.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_LIMIT)
-        self._mesh: DeviceMesh = init_device_mesh(device.type, (num_ranks,))
-        self._cpu_mesh = self._mesh if device.type == "cpu" else init_device_mesh("cpu", (num_ranks,))
+        shard_size = settings.trainer.fsdp.shard_size
+        self._mesh: DeviceMesh = shard_mesh(device.type, num_ranks, shard_size)
+        self._cpu_mesh = self._mesh if device.type == "cpu" else shard_mesh("cpu", num_ranks, shard_size)
         self._writers = dist.new_group(backend="gloo", timeout=WAIT_LIMIT)  # checkpoints are written beside training
-        self._ranks = ProcessRanks()
+        self._ranks = ProcessRanks(_sequence_ranks(settings.trainer.fsdp.sequence_parallel_size))
         self._settings = settings
         return _outcome(lambda: self._build(settings))
 
@@ -105,6 +107,7 @@ class TrainingWorker:
         """Leaves the group of ranks."""
         for transport in self._transports.values():
             transport.close()
+        self._transports.clear()
         dist.destroy_process_group()
         self._store = None
 
@@ -232,6 +235,13 @@ class TrainingWorker:
                 f"The policy cannot be exported to {folder} on {socket.gethostname()}: {error}. Free space or choose "
                 "another place; the run's checkpoints hold the same weights."
             ) from error
+
+
+def _sequence_ranks(size: int) -> SequenceRanks | None:
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size, timeout=WAIT_LIMIT)
+    return SequenceRanks(group, dist.get_rank(group), size)
 
 
 def _outcome(function: Callable[[], Any]) -> Returned | Refused:

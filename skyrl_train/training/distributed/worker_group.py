@@ -121,14 +121,12 @@ class WorkerGroup:
         self._placement = _reserve(trainer)
         actors = [_actor(trainer, self._placement, bundle) for bundle in range(trainer.fsdp.num_workers)]
         self._actors = actors
-        try:
-            places = ray.get([actor.seat.remote() for actor in actors], timeout=trainer.fsdp.start_timeout_s)
-        except (RayError, GetTimeoutError) as error:
-            raise TrainingWorkerError(f"The training workers did not start: {_first_line(error)}") from error
+        places = _answers([actor.seat.remote() for actor in actors], trainer.fsdp.start_timeout_s)
         # Ranks of one node are neighbours; rank 0 stays on the driver's machine, where engines map what it publishes.
         order = sorted(range(len(actors)), key=lambda i: (places[i].node != places[0].node, places[i].node, i))
         self._actors, self.seats = [actors[i] for i in order], [places[i] for i in order]
-        meeting = ray.get(self._actors[0].host_store.remote(self.seats[0].node, self.size))
+        store = self._actors[0].host_store.remote(self.seats[0].node, self.size)
+        (meeting,) = _answers([store], trainer.fsdp.start_timeout_s)
         self.call("join", [(rank, self.size, meeting, settings) for rank in range(self.size)])
 
     def _outcomes(self, calls: list[Any], method: str) -> list[Returned | Refused]:
@@ -211,6 +209,13 @@ def _actor(trainer: TrainerConfig, group: PlacementGroup, bundle: int) -> Any:
 
 def _environment(fsdp: FSDPConfig) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, int(fsdp.ray_num_cpus))), **fsdp.environment}
+
+
+def _answers(calls: list[Any], limit_s: float) -> list[Any]:
+    try:
+        return list(ray.get(calls, timeout=limit_s))
+    except (RayError, GetTimeoutError) as error:
+        raise TrainingWorkerError(f"The training workers did not start: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

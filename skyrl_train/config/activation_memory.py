@@ -1,0 +1,39 @@
+"""What a rank keeps of a forward pass for its backward pass, from the model's shape: no torch, no weights."""
+
+from __future__ import annotations
+
+from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape
+from skyrl_train.config.schema import TrainerConfig, TrainingStrategy
+
+_FLOAT32_BYTES = 4
+
+
+def activation_bytes(trainer: TrainerConfig, shape: ModelShape, tokens: int) -> int:
+    """At most, for a micro-batch of ``tokens`` tokens, of which each rank has its slice.
+
+    Per token and layer: two norms, which compute in float32, and what they give (8 bytes and 4 elements, times the hidden
+    size); queries, keys, values, what attention gives and its copy (5 elements, times all heads' size); gate, activated gate,
+    up and their product (4 elements, times the size in between). Layers that run again in the backward pass keep their input,
+    and one of them everything. Sharded, all logits of a micro-batch exist at once.
+    """
+    element = BYTES_PER_ELEMENT[trainer.policy.dtype]
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    on_rank = -(-tokens // trainer.fsdp.sequence_parallel_size) if sharded else tokens
+    hidden = shape.hidden_size
+    norms = 2 * _FLOAT32_BYTES * hidden + 4 * element * hidden
+    attention = 5 * element * shape.num_heads * shape.head_dim + _FLOAT32_BYTES * shape.num_heads
+    layer = norms + attention + 4 * element * shape.intermediate_size
+    kept = (
+        shape.num_layers * (element * hidden) + layer
+        if trainer.policy.gradient_checkpointing
+        else shape.num_layers * layer
+    )
+    top = _FLOAT32_BYTES * hidden + 2 * element * hidden
+    return on_rank * (kept + top + (_logit_bytes(trainer, element) * shape.vocab_size if sharded else 0))
+
+
+def _logit_bytes(trainer: TrainerConfig, element: int) -> int:
+    """Of one logit: itself and its gradient in float32, both in a narrower dtype too, and the probability for the entropy."""
+    narrow = 2 * element if element < _FLOAT32_BYTES else 0
+    of_entropy = 2 * _FLOAT32_BYTES if trainer.algorithm.entropy_coef != 0 else 0
+    return 2 * _FLOAT32_BYTES + narrow + of_entropy

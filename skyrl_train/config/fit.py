@@ -1,0 +1,95 @@
+"""Whether a plan fits the memory of the machine that it is made on, as far as the model's shape tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_train.config import derive
+from skyrl_train.config.machine import Machine
+from skyrl_train.config.plan import MemoryEstimate, Plan
+from skyrl_train.config.schema import TrainerConfig, TrainingStrategy
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What does not fit. An impossible plan is refused; a tight one fits if it is lucky, and is only told."""
+
+    impossible: list[str]
+    tight: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What one device has to hold of the training."""
+
+    what: str
+    state_bytes: int  # for certain, while the run lasts
+    activation_bytes: int  # at most, while a micro-batch is trained
+    there_bytes: int
+    remedy: str
+
+
+def fit(plan: Plan, machine: Machine) -> Fit:
+    """Compares what training holds with what is there. Engines are left out: they may be anywhere, and come and go."""
+    impossible, tight = [], []
+    for need in _needs(plan, machine):
+        state, there = need.state_bytes, need.there_bytes
+        if state > there:
+            impossible.append(
+                f"{need.what}: weights, gradients and moments take {_gib(state)}, and there are {_gib(there)}. {need.remedy}"
+            )
+        elif state + need.activation_bytes > there:
+            tight.append(
+                f"{need.what}: {_gib(state)} of weights, gradients and moments, and up to {_gib(need.activation_bytes)} of "
+                f"activations, but there are {_gib(there)}. Set trainer.policy.gradient_checkpointing=true, lower "
+                f"trainer.micro_batch_tokens, or: {need.remedy}"
+            )
+    return Fit(impossible, tight)
+
+
+def _needs(plan: Plan, machine: Machine) -> list[_Need]:
+    trainer, memory = plan.config.trainer, plan.memory
+    if memory is None:
+        return []
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    on_gpu = trainer.device != "cpu"
+    of_rank = _Need(
+        f"Each of {trainer.fsdp.num_workers} ranks" if sharded else f"Training on {trainer.device}",
+        memory.rank_bytes,
+        memory.activation_bytes,
+        min(machine.gpu_bytes, default=0) if on_gpu else machine.main_memory_bytes,
+        _remedy(trainer),
+    )
+    if on_gpu and not machine.gpu_bytes:
+        return []  # on another machine, or none that says
+    if not (sharded and trainer.fsdp.cpu_offload and on_gpu):
+        return [of_rank]
+    return _offloaded(trainer, memory, of_rank, machine)
+
+
+def _offloaded(trainer: TrainerConfig, memory: MemoryEstimate, of_rank: _Need, machine: Machine) -> list[_Need]:
+    here = min(trainer.fsdp.num_workers, len(machine.gpu_bytes))
+    in_main = _Need(
+        f"The main memory, with {here} ranks and trainer.fsdp.cpu_offload=true",
+        here * memory.rank_bytes,
+        0,
+        machine.main_memory_bytes,
+        "Use more nodes.",
+    )
+    on_gpu = _Need(of_rank.what, 0, of_rank.activation_bytes, of_rank.there_bytes, "use more nodes.")
+    return [in_main, on_gpu]
+
+
+def _remedy(trainer: TrainerConfig) -> str:
+    if trainer.strategy is TrainingStrategy.local:
+        return "Use trainer.strategy=fsdp2 on several devices, or a smaller model."
+    split = derive.fsdp_shard_size(trainer)
+    wider = " or a larger trainer.fsdp.shard_size" if split < trainer.fsdp.num_workers else ""
+    offload = ", or set trainer.fsdp.cpu_offload=true" if trainer.device != "cpu" else ""
+    return f"Use more than trainer.fsdp.num_workers={trainer.fsdp.num_workers}{wider}{offload}."
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:,.1f} GiB"

@@ -1,0 +1,121 @@
+"""The memory that a plan needs, by formula: against what a backward pass really keeps, and against machines of any size."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from training_worlds import LARGER, backend, minibatch
+
+from skyrl_train.config.activation_memory import activation_bytes
+from skyrl_train.config.compose import compose
+from skyrl_train.config.fit import fit
+from skyrl_train.config.machine import Machine, visible_gpus
+from skyrl_train.config.model_shape import model_shape
+from skyrl_train.config.plan import Plan, resolve
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.models.tiny import build_model_folder
+
+GIB = 2**30
+CUDA = ["trainer.device=cuda"]
+RANKS = [*CUDA, "trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_backward_pass_keeps_no_more_than_the_formula_says_and_not_much_less(
+    dtype: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    build_model_folder(LARGER, tmp_path / "model", seed=0)
+    alone = backend(str(tmp_path / "model"), policy__dtype=dtype, policy__gradient_checkpointing=checkpointing)
+    batch = minibatch(lengths=(200, 200))
+    own = {p.untyped_storage().data_ptr() for p in alone.model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # by place: what is kept in two views is kept once
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alone.accumulate(batch)
+    measured = sum(storage.nbytes() for storage in kept.values())
+    shape = model_shape(ModelConfig(path=None, build=LARGER))
+    assert shape is not None
+    trainer = alone._trainer._config
+    said = activation_bytes(trainer, shape, sum(len(s) - 1 for s in batch.sequences))
+    assert 0.6 * said < measured < said
+
+
+def planned(*overrides: str) -> Plan:
+    return resolve(compose("quickstart", list(overrides)), 512)
+
+
+def with_state(plan: Plan, state: int, activations: int) -> Plan:
+    """The same plan for a model with ``state`` bytes on each rank."""
+    assert plan.memory is not None
+    memory = dataclasses.replace(
+        plan.memory,
+        policy_bytes=state * plan.memory.num_ranks,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        activation_bytes=activations,
+    )
+    return dataclasses.replace(plan, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "impossible", "tight"),
+    [
+        ([], Machine(16 * GIB), None, None),
+        ([], Machine(14 * GIB), None, "Training on cpu"),
+        ([], Machine(9 * GIB), "Use trainer.strategy=fsdp2", None),
+        (CUDA, Machine(9 * GIB, (16 * GIB,)), None, None),
+        (CUDA, Machine(99 * GIB, (9 * GIB,)), "there are 9.0 GiB", None),
+        (CUDA, Machine(99 * GIB), None, None),  # no GPU here that says
+        (RANKS, Machine(99 * GIB, (16 * GIB,) * 4), None, None),
+        (RANKS, Machine(99 * GIB, (12 * GIB,) * 4), None, "trainer.policy.gradient_checkpointing=true"),
+        (RANKS, Machine(99 * GIB, (9 * GIB,) * 4), "or set trainer.fsdp.cpu_offload=true", None),
+        ([*RANKS, "trainer.fsdp.cpu_offload=true"], Machine(99 * GIB, (9 * GIB,) * 4), None, None),
+        ([*RANKS, "trainer.fsdp.cpu_offload=true"], Machine(39 * GIB, (9 * GIB,) * 4), "Use more nodes", None),
+        (
+            [*RANKS, "trainer.fsdp.shard_size=2"],
+            Machine(99 * GIB, (9 * GIB,) * 4),
+            "a larger trainer.fsdp.shard_size",
+            None,
+        ),
+    ],
+)
+def test_ten_gib_of_state_and_five_of_activations(
+    overrides: list[str], machine: Machine, impossible: str | None, tight: str | None
+) -> None:
+    found = fit(with_state(planned(*overrides), 10 * GIB, 5 * GIB), machine)
+    for said, expected in ((found.impossible, impossible), (found.tight, tight)):
+        assert len(said) == (expected is not None)
+        assert expected is None or expected in said[0]
+
+
+def test_a_copy_is_split_over_the_ranks_of_its_shards() -> None:
+    whole = planned().memory
+    halves = planned("trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4", "trainer.fsdp.shard_size=2").memory
+    assert whole is not None and halves is not None
+    assert halves.rank_bytes == whole.rank_bytes // 2
+
+
+def test_a_slice_of_the_tokens_has_a_share_of_the_activations() -> None:
+    ranks = ["trainer.strategy=fsdp2", "trainer.fsdp.num_workers=2"]
+    apart, together = planned(*ranks).memory, planned(*ranks, "trainer.fsdp.sequence_parallel_size=2").memory
+    assert apart is not None and together is not None
+    assert together.activation_bytes == apart.activation_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "mib"),
+    [(None, (81920, 40960)), ("1", (40960,)), ("GPU-aa", (81920,)), ("", ())],
+)
+def test_gpus_that_are_hidden_do_not_count(visible: str | None, mib: tuple[int, ...]) -> None:
+    answer = "0, GPU-aa11, 81920\n1, GPU-bb22, 40960\n"
+    assert visible_gpus(answer, visible) == tuple(each * 2**20 for each in mib)
+    assert visible_gpus("0, GPU-aa11, [N/A]\n", None) == ()
