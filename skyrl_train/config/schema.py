@@ -93,7 +93,7 @@ class PolicyConfig:
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: str = "float32"  # of the trained weights: float32 | bfloat16
     fp32_head: bool = False  # logits by products in float32 under bfloat16 weights, as engines with a float32 head do
-    compile: bool = False  # layers by torch.compile, their attention left out: faster after a slow first step
+    compile: bool = False  # layers by torch.compile, their attention left out; the first steps are slow
     gradient_checkpointing: bool = False  # layers run again in the backward pass instead of keeping their activations
 
 
