@@ -43,10 +43,12 @@ from skyrl_train.training.local_backend import LocalBackend
 
 ray = pytest.importorskip("ray")
 
-from skyrl_train.training.distributed import ray_backend  # noqa: E402
+from ray.exceptions import RayActorError  # noqa: E402
+
+from skyrl_train.training.distributed import ray_backend, worker_group  # noqa: E402
 from skyrl_train.training.distributed.ray_backend import RayBackend  # noqa: E402
 from skyrl_train.training.distributed.reference import ShardedReference  # noqa: E402
-from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E402
+from skyrl_train.training.distributed.worker_group import Seat, WorkerGroup  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
 
@@ -406,6 +408,25 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
     group.call_alike("stage")
     other.join(60)
     assert calls[0] == calls[1] == ["stage", "forward_logprobs"]
+
+
+def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    seat, store = object(), object()
+
+    def get(calls: list[object], timeout: float) -> list[Seat]:
+        if calls == [store]:
+            raise RayActorError
+        return [Seat("127.0.0.1", 1)]
+
+    actor = SimpleNamespace(
+        seat=SimpleNamespace(remote=lambda: seat), host_store=SimpleNamespace(remote=lambda *arguments: store)
+    )
+    monkeypatch.setattr(worker_group, "ray", SimpleNamespace(get=get, kill=lambda actor: None))
+    monkeypatch.setattr(worker_group, "connect", lambda: None)
+    monkeypatch.setattr(worker_group, "_reserve", lambda trainer: None)
+    monkeypatch.setattr(worker_group, "_actor", lambda *arguments: actor)
+    with pytest.raises(TrainingWorkerError, match="The training workers did not start"):
+        WorkerGroup(WorkerSettings("", settings(fsdp__num_workers=1), 10, 1.0, 0))
 
 
 class TestDeaths:
