@@ -34,6 +34,16 @@ def compute_device(model: PreTrainedModel) -> torch.device:
     return model.device
 
 
+def share_weights_again(model: PreTrainedModel) -> None:
+    """Frees the layers of a sharded model that a forward pass has left whole, for a backward pass that does not follow.
+
+    Whoever asked for the parameters would be given the whole ones, which no optimizer moves.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def can_chunk(model: PreTrainedModel) -> bool:
     """Whether the model is a body that ends in hidden states and a linear head on top of it."""
     if isinstance(model, FSDPModule):  # the head's weight is whole within the forward pass only

@@ -16,7 +16,7 @@ from skyrl_train.training.attention import packing_obstacle, use_segments
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded, pack_rows, pad_rows
 from skyrl_train.training.head import LogitRule
-from skyrl_train.training.logprobs import can_chunk, chunked_scores, full_scores
+from skyrl_train.training.logprobs import can_chunk, chunked_scores, full_scores, share_weights_again
 from skyrl_train.training.sequence_parallel import SequenceRanks
 
 
@@ -137,7 +137,10 @@ class Scorer:
                 differentiate_entropy=differentiate_entropy,
             )
         temperature = self._rule.temperature
-        return full_scores(self._model, micro_batch, temperature, differentiate_entropy=differentiate_entropy)
+        scores = full_scores(self._model, micro_batch, temperature, differentiate_entropy=differentiate_entropy)
+        if not torch.is_grad_enabled():
+            share_weights_again(self._model)
+        return scores
 
     @torch.no_grad()
     def _fastest_right_way(self, packing: bool | None) -> _Way:

@@ -194,7 +194,7 @@ def test_settings_mean_on_two_ranks_what_they_mean_on_one(
         given = [dataclasses.replace(s, reference_logprobs=0.9 * s.behaviour_logprobs) for s in batch.sequences]
         batch = dataclasses.replace(batch, sequences=given, kl_factor=1 / step)
         assert ours.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
-    assert apart(weights(ours), weights(alone)) < 1e-6
+    assert apart(weights(ours), weights(alone)) < 1e-5  # of 2e-3 that they may have moved
 
 
 def test_a_sharded_reference_scores_as_one_on_one_device(folder: str, rejoined: Callable[..., RayBackend]) -> None:

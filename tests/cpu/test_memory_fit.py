@@ -25,7 +25,7 @@ RANKS = [*CUDA, "trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4"]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_backward_pass_keeps_no_more_than_the_formula_says_and_not_much_less(
+def test_a_backward_pass_is_left_no_more_than_the_formula_says_and_not_much_less(
     dtype: str, checkpointing: bool, tmp_path: Path
 ) -> None:
     build_model_folder(LARGER, tmp_path / "model", seed=0)
@@ -45,8 +45,11 @@ def test_a_backward_pass_keeps_no_more_than_the_formula_says_and_not_much_less(
     shape = model_shape(ModelConfig(path=None, build=LARGER))
     assert shape is not None
     trainer = alone._trainer._config
-    said = activation_bytes(trainer, shape, sum(len(s) - 1 for s in batch.sequences))
-    assert 0.6 * said < measured < said
+    tokens = sum(len(s) - 1 for s in batch.sequences)
+    said = activation_bytes(trainer, shape, tokens)
+    # Of a layer that runs again, what it keeps then is not seen here; of all, their inputs are.
+    inputs = tokens * shape.num_layers * shape.hidden_size * alone.model.dtype.itemsize
+    assert (inputs if checkpointing else 0.9 * said) < measured < said
 
 
 def planned(*overrides: str) -> Plan:

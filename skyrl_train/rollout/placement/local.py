@@ -77,10 +77,11 @@ class ThreadWorker(Worker):
         return await asyncio.get_running_loop().run_in_executor(self._thread, outcome_of, self._function, argument)
 
     async def stop(self) -> None:
-        thread, function = self._thread, self._function
+        thread = self._thread
+        held: object = self._function
         self._thread = self._function = None
-        if isinstance(function, Closes):
-            await asyncio.to_thread(function.close)
+        if isinstance(held, Closes):
+            await asyncio.to_thread(held.close)
         if thread is not None:
             await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 
