@@ -1,15 +1,17 @@
-"""What each transport costs: the share of a publication that the trainer waits for, and that engines are paused for.
+"""What each transport costs: what the trainer waits for and how long engines pause, with overlap and without.
 
     python benchmarks/weight_transports.py [--updates 20] [--hidden-size 512]
 
-One embedded engine in its own process serves requests while new weights are published, by each transport in turn. The
-trainer waits for *gather* only, the engine is paused for *load* only; everything is measured in one run, as medians.
+One embedded engine in its own process serves requests while new weights are published, by each transport in turn. With
+overlap the trainer waits for *gather* only, the engine is paused for *load* only: both are measured as the ratio to what
+they should be, by turns in one run, as medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -18,21 +20,84 @@ from pathlib import Path
 
 import torch
 
+from skyrl_train.concurrency import Signal
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.publication.base import WeightTransport
+from skyrl_train.publication.deliveries import Deliveries
 from skyrl_train.publication.delta import DeltaTransport
 from skyrl_train.publication.disk import DiskTransport
 from skyrl_train.publication.process_group import GlooTransport
-from skyrl_train.publication.publisher import WeightPublisher, weights_of
+from skyrl_train.publication.publisher import WeightPublisher, WeightSource
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
 
 PARAMS = {"max_tokens": 64, "ignore_eos": True}
 CHANGED_WORDS = 100  # one in so many changes from version to version
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One update; seconds."""
+
+    waited: float  # the trainer, until it may go on
+    gather: float
+    transfer: float
+    pause: float
+    load: float  # as long as the engine takes for it
+
+
+class Publications:
+    """Publishes by one transport, as a trainer does."""
+
+    def __init__(self, client: InferenceEngineClient, engine: TimedEngine, transport: WeightTransport, model) -> None:
+        async def nothing(version: int = 0) -> dict[str, float]:
+            return {}
+
+        self._engine = engine
+        self._publisher = WeightPublisher(client, transport, PauseMode.KEEP)
+        self._deliveries = Deliveries(
+            self._publisher,
+            client,
+            weights_of_model(model),
+            hold=nothing,
+            served=nothing,
+            changed=Signal(),
+            clock=time.perf_counter,
+        )
+
+    async def one(self, version: int, overlap: bool) -> Row:
+        started = time.perf_counter()
+        await self._deliveries.begin(version)
+        if overlap:
+            waited = time.perf_counter() - started
+            times = await self._deliveries.delivered()  # the next step is longer than that
+        else:
+            times = await self._deliveries.delivered()
+            waited = time.perf_counter() - started
+        return Row(waited, times["time/gather"], times["time/transfer"], times["time/pause"], self._engine.last_load_s)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+class TimedEngine(EmbeddedEngine):
+    """Knows how long its last swap took."""
+
+    last_load_s = 0.0
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        started = time.perf_counter()
+        await super().load_weights(update)
+        self.last_load_s = time.perf_counter() - started
+
+
+def weights_of_model(model: torch.nn.Module) -> WeightSource:
+    return lambda transport, version: transport.gather(model.named_parameters(), version)
 
 
 async def measure(updates: int, requests: int, hidden_size: int) -> None:
@@ -50,22 +115,23 @@ async def measure(updates: int, requests: int, hidden_size: int) -> None:
             "delta": lambda: DeltaTransport(f"{folder}/delta", "float32"),
             "gloo": lambda: GlooTransport(address="127.0.0.1"),
         }
-        client = InferenceEngineClient([EmbeddedEngine(path, max_model_len=512)], load_tokenizer(path), path)
+        engine = TimedEngine(path, max_model_len=512)
+        client = InferenceEngineClient([engine], load_tokenizer(path), path)
         await client.start()
         version, load = 0, []
         try:
             for name, make in kinds.items():
-                publisher = WeightPublisher(client, make(), PauseMode.KEEP)
-                await publisher.publish(weights_of(model.named_parameters()), version)
+                publications = Publications(client, engine, make(), model)
+                await publications.one(version, overlap=False)  # areas are made
                 load = load or [asyncio.create_task(_serve(client)) for _ in range(requests)]
-                rows = []
-                for _ in range(updates):
+                rows: dict[bool, list[Row]] = {True: [], False: []}
+                for number in range(1, 2 * updates + 2):
                     version += 1
                     _change(model)
-                    started = time.perf_counter()
-                    times = await publisher.publish(weights_of(model.named_parameters()), version)
-                    rows.append({**times, "whole": time.perf_counter() - started})
-                publisher.close()
+                    row = await publications.one(version, overlap=number % 2 == 0)
+                    if number > 1:  # the second area is made
+                        rows[number % 2 == 0].append(row)
+                publications.close()
                 version += 1
                 _report(name, rows)
         finally:
@@ -81,13 +147,19 @@ def _change(model: torch.nn.Module) -> None:
             parameter.view(-1)[::CHANGED_WORDS] += 1e-3
 
 
-def _report(name: str, rows: list[dict[str, float]]) -> None:
-    whole, gather, transfer, pause = (
-        statistics.median(row[key] for row in rows) for key in ("whole", "time/gather", "time/transfer", "time/pause")
+def _report(name: str, rows: dict[bool, list[Row]]) -> None:
+    both = rows[True] + rows[False]
+    gather, transfer, pause, load = (
+        1e3 * statistics.median(getattr(row, part) for row in both) for part in ("gather", "transfer", "pause", "load")
     )
+    overlapped, without = (
+        statistics.median(row.waited / row.gather for row in rows[overlap]) for overlap in (True, False)
+    )
+    beyond = statistics.median(row.pause / row.load for row in both)
     print(
-        f"{name:<14} the trainer waits for {gather / whole:4.0%} of a publication, engines for {pause / whole:4.0%}; "
-        f"gather {1e3 * gather:.1f} ms, transfer {1e3 * transfer:.1f} ms, pause {1e3 * pause:.1f} ms"
+        f"{name:<14} the trainer waits {overlapped:.2f} times as long as gather takes, without overlap {without:.2f} times; "
+        f"the engine pauses {beyond:.2f} times as long as load takes; gather {gather:.1f} ms, transfer {transfer:.1f} ms, "
+        f"pause {pause:.1f} ms, load {load:.1f} ms"
     )
 
 

@@ -22,6 +22,7 @@ from skyrl_train.algorithms.off_policy.rejections import REJECTION_STATISTICS
 from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainerMode, TrainingStrategy
 from skyrl_train.config.transports import TRANSPORTS
@@ -52,8 +53,10 @@ from skyrl_train.stage_factory import build_stages
 from skyrl_train.trainer import PPOTrainer
 from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.backend import TrainingBackend
-from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.training.checkpoint import Checkpoints, CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.training.objective import Objective
+from skyrl_train.training.remote_checkpoint import RemoteCheckpointStore
 from skyrl_train.training.schedule import SCHEDULES
 
 if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
@@ -75,8 +78,9 @@ async def build_trainer(
         workers: processes for embedded engines that were started earlier.
 
     Raises:
-        ConfigError, ModelError, EngineError: a part cannot be built; those already started are stopped.
+        ConfigError, ModelError, EngineError, CheckpointError: a part cannot be built; those already started are stopped.
     """
+    checkpoints = await asyncio.to_thread(open_checkpoints, config, run_folder.checkpoints)
     model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
     tokenizer = load_tokenizer(model_path)
     number, own = config.generator.inference_engine.num_engines, config.trainer.eval.num_engines
@@ -110,7 +114,7 @@ async def build_trainer(
         backend=backend,
         publisher=publishers[0],
         dataset=dataset,
-        checkpoints=CheckpointStore(run_folder.checkpoints, config.trainer.max_ckpts_to_keep),
+        checkpoints=checkpoints,
         reporter=reporter,
         stages=stages,
         evaluation_engines=OwnEngines(generators[1], clients[1], publishers[1], backend.stage) if own else None,
@@ -137,6 +141,18 @@ def known_names() -> dict[str, list[str]]:
     }
 
 
+def check_objective(config: RunConfig) -> None:
+    """Raises:
+    ConfigError: the loss cannot be built, or looks at whole minibatches, which ``streaming_min_groups`` does not wait for.
+    """
+    groups = derive.streaming_min_groups(config)
+    if Objective(config.trainer.algorithm).needs_minibatch_facts and groups is not None:
+        raise ConfigError(
+            f"trainer.fully_async.streaming_min_groups={groups}: the configured loss or correction looks at all groups of a "
+            "step before it trains on any. Set streaming_min_groups=null."
+        )
+
+
 def check_model_path(config: RunConfig) -> None:
     """Raises:
     ModelError: ``trainer.policy.model.path`` looks like a folder, and there is none. (A hub name is asked for later.)
@@ -161,6 +177,20 @@ def prepare_model(config: RunConfig, folder: Path) -> str:
         return config.trainer.policy.model.path
     build_model_folder(config.trainer.policy.model.build, folder, config.trainer.seed)
     return str(folder)
+
+
+def open_checkpoints(config: RunConfig, folder: Path) -> Checkpoints:
+    """The run's checkpoints: in ``folder``, or behind ``trainer.ckpt_path``, with a copy of the newest in ``folder``.
+
+    Raises:
+        ConfigError: the URL cannot be opened, or holds checkpoints of another run.
+        CheckpointError: it cannot be reached.
+    """
+    if config.trainer.ckpt_path is None:
+        return CheckpointStore(folder, config.trainer.max_ckpts_to_keep)
+    remote = RemoteCheckpointStore(config.trainer.ckpt_path, config, CheckpointStore(folder, max_to_keep=1))
+    remote.check()
+    return remote
 
 
 def build_client(

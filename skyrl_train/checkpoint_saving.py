@@ -17,7 +17,7 @@ from skyrl_train.inference.recordings import SessionSnapshot
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.checkpoint import write_rollout_state
 from skyrl_train.training.backend import TrainingBackend
-from skyrl_train.training.checkpoint import CheckpointStore, checkpoint_step
+from skyrl_train.training.checkpoint import Checkpoints, checkpoint_step
 
 POLICY_FOLDER = "policy"  # of the backend's state within a checkpoint
 
@@ -43,7 +43,7 @@ class CheckpointSaving:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: Checkpoints,
         backend: TrainingBackend,
         *,
         snapshot: Callable[[], Awaitable[dict[str, object]]],

@@ -7,6 +7,7 @@ SkyRLError
   CheckpointError        a checkpoint cannot be written, or does not belong to this run
   GeneratorOutputError   a generator returned fields that break the contract
   RolloutError           a rollout failed (raised, timed out) more often than the run allows
+    NonFiniteRewardError a reward is NaN or infinite; it counts as a failed rollout
     RolloutActorError    the actor that it ran in is gone; another attempt runs in another one
   StageError             a stage between generation and training failed; the message names the stage
   StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
@@ -17,6 +18,7 @@ SkyRLError
   EngineError            an inference engine failed
     EngineDeadError      the engine is gone; its requests can continue elsewhere
     NoEngineError        no engine is left
+  NonFiniteStepsError    losses or gradients were not finite for too many steps in a row
   TrainingWorkerError    a process that trains a part of the policy is gone; the message names rank and node
   PublicationError       new weights did not reach the engines; they still serve the old ones
   SimulationError        a run in virtual time cannot go on: a deadlock, or modelled work in the wrong place
@@ -49,6 +51,10 @@ class GeneratorOutputError(SkyRLError):
 
 class RolloutError(SkyRLError):
     """Rollouts failed more often than the run allows; the last failure is the cause."""
+
+
+class NonFiniteRewardError(RolloutError):
+    """A reward is NaN or infinite; the message names its sample. Nothing is learned from it: the rollout counts as failed."""
 
 
 class RolloutActorError(RolloutError):
@@ -93,6 +99,10 @@ class EngineDeadError(EngineError):
 
 class NoEngineError(EngineError):
     """No engine is left; the message says why the last one left."""
+
+
+class NonFiniteStepsError(SkyRLError):
+    """The loss or the gradient was not finite for more steps in a row than the run allows. None of them moved the policy."""
 
 
 class TrainingWorkerError(SkyRLError):

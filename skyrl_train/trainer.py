@@ -24,7 +24,13 @@ from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, Rollo
 from skyrl_train.concurrency import Signal, close_within
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, StalenessError
+from skyrl_train.errors import (
+    CheckpointError,
+    ConfigError,
+    GeneratorOutputError,
+    NonFiniteStepsError,
+    StalenessError,
+)
 from skyrl_train.evaluation.engines import SharedEngines
 from skyrl_train.evaluation.runner import Evaluation
 from skyrl_train.observability.step_metrics import step_metrics
@@ -45,6 +51,7 @@ from skyrl_train.rollout.workers import GenerationWorkers
 from skyrl_train.trainer_parts import TrainerParts
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
+from skyrl_train.training.nonfinite import NonFiniteSteps
 
 if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
     pass
@@ -89,6 +96,7 @@ class PPOTrainer:
             overlap=plan.overlap_publication,
         )
         self.kl_control = KlControl(trainer.algorithm)
+        self.nonfinite = NonFiniteSteps(trainer.failures.max_nonfinite_steps)
         proximal = proximal_stages(
             trainer.algorithm, lambda sequences: self.off_loop(parts.backend.forward_logprobs, sequences)
         )
@@ -161,6 +169,7 @@ class PPOTrainer:
             Exception: whatever ended a part of the run, as itself. The finished steps are saved, unless it was the update
                 that failed: the policy's weights are in doubt then, and the previous checkpoint stands.
             CheckpointError: a checkpoint could not be written; the previous one is untouched.
+            NonFiniteStepsError: too many steps were skipped; the checkpoint from before them stands.
         """
         with LoopMonitor(self.config.trainer.failures.stuck_after_s, logger.error):
             await self._train()
@@ -178,7 +187,7 @@ class PPOTrainer:
             await self.save_checkpoint()
             await self.evaluate_last_policy()
             await self.export_policy()
-        except CheckpointError:
+        except (CheckpointError, NonFiniteStepsError):  # the checkpoint before stands
             raise
         except Exception as error:
             await self._save_what_is_finished(error)
@@ -198,6 +207,7 @@ class PPOTrainer:
                 error.add_note(f"The step could not be reported either: {second!r}")
             raise
         self.report(trained)
+        self.nonfinite.observe(self.global_step, trained.metrics)
 
     async def _save_what_is_finished(self, error: Exception) -> None:
         if self._weights_in_doubt or not self._started:
@@ -423,9 +433,14 @@ class PPOTrainer:
     # Checkpoints --------------------------------------------------------------------------------------------------
 
     async def checkpoint_if_due(self) -> None:
-        """Every ``ckpt_interval`` steps, takes a snapshot and writes it while training goes on."""
+        """Every ``ckpt_interval`` steps, takes a snapshot and writes it while training goes on.
+
+        Not while steps are skipped: the policy may have diverged, and the checkpoint before may be the last good one.
+        """
         await self.saving.check()  # a failed write ends the run
         interval = self.config.trainer.ckpt_interval
+        if self.nonfinite.in_a_row:
+            return
         if interval and self.global_step % interval == 0 and self.global_step < self.plan.total_steps:
             await self.saving.begin()
 
@@ -444,6 +459,7 @@ class PPOTrainer:
             "reported": self._reported,
             "prompts": self.prompts.state_dict(),
             "workers": self.workers.state_dict(),
+            "retries": self.runner.retries,
             "counts": self.staleness.state_dict(),
             "kl_factor": self.kl_control.factor,
         }
@@ -476,6 +492,7 @@ class PPOTrainer:
         self.parts.client.recordings.load(recordings)
         self.prompts.load_state_dict(state["prompts"], buffered=[group.ordinal for group in self.buffer])
         self.workers.load_state_dict(state["workers"])
+        self.runner.retries = state.get("retries", 0)  # checkpoints of earlier versions do not have them
         self.staleness.load_state_dict(state["counts"], self.global_step + 1, self.buffer)
         self.workers.drop_overdue()
         self.saving.step = self.global_step

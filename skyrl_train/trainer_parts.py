@@ -17,7 +17,7 @@ from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.stages import Stage
 from skyrl_train.training.backend import TrainingBackend
-from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.training.checkpoint import Checkpoints
 
 if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
     from skyrl_train.rollout.streaming import StreamingPrompts
@@ -32,7 +32,7 @@ class TrainerParts:
     backend: TrainingBackend
     publisher: WeightPublisher
     dataset: PromptDataset | StreamingPrompts
-    checkpoints: CheckpointStore
+    checkpoints: Checkpoints
     reporter: Reporter
     stages: Sequence[Stage] = ()  # what a group goes through between its generation and the buffer; started
     evaluation_engines: EvaluationEngines | None = None  # of its own; None: the run's

@@ -110,7 +110,8 @@ def rloo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
 
 @ADVANTAGE_ESTIMATORS.register("maxrl")
 def maxrl(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
-    """Maximum likelihood RL: ``A_i = (R_i - mean(R)) / mean(R)``, for rewards that are 0 or 1, at least not negative.
+    """Maximum likelihood RL (MaxRL, arXiv 2602.02710): ``A_i = (R_i - mean(R)) / mean(R)``, for rewards that are 0 or 1, at
+    least not negative.
 
     Dividing by the mean return (the pass rate) in place of the deviation makes the sum over a group an estimate of the
     gradient of ``log pass rate``, to the order that n samples allow: rare successes weigh more. Equal returns give

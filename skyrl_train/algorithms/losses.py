@@ -13,6 +13,7 @@ import torch
 
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.algorithms.tokens import PolicyTokens, bounded_exp, bounded_ratio
+from skyrl_train.config.derive import clip_bounds
 from skyrl_train.config.schema import AlgorithmConfig
 
 
@@ -62,7 +63,7 @@ def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 
     GSPO in its token form (arXiv 2507.18071, section 4.3): ``s_t = sg(s) pi_theta / sg(pi_theta)``, whose values and, where
     all tokens of a sequence have the same advantage and weight, gradients are those of the sequence form. Bounds are of
-    the order of 1e-4 (the paper has 3e-4 and 4e-4); the reduction that belongs to it is ``sequence_mean``.
+    the order of 1e-4 (by default the paper's, 3e-4 and 4e-4); the reduction that belongs to it is ``sequence_mean``.
     """
     log_ratio = tokens.logprobs.detach() - tokens.proximal_logprobs
     of_sequence = tokens.per_token(tokens.sequence_mean(log_ratio))
@@ -84,7 +85,8 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("sapo")
 def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
-    """``-(4 / tau) sigmoid(tau (u - 1)) A`` with ``tau_pos`` where ``A > 0``, else ``tau_neg`` (SAPO, arXiv 2511.20347).
+    """``-(4 / tau) sigmoid(tau (u - 1)) A`` with ``tau_pos`` where ``A > 0``, else ``tau_neg`` (SAPO, arXiv 2511.20347;
+    formula and defaults compared with TRL's). The reduction that belongs to it is ``sequence_mean``.
 
     A smooth gate in place of a bound: the gradient at ``u = 1`` is that of PPO and fades away from it. Nothing is clipped.
     """
@@ -103,6 +105,6 @@ def importance_sampling(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenL
 
 
 def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> TokenLosses:
-    unclipped = ratio * advantages
-    bounded = ratio.clamp(1.0 - config.eps_clip_low, 1.0 + config.eps_clip_high) * advantages
+    unclipped, (low, high) = ratio * advantages, clip_bounds(config)
+    bounded = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     return TokenLosses(-torch.minimum(unclipped, bounded), ratio.detach(), (bounded < unclipped).detach())

@@ -28,7 +28,7 @@ def _losses(config: RunConfig) -> Problems:
         *(f"{KEY}.{name}" for name in ("cispo.cispo_eps_clip_low", "kl_cov.ppo_kl_coef")),
     )
     yield from more_than_zero(config, f"{KEY}.sapo.tau_pos", f"{KEY}.sapo.tau_neg", f"{KEY}.max_seq_len")
-    if algorithm.eps_clip_low >= 1:
+    if algorithm.eps_clip_low is not None and algorithm.eps_clip_low >= 1:
         yield f"{KEY}.eps_clip_low={algorithm.eps_clip_low}: must be less than 1."
     if algorithm.policy_loss_type == "dual_clip" and not algorithm.clip_ratio_c > 1:
         yield f"{KEY}.clip_ratio_c={algorithm.clip_ratio_c}: a bound on ratios must be more than 1. Set it to 3."
@@ -45,6 +45,11 @@ def _losses(config: RunConfig) -> Problems:
         yield (
             f"{KEY}.policy_loss_type=kl_cov with one pass around the policy of the step: its penalty has no gradient there, so "
             "it would do nothing. Set trainer.update_epochs_per_batch=2, or proximal_policy=arrival."
+        )
+    if algorithm.max_seq_len is not None and algorithm.loss_reduction in ("token_mean", "sequence_mean", "prompt_mean"):
+        yield (
+            f"{KEY}.max_seq_len={algorithm.max_seq_len} with loss_reduction={algorithm.loss_reduction}, which divides by no "
+            "fixed length. Set max_seq_len=null, or loss_reduction=seq_mean_token_sum_norm."
         )
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and algorithm.max_seq_len is None:
         length = config.generator.sampling_params.max_tokens * config.generator.max_turns
@@ -68,7 +73,22 @@ def _advantages(config: RunConfig) -> Problems:
             f"{KEY}.advantage_estimator=maxrl divides by the mean return, which penalties may bring to 0 and below. Set "
             "overlong.buffer_len=0 and kl_reward_coef=0, or another estimator."
         )
+    if not algorithm.grpo_norm_by_std and algorithm.advantage_estimator in ("rloo", "maxrl", "reinforce++"):
+        yield (
+            f"{KEY}.grpo_norm_by_std=false with advantage_estimator={algorithm.advantage_estimator}, which has no such division "
+            "in it. Leave it out, or set advantage_estimator=grpo."
+        )
     overlong = algorithm.overlong
+    if overlong.buffer_len == 0 and overlong.max_response_len is not None:
+        yield (
+            f"{KEY}.overlong.max_response_len={overlong.max_response_len} without a penalty, which alone looks at it. Set "
+            f"{KEY}.overlong.buffer_len, the last tokens over which the penalty grows, or leave max_response_len out."
+        )
+    if overlong.buffer_len > 0 and overlong.penalty_factor == 0:
+        yield (
+            f"{KEY}.overlong.penalty_factor=0 makes a penalty of 0 over the last {overlong.buffer_len} tokens. Set it above 0, "
+            "or overlong.buffer_len=0 for no penalty."
+        )
     yield from at_least(config, 0, f"{KEY}.overlong.buffer_len", f"{KEY}.overlong.penalty_factor")
     if overlong.buffer_len > 0 and (overlong.max_response_len or 0) < overlong.buffer_len:
         length = config.generator.sampling_params.max_tokens * config.generator.max_turns

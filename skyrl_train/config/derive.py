@@ -51,6 +51,15 @@ def steps_per_publication(config: RunConfig) -> int:
 
 
 WHOLE_MINIBATCH_LOSSES = ("clip_cov", "kl_cov")
+CLIPPED_LOSSES = ("ppo_clip", "dual_clip", "gspo", "clip_cov")
+
+
+def clip_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """How far below and above 1 the ratio of a clipped loss counts. That of gspo is a mean over a sequence, so it moves a
+    thousandth as far as a token's: the paper's bounds are 3e-4 and 4e-4."""
+    low, high = (3e-4, 4e-4) if algorithm.policy_loss_type == "gspo" else (0.2, 0.2)
+    given = algorithm.eps_clip_low, algorithm.eps_clip_high
+    return low if given[0] is None else given[0], high if given[1] is None else given[1]
 
 
 def normalizes_over_minibatch(algorithm: AlgorithmConfig) -> bool:

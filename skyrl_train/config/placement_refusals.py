@@ -163,7 +163,26 @@ def endpoint_port(config: RunConfig) -> Any:
     return endpoint.get("port") if isinstance(endpoint, Mapping) else None
 
 
+def _checkpoints(config: RunConfig) -> Problems:
+    url, key = config.trainer.ckpt_path, "trainer.ckpt_path"
+    if url is None:
+        return
+    if "://" not in url:
+        yield (
+            f"{key}={url} is no URL. On a disk, checkpoints are in the run folder: set trainer.run_dir or trainer.runs_dir, and "
+            f"leave {key} out."
+        )
+        return
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        yield f"{key}={url} cannot be opened: {error}. Name a protocol that fsspec knows, and install its package."
+
+
 RULES: tuple[Callable[[RunConfig], Problems], ...] = (
+    _checkpoints,
     _engines,
     _training_workers,
     _stages,

@@ -9,7 +9,7 @@ from skyrl_train.config import derive, refusals
 from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.limits import Problems
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
+from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
 from skyrl_train.config.transports import staging_copies
 
 _MIB = 2**20
@@ -188,15 +188,50 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
         ("mode", plan.mode.value),
         ("model", f"{model} ({trainer.policy.dtype}, on {trainer.device})"),
         *_rank_rows(plan.config),
-        ("algorithm", f"{trainer.algorithm.advantage_estimator}, {trainer.algorithm.policy_loss_type}"),
+        ("algorithm", _algorithm_row(trainer.algorithm)),
+        ("correction", _correction_row(trainer.algorithm)),
         (
             "learning rate",
             f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps{never}",
         ),
         ("micro-batches", _micro_batch_row(trainer)),
         ("run folder", folder),
-        ("checkpoints", f"every {trainer.ckpt_interval} steps" if trainer.ckpt_interval else "at the end"),
+        ("checkpoints", _checkpoint_row(trainer)),
     ]
+
+
+def _algorithm_row(algorithm: AlgorithmConfig) -> str:
+    low, high = derive.clip_bounds(algorithm)
+    clips = algorithm.policy_loss_type in derive.CLIPPED_LOSSES
+    bounds = f" within [1 - {low:g}, 1 + {high:g}]" if clips else ""
+    return (
+        f"{algorithm.advantage_estimator}, {algorithm.policy_loss_type}{bounds} around the policy of the "
+        f"{algorithm.proximal_policy}, {algorithm.loss_reduction}"
+    )
+
+
+def _correction_row(algorithm: AlgorithmConfig) -> str:
+    """What is done about tokens that another policy, or another program, has sampled."""
+    correction, parts = algorithm.off_policy_correction, []
+    bounds = {
+        "token": f"ratios up to {correction.token_tis_ratio_clip_high:g}",
+        "sequence": f"ratios of sequences up to {correction.sequence_tis_ratio_clip_high:g}",
+        "geometric": f"mean ratios of sequences up to {correction.sequence_tis_ratio_clip_high:g}",
+        "icepop": f"ratios within [{correction.icepop_ratio_low:g}, {correction.icepop_ratio_high:g}], others rejected",
+    }
+    if (kind := correction.tis_ratio_type) is not None:
+        parts.append(f"weights {kind}: {bounds.get(kind, 'your own')}")
+    for rule in correction.rejections:
+        low, high = ("" if bound is None else f"{bound:g}" for bound in (rule.low, rule.high))
+        parts.append(f"rejected: {rule.statistic} by {rule.level} outside [{low}, {high}]")
+    if correction.m2po_threshold is not None:
+        parts.append(f"rejected: M2PO beyond {correction.m2po_threshold:g}")
+    return "; ".join(parts) or "none"
+
+
+def _checkpoint_row(trainer: TrainerConfig) -> str:
+    when = f"every {trainer.ckpt_interval} steps" if trainer.ckpt_interval else "at the end"
+    return when if trainer.ckpt_path is None else f"{when}, in {trainer.ckpt_path}"
 
 
 def _micro_batch_row(trainer: TrainerConfig) -> str:

@@ -93,6 +93,7 @@ def _counts(config: RunConfig) -> Problems:
         "trainer.samples_per_step",
         "trainer.failures.max_rollout_retries",
         "trainer.failures.max_engine_failures",
+        "trainer.failures.max_nonfinite_steps",
         "generator.inference_engine.fleet.max_restarts",
         "generator.inference_engine.fleet.wait_timeout_s",
     )

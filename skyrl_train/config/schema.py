@@ -221,8 +221,8 @@ class AlgorithmConfig:
     advantage_batch_normalize: bool | None = None  # over all tokens of a minibatch; None: with reinforce++
     gamma: float = 1.0  # discount per trained token: reinforce++
     policy_loss_type: str = "ppo_clip"  # | dual_clip | gspo | cispo | sapo | clip_cov | kl_cov | importance_sampling
-    eps_clip_low: float = 0.2  # ppo_clip, dual_clip, gspo, clip_cov
-    eps_clip_high: float = 0.2
+    eps_clip_low: float | None = None  # ppo_clip, dual_clip, gspo, clip_cov; None: 0.2, for gspo 3e-4
+    eps_clip_high: float | None = None  # None: 0.2, for gspo 4e-4
     clip_ratio_c: float = 3.0  # dual_clip
     cispo: CispoConfig = field(default_factory=CispoConfig)
     sapo: SapoConfig = field(default_factory=SapoConfig)
@@ -250,6 +250,9 @@ class FailureConfig:
     max_rollout_retries: int = 1
     on_rollout_failure: FailurePolicy = FailurePolicy["replace"]
     max_failed_rollouts: int = 16  # groups that may fail for good before the run stops with a checkpoint
+    max_nonfinite_steps: int = (
+        4  # in a row: optimizer steps skipped because loss or gradient is not finite; then it stops
+    )
     max_engine_failures: int = 0  # times that a group may find no engine for fleet.wait_timeout_s and still go on
     stuck_after_s: float = (
         900.0  # neither a group nor a step ends for so long: the log says what is stuck, and since when
@@ -292,6 +295,7 @@ class TrainerConfig:
     device: str = "cpu"  # that trains: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: int = 50  # steps; 0: only at the end and on SIGTERM
     max_ckpts_to_keep: int = 2
+    ckpt_path: str | None = None  # a URL (s3://, gs://, ...; fsspec) for this run alone; None: in the run folder
     resume: ResumeMode = ResumeMode.latest
     samples_per_step: int = 2  # groups written to samples.jsonl each step
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])

@@ -196,13 +196,14 @@ def check_implementations(config: RunConfig) -> None:
     """Checks what only the implementations know; last, because importing them takes seconds.
 
     Raises:
-        ConfigError: a name is unknown; the message names the nearest known one.
+        ConfigError: a name is unknown; the message names the nearest known one. Or a loss of one's own cannot work so.
         ModelError: the model's path looks like a folder, and there is none.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; the cores are shared with the engines
-    from skyrl_train.assembly import check_model_path, known_names
+    from skyrl_train.assembly import check_model_path, check_objective, known_names
 
     refuse(config, known_names())
+    check_objective(config)
     check_model_path(config)
 
 

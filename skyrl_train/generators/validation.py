@@ -12,7 +12,7 @@ from itertools import compress
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.errors import GeneratorOutputError, NonFiniteRewardError
 from skyrl_train.generators.base import GeneratorOutput
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.rollout.group import RolloutSequence, Sample
@@ -38,6 +38,7 @@ def validate_generator_output(output: GeneratorOutput, expected: int) -> None:
 
     Raises:
         GeneratorOutputError: the first violation found.
+        NonFiniteRewardError: a reward is NaN or infinite, which is not the generator's contract but this rollout's fault.
     """
     if not isinstance(output, Mapping):
         raise GeneratorOutputError(f"The generator returned a {type(output).__name__}, not a GeneratorOutput (a dict).")
@@ -178,8 +179,13 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
     if per_token and _all_of(reward, int, float) and all(map(math.isfinite, reward)):
         return
     for value in reward if per_token else (reward,):
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not isinstance(value, Real):
             _fail(fields, "rewards", row, f"contains {value!r}; rewards must be finite numbers.")
+        if not math.isfinite(value):
+            raise NonFiniteRewardError(
+                f"rewards of {_whose(fields, row)} contains {value!r}; rewards must be finite numbers. Check the environment or "
+                "the reward function."
+            )
 
 
 def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
@@ -239,9 +245,11 @@ def _is_int(value: Any) -> bool:
 
 
 def _fail(fields: Mapping[str, Any], name: str, row: int, what: str) -> None:
+    raise GeneratorOutputError(f"{name} of {_whose(fields, row)} {what}")
+
+
+def _whose(fields: Mapping[str, Any], row: int) -> str:
     ids, is_last = fields.get("trajectory_ids"), fields.get("is_last_step")
     if not is_last or all(is_last):
-        raise GeneratorOutputError(f"{name} of sample {row} {what}")
-    raise GeneratorOutputError(
-        f"{name} of row {row} (trajectory {ids[row]!r}) {what}" if ids else f"{name} of row {row} {what}"
-    )
+        return f"sample {row}"
+    return f"row {row} (trajectory {ids[row]!r})" if ids else f"row {row}"

@@ -32,7 +32,7 @@ REASON_WIDTH = 160  # characters
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """What went wrong so far, of the whole run; retries since this process began."""
+    """What went wrong so far, of the whole run."""
 
     groups: int = 0  # that failed for good
     allowed: int = 0  # before the run stops

@@ -174,7 +174,7 @@ declare(
     MetricSpec("async/dropped", _LAST, "groups that the straggler policy dropped, since training began"),
     MetricSpec("async/failed_and_masked", _LAST, "groups that failed and train without samples, since training began"),
     MetricSpec("async/engine_failures", _LAST, "groups that lost all engines under them, since the process began"),
-    MetricSpec("async/retries", _LAST, "attempts at a group beyond its first, since the process began"),
+    MetricSpec("async/retries", _LAST, "attempts at a group beyond its first, of the whole run"),
     MetricSpec("async/replayed_tokens", _LAST, "recorded tokens that were served again, since the process began"),
     MetricSpec("async/replay_mismatches", _LAST, "replayed sessions that asked for something else than recorded"),
     MetricSpec("async/replay_discarded_tokens", _LAST, "recorded tokens that were not asked for again, or too old"),

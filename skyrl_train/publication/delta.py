@@ -20,6 +20,7 @@ from skyrl_train.inference.shared_weights import checksum_text
 from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.disk import FIRST_HEADER_BYTES
+from skyrl_train.publication.folder_claim import FolderClaim
 from skyrl_train.publication.safetensors_file import raw_bytes, write_atomically, write_weights
 
 MAX_DELTAS = 64  # in a row: who joins reads them all
@@ -57,6 +58,9 @@ class DeltaTransport(WeightTransport):
         self._state: _State | None = None
         self._version = -1
         self._files: set[Path] = set()
+        self._claim: FolderClaim | None = (
+            None  # made with the first file, so that copies of this object do not share it
+        )
         self._closed = False
 
     def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
@@ -76,7 +80,7 @@ class DeltaTransport(WeightTransport):
         before, self._state = self._state, None  # a failure leaves nothing to build on: the next version is a full one
         needed = set() if before is None else {Path(link.path) for link in before.chain.links}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._claim = self._claim or FolderClaim(self._folder)
             state, changed = self._write(before, weights, version)
         except OSError as error:
             raise PublicationError(
@@ -99,6 +103,9 @@ class DeltaTransport(WeightTransport):
         """Removes the files. Idempotent."""
         self._closed, self._state = True, None
         self._keep(set())
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def _write(
         self, before: _State | None, weights: Iterable[tuple[str, torch.Tensor]], version: int
@@ -162,7 +169,8 @@ class DeltaTransport(WeightTransport):
         return weight.detach().to("cpu", getattr(torch, self._dtype)).contiguous()
 
     def _path(self, chain_id: str, label: str) -> Path:
-        path = self._folder / f"skyrl-weights-{chain_id}-{label}.safetensors"
+        assert self._claim is not None, "gather makes it"
+        path = self._claim.path(f"{chain_id}-{label}")
         self._files.add(path)
         return path
 

@@ -5,7 +5,6 @@ gather ──write──> .name.tmp ──rename──> name-version.safetensors
 
 from __future__ import annotations
 
-import uuid
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from skyrl_train.inference.disk_weights import TRANSPORT_NAME
 from skyrl_train.inference.shared_weights import checksum_text
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.publication.base import WeightTransport
+from skyrl_train.publication.folder_claim import FolderClaim
 from skyrl_train.publication.safetensors_file import write_weights
 from skyrl_train.publication.staging import NUM_STAGING_AREAS
 
@@ -27,7 +27,8 @@ class DiskTransport(WeightTransport):
     """Casts to ``dtype`` (a torch name: what the engines serve) while writing; ``verify`` adds a checksum.
 
     The two versions written last are kept: what engines may still read, and the next one. A file is no checkpoint; it
-    reaches the disk when the operating system likes, unless ``sync`` waits for that.
+    reaches the disk when the operating system likes, unless ``sync`` waits for that. What a killed trainer has left in the
+    folder is removed with the first version.
 
     Args:
         folder: engines see it under the same path.
@@ -40,7 +41,9 @@ class DiskTransport(WeightTransport):
         self._dtype = dtype
         self._verify = verify
         self._sync = sync
-        self._label: str | None = None  # made with the first file, so that copies of this object do not share it
+        self._claim: FolderClaim | None = (
+            None  # made with the first file, so that copies of this object do not share it
+        )
         self._files: deque[Path] = deque()
         self._data_offset = FIRST_HEADER_BYTES
         self._closed = False
@@ -53,12 +56,11 @@ class DiskTransport(WeightTransport):
         """
         if self._closed:
             raise PublicationError("The weight transport is closed; make a new one to publish again.")
-        self._label = self._label or uuid.uuid4().hex[:12]
-        path = self._folder / f"skyrl-weights-{self._label}-{version}.safetensors"
         while len(self._files) >= NUM_STAGING_AREAS:
             self._files.popleft().unlink(missing_ok=True)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._claim = self._claim or FolderClaim(self._folder)
+            path = self._claim.path(str(version))
             written = write_weights(
                 path,
                 weights,
@@ -89,3 +91,6 @@ class DiskTransport(WeightTransport):
         self._closed = True
         while self._files:
             self._files.popleft().unlink(missing_ok=True)
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None

@@ -39,6 +39,7 @@ from skyrl_train.publication.staging import DeviceStaging, DoubleBuffer
 logger = logging.getLogger(__name__)
 BUCKET_BYTES = 64 << 20
 CLOSE_LIMIT_S = 5.0  # what each conversation may take to end
+ACCEPT_PAUSE_S = 1.0  # after a connection that could not be taken
 
 
 class ProcessGroupTransport(WeightTransport):
@@ -168,7 +169,7 @@ class _Server:
         self._lock = threading.Lock()
         self._connections: set[ControlConnection] = set()
         self._conversations: list[threading.Thread] = []
-        self._closed = False
+        self._closed = threading.Event()
         listening = socket.create_server((address, 0))
         meeting = socket.create_server((address, 0))
         store_port = meeting.getsockname()[1]
@@ -201,7 +202,7 @@ class _Server:
     def close(self) -> None:
         """Ends every conversation. A process that ended in the middle of one would be aborted: a group's threads are its own."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             connections = list(self._connections)
         try:
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -220,12 +221,16 @@ class _Server:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if not self._closed.is_set():  # no descriptor left, or a peer that is gone already: others will come
+                    logger.warning("the weight server cannot take a connection, and goes on: %s", error)
+                if self._closed.wait(ACCEPT_PAUSE_S):
+                    return
+                continue
             pairs += 1
             control = ControlConnection(connection, self._timeout_s)
             with self._lock:
-                if self._closed:
+                if self._closed.is_set():
                     control.close()
                     return
                 self._connections.add(control)
@@ -251,7 +256,7 @@ class _Server:
             while True:
                 self._answer(control, group, int(control.receive()["version"]))
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            if not self._closed:
+            if not self._closed.is_set():
                 logger.info("an engine has left the weight server: %s", error)
         finally:
             control.close()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import RolloutError, StageError
+from skyrl_train.errors import NonFiniteRewardError, RolloutError, StageError
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.placement.base import CallFailed, Place
 from skyrl_train.rollout.reward_function import GroupToReward, SampleToReward
@@ -111,13 +111,18 @@ def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
     A sample without any token has nowhere to keep one.
 
     Raises:
-        StageError: ``answer`` is not one finite number per sample.
+        StageError: ``answer`` is not one number per sample.
+        NonFiniteRewardError: one of them is NaN or infinite.
     """
     try:
         rewards = [float(value) for value in answer]
     except (TypeError, ValueError):
         rewards = []
-    if len(rewards) != len(samples) or not all(map(math.isfinite, rewards)):
+    if len(rewards) == len(samples) and not all(map(math.isfinite, rewards)):
+        raise NonFiniteRewardError(
+            f"the reward function (rollout.stages.reward.function) returned {answer!r:.200}; rewards must be finite"
+        )
+    if len(rewards) != len(samples):
         raise StageError(
             f"The reward function (rollout.stages.reward.function) returned {answer!r:.200} for {len(samples)} samples. It "
             "has to return one finite number for each of them, in their order."

@@ -33,6 +33,12 @@ def packed_mask(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
+def keep_caps(model: PreTrainedModel) -> None:
+    """Makes a model that caps its attention scores (Gemma 2) do so: through scaled_dot_product_attention it would not."""
+    if _caps_scores(model) and model.config.get_text_config()._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
 def use_segments(model: PreTrainedModel) -> bool:
     """Prepares the model for packed rows where :func:`packing_obstacle` sees none; returns whether it did."""
     if packing_obstacle(model) is not None:
@@ -47,6 +53,8 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     A model that supports flash attention gives its attention function all it needs beside a mask: windows, scales, caps.
     """
     config = model.config.get_text_config()
+    if _caps_scores(model):
+        return "caps its attention scores"
     if config._attn_implementation not in ("sdpa", SEGMENTED):
         return f"runs its attention as {config._attn_implementation!r}, not through scaled_dot_product_attention"
     if not (model._supports_attention_backend and model._supports_flash_attn):
@@ -56,9 +64,11 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     other = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if other:
         return f"has layers of type {', '.join(sorted(other))}"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "caps its attention scores"
     return None
+
+
+def _caps_scores(model: PreTrainedModel) -> bool:
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 @torch.compiler.disable

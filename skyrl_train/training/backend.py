@@ -123,10 +123,11 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def snapshot(self) -> dict[str, object]:
-        """A copy of everything that ``load`` needs, detached from the live state: policy, optimizer, scheduler, RNG.
+        """A copy of everything that ``load`` needs, as it is now: policy, optimizer, scheduler, RNG. Only the latest one can
+        be saved.
 
-        Taking it is the only part of a checkpoint that training waits for. What is accumulated of an unfinished step is
-        not part of it: its groups count as untrained.
+        Copying goes on when this has returned; only what changes the state waits for it, and nothing else of a checkpoint
+        is waited for. What is accumulated of an unfinished step is not part of it: its groups count as untrained.
         """
 
     @abstractmethod

@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from skyrl_train.errors import CheckpointError, ConfigError
 
@@ -28,6 +29,22 @@ _FOLDER = re.compile(r"global_step_(\d+)(\.replaced)?")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger(__name__)
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one run, wherever they are kept. Blocking; one writer at a time."""
+
+    def latest(self) -> Path | None:
+        """The folder of the checkpoint to resume from; None where there is no complete one."""
+        ...
+
+    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
+        """Makes the checkpoint of ``step`` of what ``writer`` writes into the folder it is given; returns its folder.
+
+        Raises:
+            CheckpointError: it could not be written. The checkpoint before stands.
+        """
+        ...
 
 
 class FileSystem:
@@ -58,7 +75,7 @@ class FileSystem:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Blocking; one writer at a time."""
+    """The checkpoints of one run in a folder; see :class:`Checkpoints`."""
 
     def __init__(self, root: Path, max_to_keep: int, file_system: FileSystem | None = None) -> None:
         """

@@ -1,10 +1,13 @@
-"""Log-probs and entropies from hidden states, a chunk of tokens at a time: ``[N, vocab]`` logits never exist.
+"""Log-probs and entropies from hidden states, a tile of tokens and vocabulary at a time: ``[N, vocab]`` logits never exist.
 
-hidden [N, d] ──chunk──> logits [n, V] ──> log-prob, entropy (forward); gradients of hidden and weight (backward, again)
+hidden [N, d] ──tiles──> logits [n, v] ──> log-prob, entropy (forward); gradients of hidden and weight (backward, again)
+
+Tiles have one size, whatever N and the vocabulary are, and so has all that is held beside inputs, results and gradients.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-# Bytes of a chunk's logits; a few buffers of that size exist at once. Large enough that each chunk's product with the
-# head is worth reading the head's weight for.
-_CHUNK_BYTES = {"cpu": 2**24}
-_CHUNK_BYTES_ELSEWHERE = 2**28
+# Bytes of a tile's logits, of which two or three exist at once, and the most columns (vocabulary) that it has. Large enough
+# that each product with a block of the head is worth reading the block for, and of a shape that products are fast in.
+_BLOCK_COLUMNS = 8192
+_TILE_BYTES = {"cpu": 2**24}
+_TILE_BYTES_ELSEWHERE = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,11 @@ def token_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs ``[N]`` of ``targets`` (int64 ``[N]``) and the entropies ``[N]`` in nats, float32 or wider.
 
-    Peak memory beside inputs and gradients does not depend on N times the vocabulary.
+    Peak memory beside inputs, results and gradients depends neither on N nor on the vocabulary.
 
     Args:
         hidden: ``[N, d]``, what the head gets.
-        fp32: products in float32 of a narrower head, as inference engines with a float32 head do. Takes a float32 copy
-            of the head's weight while it runs.
+        fp32: products in float32 of a narrower head, as inference engines with a float32 head do.
     """
     scores: tuple[torch.Tensor, torch.Tensor] = _TokenScores.apply(
         hidden, head.weight, head.bias, targets, rule, fp32, differentiate_entropy
@@ -79,30 +82,47 @@ def token_scores(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The head in the dtype of its products, and how its inputs are cut."""
+    """The head, the dtype of its products, and how both sides of them are cut."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     rule: LogitRule
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, rule: LogitRule, fp32: bool) -> _Head:
-        dtype = torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype
-        return cls(weight.to(dtype), None if bias is None else bias.to(dtype), rule)
+        return cls(weight, bias, rule, torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype)
 
-    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Which tokens, what the head gets for them, and their logits after the rule (float32 or wider)."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ELSEWHERE)
-        rows = max(1, budget // (self.weight.shape[0] * wide.itemsize))
+    @property
+    def wide(self) -> torch.dtype:
+        """Of logits and of sums: float32 or wider."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def columns(self) -> int:
+        """Of a block of the vocabulary; blocks are about as large as each other."""
+        vocabulary = self.weight.shape[0]
+        return -(-vocabulary // -(-vocabulary // _BLOCK_COLUMNS))
+
+    def rows(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some tokens, and what the head gets for them."""
+        budget = _TILE_BYTES.get(hidden.device.type, _TILE_BYTES_ELSEWHERE)
+        rows = max(1, budget // (self.columns * self.wide.itemsize))
         for start in range(0, hidden.shape[0], rows):
             tokens = slice(start, start + rows)
-            inputs = hidden[tokens].to(self.weight.dtype)
-            yield tokens, inputs, self.rule.apply_(linear(inputs, self.weight, self.bias).to(wide))
+            yield tokens, hidden[tokens].to(self.dtype)
+
+    def tiles(self, inputs: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Which part of the vocabulary, the head's weight for it, and the logits of ``inputs`` after the rule."""
+        for start in range(0, self.weight.shape[0], self.columns):
+            block = slice(start, start + self.columns)
+            weight = self.weight[block].to(self.dtype)
+            bias = None if self.bias is None else self.bias[block].to(self.dtype)
+            yield block, weight, self.rule.apply_(linear(inputs, weight, bias).to(self.wide))
 
 
 class _TokenScores(torch.autograd.Function):
-    """Backward computes each chunk's logits again, so that forward keeps two numbers per token."""
+    """Backward computes each tile's logits again, so that forward keeps two numbers per token."""
 
     @staticmethod
     def forward(
@@ -116,13 +136,23 @@ class _TokenScores(torch.autograd.Function):
         differentiate_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = _Head.of(weight, bias, rule, fp32)
-        wide = torch.promote_types(head.weight.dtype, torch.float32)
-        logprobs, entropies, partition = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(3))
-        for tokens, _, logits in head.chunks(hidden):
-            partition[tokens] = logits.logsumexp(dim=1)
-            logprobs[tokens] = logits.gather(1, targets[tokens, None]).squeeze(1) - partition[tokens]
-            expected = (logits - partition[tokens, None]).exp_().mul_(logits).sum(dim=1)
-            entropies[tokens] = partition[tokens] - expected
+        logprobs, entropies, partition = (hidden.new_empty(hidden.shape[0], dtype=head.wide) for _ in range(3))
+        for tokens, inputs in head.rows(hidden):
+            # Of the blocks so far: log of the sum of exponentials, and the mean logit of the distribution over them.
+            total = inputs.new_full((len(inputs),), -math.inf, dtype=head.wide)
+            mean, chosen = torch.zeros_like(total), torch.zeros_like(total)
+            for block, _, logits in head.tiles(inputs):
+                inside, place = _places(targets[tokens], block, logits)
+                chosen += torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), 0.0)
+                largest = logits.amax(dim=1)
+                exponentials = (logits - largest[:, None]).exp_()
+                sums = exponentials.sum(dim=1)
+                of_block = largest + sums.log()
+                both = torch.logaddexp(total, of_block)
+                mean_of_block = exponentials.mul_(logits).sum(dim=1) / sums
+                mean = mean * (total - both).exp() + mean_of_block * (of_block - both).exp()
+                total = both
+            partition[tokens], logprobs[tokens], entropies[tokens] = total, chosen - total, total - mean
         ctx.save_for_backward(hidden, weight, bias, targets, partition, entropies)
         ctx.rule, ctx.fp32 = rule, fp32
         if not differentiate_entropy:
@@ -137,34 +167,45 @@ class _TokenScores(torch.autograd.Function):
         head = _Head.of(weight, bias, ctx.rule, ctx.fp32)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Sums over chunks are kept in float32 or wider.
-        to_weight = torch.zeros_like(weight, dtype=partition.dtype) if needs_weight else None
-        to_bias = torch.zeros_like(bias, dtype=partition.dtype) if needs_bias else None
-        for tokens, inputs, logits in head.chunks(hidden):
-            logprobs = logits - partition[tokens, None]
-            gradient = logprobs.exp()
-            if ctx.differentiate_entropy:
-                of_each = of_logprobs[tokens, None] + of_entropies[tokens, None] * (
-                    logprobs.add_(entropies[tokens, None])
-                )
-                gradient.mul_(of_each).neg_()
-            else:
-                gradient.mul_(of_logprobs[tokens, None]).neg_()
-            gradient.scatter_add_(1, targets[tokens, None], of_logprobs[tokens, None])
-            gradient = ctx.rule.backward_(gradient, logits)
-            if to_bias is not None:
-                to_bias += gradient.sum(dim=0)
-            gradient = gradient.to(inputs.dtype)
+        # Sums over tiles are kept in float32 or wider.
+        to_weight = torch.zeros_like(weight, dtype=head.wide) if needs_weight else None
+        to_bias = torch.zeros_like(bias, dtype=head.wide) if needs_bias else None
+        for tokens, inputs in head.rows(hidden):
+            to_rows = torch.zeros_like(inputs, dtype=head.wide)
+            for block, of_block, logits in head.tiles(inputs):
+                gradient = logits - partition[tokens, None]
+                if ctx.differentiate_entropy:
+                    of_each = of_logprobs[tokens, None] + of_entropies[tokens, None] * (
+                        gradient + entropies[tokens, None]
+                    )
+                    gradient.exp_().mul_(of_each).neg_()
+                else:
+                    gradient.exp_().mul_(of_logprobs[tokens, None]).neg_()
+                inside, place = _places(targets[tokens], block, logits)
+                gradient.scatter_add_(1, place[:, None], torch.where(inside, of_logprobs[tokens], 0.0)[:, None])
+                gradient = ctx.rule.backward_(gradient, logits)
+                if to_bias is not None:
+                    to_bias[block] += gradient.sum(dim=0)
+                gradient = gradient.to(inputs.dtype)
+                if to_hidden is not None:
+                    _add_product(to_rows, gradient, of_block)
+                if to_weight is not None:
+                    _add_product(to_weight[block], gradient.T, inputs)
             if to_hidden is not None:
-                to_hidden[tokens] = gradient @ head.weight
-            if to_weight is not None:
-                _add_product(to_weight, gradient.T, inputs)
+                to_hidden[tokens] = to_rows.to(hidden.dtype)
         return (
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
             *[None] * 4,
         )
+
+
+def _places(targets: torch.Tensor, block: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the targets are in a block of the vocabulary, and where; 0 or the last place for the others."""
+    place = targets - block.start
+    last = logits.shape[1] - 1
+    return (place >= 0) & (place <= last), place.clamp(0, last)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

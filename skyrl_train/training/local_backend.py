@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +20,8 @@ from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSeq
 from skyrl_train.training.compilation import compile_layers
 from skyrl_train.training.rank_trainer import RankTrainer
 from skyrl_train.training.ranks import OneRank
-from skyrl_train.training.state import BackendState, detached_copy, read_state, write_state
+from skyrl_train.training.snapshots import Snapshots
+from skyrl_train.training.state import BackendState, copy_of, read_state, write_state
 
 
 class LocalBackend(TrainingBackend):
@@ -48,7 +50,10 @@ class LocalBackend(TrainingBackend):
             compile_layers(model)
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model)
-        self._trainer = RankTrainer(model, model_path, trainer_config, total_steps, temperature, OneRank())
+        self._snapshots: Snapshots[BackendState] = Snapshots()
+        self._trainer = RankTrainer(
+            model, model_path, trainer_config, total_steps, temperature, OneRank(), self._snapshots
+        )
 
     @property
     def model(self) -> PreTrainedModel:
@@ -82,21 +87,23 @@ class LocalBackend(TrainingBackend):
             yield name, parameter.detach()
 
     def snapshot(self) -> dict[str, object]:
-        """See :meth:`TrainingBackend.snapshot`; the copies lie in main memory."""
-        return dict(detached_copy(self._live_state()).as_mapping())
+        """See :meth:`TrainingBackend.snapshot`; the copies lie in main memory, until the next snapshot."""
+        return {"number": self._snapshots.take(lambda buffers: copy_of(self._live_state(), buffers))}
 
     def save(self, snapshot: dict[str, object], folder: Path) -> None:
         """See :meth:`TrainingBackend.save`.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
+            CheckpointError: another snapshot was taken since.
         """
-        write_state(BackendState.from_mapping(snapshot), folder)
+        write_state(self._snapshots.state(cast(int, snapshot["number"])), folder)
 
     def load(self, folder: Path) -> None:
         """See :meth:`TrainingBackend.load`."""
         state = read_state(folder, like=self._live_state(), misfit=self._trainer.optimizer.check_state_dict)
         self.discard()
+        self._snapshots.copied()
         with torch.no_grad():
             for name, weight in self.model.named_parameters():
                 weight.copy_(state.weights[name])

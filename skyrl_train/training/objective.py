@@ -25,6 +25,7 @@ from skyrl_train.algorithms.off_policy.proximal import interpolated_logprobs
 from skyrl_train.algorithms.reductions import REDUCTIONS, SequenceCounts, Share
 from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.algorithms.tokens import PolicyTokens
+from skyrl_train.config.derive import clip_bounds
 from skyrl_train.config.schema import AlgorithmConfig, ProximalPolicy
 from skyrl_train.errors import ConfigError
 
@@ -204,12 +205,13 @@ class Objective:
 
 def _check(config: AlgorithmConfig) -> None:
     where = "trainer.algorithm"
-    if not 0 <= config.eps_clip_low < 1:
-        raise ConfigError(f"{where}.eps_clip_low must be in [0, 1), got {config.eps_clip_low}.")
+    low, high = clip_bounds(config)
+    if not 0 <= low < 1:
+        raise ConfigError(f"{where}.eps_clip_low must be in [0, 1), got {low}.")
     if not 0 <= config.kl_loss_coef < math.inf:
         raise ConfigError(f"{where}.kl_loss_coef must be >= 0, got {config.kl_loss_coef}.")
-    if not config.eps_clip_high >= 0:
-        raise ConfigError(f"{where}.eps_clip_high must be >= 0, got {config.eps_clip_high}.")
+    if not high >= 0:
+        raise ConfigError(f"{where}.eps_clip_high must be >= 0, got {high}.")
     for name in ("token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high"):
         clip_high = getattr(config.off_policy_correction, name)
         if not clip_high > 0:

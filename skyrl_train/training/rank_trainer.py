@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ from skyrl_train.training.optimizer import PolicyOptimizer
 from skyrl_train.training.ranks import Ranks
 from skyrl_train.training.schedule import learning_rate
 from skyrl_train.training.scorer import Scorer
+from skyrl_train.training.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class RankTrainer:
         total_steps: int,
         temperature: float,
         ranks: Ranks,
+        snapshots: Snapshots[Any],
     ) -> None:
         """
         Args:
@@ -84,6 +87,7 @@ class RankTrainer:
             model_path: where it came from, for messages.
             total_steps: optimizer minibatches of the whole run, which the learning-rate decay spans.
             temperature: of the sampled responses.
+            snapshots: of the model and its optimizer: neither moves while one is being copied.
 
         Raises:
             ConfigError: an unknown name or an impossible number in ``trainer_config``.
@@ -102,6 +106,7 @@ class RankTrainer:
         self._config = trainer_config
         self._total_steps = total_steps
         self._ranks = ranks
+        self._snapshots = snapshots
         self._objective = Objective(trainer_config.algorithm)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._scorer = Scorer(
@@ -178,6 +183,7 @@ class RankTrainer:
             metrics = self._objective.metrics(statistics, scale)
             grad_norm, skipped = 0.0, False
             if statistics.tokens:
+                self._snapshots.copied()
                 outcome = self.optimizer.step(rate, scale) if math.isfinite(metrics["loss/policy"]) else None
                 grad_norm = outcome.grad_norm if outcome is not None else math.nan
                 skipped = outcome is None or not outcome.applied

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, GeneratorOutputError, ModelError
-from skyrl_train.training.attention import packing_obstacle, use_segments
+from skyrl_train.training.attention import keep_caps, packing_obstacle, use_segments
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded, pack_rows, pad_rows
 from skyrl_train.training.head import LogitRule
@@ -63,6 +63,7 @@ class Scorer:
         self._fp32_head = False
         self._sequence_ranks = sequence_ranks
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
+        keep_caps(model)
         self._way = self._fastest_right_way(packing)
         if not self._way.packed and (packing or sequence_ranks is not None):
             obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from skyrl_train.errors import CheckpointError
+from skyrl_train.training.snapshots import Buffers
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -31,28 +32,14 @@ class BackendState:
     optimizer: dict[str, Any]
     rng: dict[str, torch.Tensor]
 
-    def as_mapping(self) -> dict[str, Any]:
-        """The plain mapping that ``from_mapping`` reads."""
-        return {"weights": self.weights, "optimizer": self.optimizer, "rng": self.rng}
 
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> BackendState:
-        return cls(**mapping)
-
-
-def detached_copy(state: BackendState) -> BackendState:
-    """A deep copy in main memory that shares nothing with the live state."""
-    return BackendState.from_mapping(_copy(state.as_mapping()))
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(item) for item in value)
-    return value
+def copy_of(state: BackendState, buffers: Buffers) -> BackendState:
+    """The state that ``buffers`` will hold."""
+    return BackendState(
+        weights=buffers.copy_of_all("weights", state.weights),
+        optimizer=buffers.copy_of_all("optimizer", state.optimizer),
+        rng=buffers.copy_of_all("rng", state.rng),
+    )
 
 
 def write_state(state: BackendState, folder: Path) -> None:

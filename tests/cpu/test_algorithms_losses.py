@@ -15,6 +15,7 @@ from skyrl_train.algorithms.covariance import token_draws
 from skyrl_train.algorithms.losses import POLICY_LOSSES, ppo_clip
 from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS, MinibatchTokens
 from skyrl_train.algorithms.tokens import MAX_LOG_RATIO, bounded_ratio
+from skyrl_train.config.derive import clip_bounds
 from skyrl_train.config.schema import AlgorithmConfig, CispoConfig, ClipCovConfig, KlCovConfig, SapoConfig
 
 low_bounds, high_bounds = st.floats(0, 0.9), st.floats(0, 3)
@@ -112,6 +113,13 @@ def test_gspo_is_its_sequence_form_where_a_sequence_has_one_advantage(
         losses.append(-torch.minimum(s * advantage, s.clamp(1 - low, 1 + high) * advantage))
     assert means.tolist() == pytest.approx([loss.item() for loss in losses], rel=1e-9, abs=1e-9)
     assert gradient(means, tokens) == pytest.approx(gradient(torch.stack(losses), reference), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(("loss", "low", "high"), [("gspo", 3e-4, 4e-4), ("ppo_clip", 0.2, 0.2)])
+def test_each_clipped_loss_has_bounds_of_its_own_unless_others_are_set(loss: str, low: float, high: float) -> None:
+    assert clip_bounds(AlgorithmConfig(policy_loss_type=loss)) == (low, high)
+    assert clip_bounds(AlgorithmConfig(policy_loss_type=loss, eps_clip_high=0.28)) == (low, 0.28)
+    assert clip_bounds(AlgorithmConfig(policy_loss_type=loss, eps_clip_low=0.0)) == (0.0, high)
 
 
 def of_minibatch(name: str, batch: Batch, config: AlgorithmConfig) -> dict[str, float]:

@@ -9,7 +9,9 @@ import torch
 from test_tutorials import blocks
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
-from skyrl_train.assembly import known_names
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS
+from skyrl_train.assembly import check_objective, known_names
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import AlgorithmConfig
@@ -33,6 +35,10 @@ RULES = "off_policy_correction.rejections"
         (["advantage_estimator=rloo", "generator.n_samples_per_prompt=1"], "n_samples_per_prompt=8"),
         (["advantage_estimator=maxrl", "kl_reward_coef=0.1"], "another estimator"),
         (["overlong.buffer_len=8"], r"max_response_len=\d+"),
+        (["overlong.max_response_len=8"], "overlong.buffer_len"),
+        (["overlong.buffer_len=8", "overlong.max_response_len=9", "overlong.penalty_factor=0"], "above 0"),
+        (["max_seq_len=8"], "max_seq_len=null"),
+        (["advantage_estimator=rloo", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
         ([f"{RULES}=[{{statistic:k3}}]"], "Set low, high, or both"),
         ([f"{RULES}=[{{statistic:k1,low:2,high:1}}]"], "Exchange them"),
         ([f"{RULES}=[{{statistic:ratio,high:0}}]"], "rejects every token"),
@@ -67,6 +73,17 @@ def test_rejections_alone_correct_a_run_with_older_tokens() -> None:
     rule = f"trainer.algorithm.{RULES}=[{{statistic:ratio,low:0.5,high:3}}]"
     uncorrected = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
     refusals.refuse(compose("quickstart", ["trainer.mode=fully_async", uncorrected, rule]))
+
+
+def test_a_loss_of_ones_own_that_needs_the_whole_minibatch_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(POLICY_LOSSES, "_entries", {**POLICY_LOSSES._entries, "own": POLICY_LOSSES.get("kl_cov")})
+    monkeypatch.setattr(MINIBATCH_FACTS, "_entries", {**MINIBATCH_FACTS._entries, "own": MINIBATCH_FACTS.get("kl_cov")})
+    own = "trainer.algorithm.policy_loss_type=own"
+    check_objective(compose("quickstart", ["trainer.mode=fully_async", own]))
+    with pytest.raises(ConfigError, match="Set streaming_min_groups=null"):
+        check_objective(compose("quickstart", [own, *STREAMING]))
 
 
 def test_an_estimator_of_the_tutorial_is_found_by_its_path_and_reads_its_own_parameter(

@@ -414,6 +414,15 @@ def test_the_description_of_sync_says_that_the_asynchronous_settings_do_not_coun
     assert "S=" not in text
 
 
+def test_the_plan_shows_what_is_done_about_older_tokens() -> None:
+    correction = "trainer.algorithm.off_policy_correction"
+    assert "weights token: ratios up to 2" in described()[1]
+    rules = f"{correction}.rejections=[{{statistic: ratio, level: sequence_mean, low: 0.5}}]"
+    _, text = described(f"{correction}.tis_ratio_type=null", rules, f"{correction}.m2po_threshold=0.04")
+    assert "rejected: ratio by sequence_mean outside [0.5, ]; rejected: M2PO beyond 0.04" in text
+    assert "within [1 - 0.0003, 1 + 0.0004]" in described("trainer.algorithm.policy_loss_type=gspo")[1]
+
+
 def test_the_description_says_what_gives_way() -> None:
     assert "trained, corrected and counted" in described("trainer.fully_async.straggler_policy=accept")[1]
     assert "never exceeded" in described("trainer.fully_async.straggler_policy=wait")[1]

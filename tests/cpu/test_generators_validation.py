@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.errors import GeneratorOutputError, NonFiniteRewardError
 from skyrl_train.generators import validation
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.validation import to_samples, validate_generator_output
@@ -114,7 +114,7 @@ def test_every_corruption_of_a_sample_is_refused_and_named(
     sample = data.draw(st.integers(0, count - 1))
     name, corrupt = SAMPLE_CORRUPTIONS[corruption]
     corrupt(output, sample)
-    with pytest.raises(GeneratorOutputError) as info:
+    with pytest.raises((GeneratorOutputError, NonFiniteRewardError)) as info:
         validate_generator_output(output, count)  # type: ignore[arg-type]
     # "rewards" of one kind in a list of the other may be reported at whichever sample is the odd one out.
     assert name in str(info.value)
@@ -235,7 +235,7 @@ def test_lists_of_plain_numbers_get_the_verdict_that_looking_at_each_number_give
     def verdict() -> str:
         try:
             validate_generator_output(output, len(output["response_ids"]))  # type: ignore[arg-type]
-        except GeneratorOutputError as error:
+        except (GeneratorOutputError, NonFiniteRewardError) as error:
             return str(error)
         return repr(to_samples(output))  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from skyrl_train.inference.receivers import WeightReceiver
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.publication import process_group
 from skyrl_train.publication.process_group import GlooTransport
 from skyrl_train.publication.publisher import WeightPublisher, weights_of
 
@@ -74,6 +76,21 @@ async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival
 def test_the_bytes_arrive_whatever_the_bucket(staged: tuple[GlooTransport, WeightUpdate]) -> None:
     with closing(WeightReceiver(CPU)) as receiver:
         assert torch.equal(receiver.open_update(staged[1])["w"], torch.arange(5000.0))
+
+
+def test_a_connection_that_cannot_be_taken_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
+
+    def out_of_files_once(listening: socket.socket) -> tuple[socket.socket, object]:
+        if errors:
+            raise errors.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(process_group, "ACCEPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(socket.socket, "accept", out_of_files_once)
+    with closing(gloo()) as transport, closing(WeightReceiver(CPU)) as receiver:
+        update = transport.gather([("w", torch.arange(50.0))], 0)
+        assert torch.equal(receiver.open_update(update)["w"], torch.arange(50.0)) and not errors
 
 
 def test_a_version_that_is_not_staged_any_more_is_refused_and_the_current_one_is_given(

@@ -31,6 +31,7 @@ from training_worlds import (
     config,
     minibatch,
     one_thread,
+    optimizer_state,
     same,
     weights,
 )
@@ -90,8 +91,8 @@ def gradients(of: LocalBackend) -> dict[str, torch.Tensor]:
 
 def moments(of: LocalBackend) -> dict[str, torch.Tensor]:
     """AdamW's first moments, which show the last bit of a gradient where a bfloat16 weight does not."""
-    optimizer: Any = of.snapshot()["optimizer"]
-    return {name: values["exp_avg"] for name, values in optimizer["adamw"]["state"].items()}
+    states: Any = optimizer_state(of)["adamw"]["state"]
+    return {name: values["exp_avg"] for name, values in states.items()}
 
 
 BATCH = aged(minibatch(lengths=(2, 9, 5, 17, 9, 3, 1, 12, 12, 7)))

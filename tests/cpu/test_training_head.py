@@ -1,9 +1,12 @@
-"""Log-probs and entropies in chunks are those of full logits, and so are their gradients."""
+"""Log-probs and entropies in tiles are those of full logits, and so are their gradients."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.training import head as of_head
 from skyrl_train.training.head import LogitRule, token_scores
@@ -18,9 +21,10 @@ RULES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def chunks_of_four_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(of_head._CHUNK_BYTES, "cpu", 4 * VOCABULARY * 8)
+@pytest.fixture(autouse=True, params=[4, VOCABULARY], ids=["blocks", "whole vocabulary"])
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_head, "_BLOCK_COLUMNS", request.param)
+    monkeypatch.setitem(of_head._TILE_BYTES, "cpu", 4 * request.param * 8)
 
 
 def case(bias: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor, torch.Tensor]:
@@ -83,3 +87,41 @@ def test_a_float32_head_computes_in_float32_what_bfloat16_rounds() -> None:
     for a, b in zip(gradients, of_wide, strict=True):
         assert a.dtype == torch.bfloat16  # as the weights; sums over chunks are in float32 until then
         torch.testing.assert_close(a, b.bfloat16(), atol=1e-2, rtol=1e-2)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The elements of the largest tensor that any operation makes, those of ``but`` shapes left out."""
+
+    def __init__(self, *but: tuple[int, ...]) -> None:
+        super().__init__()
+        self.elements, self._but = 0, {torch.Size(shape) for shape in but}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple) else (results,):
+            if isinstance(result, torch.Tensor) and result._base is None and result.shape not in self._but:
+                self.elements = max(self.elements, result.numel())
+        return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("differentiate_entropy", [False, True])
+def test_what_is_held_depends_neither_on_tokens_nor_on_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, differentiate_entropy: bool
+) -> None:
+    monkeypatch.setattr(of_head, "_BLOCK_COLUMNS", 64)
+    monkeypatch.setitem(of_head._TILE_BYTES, "cpu", 64 * 16 * 4)
+    largest = set()
+    for tokens, vocabulary in ((32, 128), (256, 128), (32, 2048)):
+        hidden = torch.randn(tokens, 4, dtype=dtype, requires_grad=True)
+        head = torch.nn.Linear(4, vocabulary, dtype=dtype)
+        targets = torch.randint(0, vocabulary, (tokens,))
+        # Inputs, gradients, and the numbers of each token are the caller's; all else is tiles.
+        with LargestTensor((tokens, 4), (vocabulary, 4), (vocabulary,), (tokens,)) as seen:
+            scores = token_scores(
+                hidden, head, targets, LogitRule(), fp32=True, differentiate_entropy=differentiate_entropy
+            )
+            (scores[0].sum() + scores[1].sum()).backward()
+        assert hidden.grad is not None and head.weight.grad is not None
+        largest.add(seen.elements)
+    assert largest == {64 * 16}

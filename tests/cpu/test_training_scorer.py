@@ -139,6 +139,24 @@ def test_models_whose_attention_is_not_known_to_keep_sequences_apart_are_padded(
         Scorer(policy, temperature=1.0, micro_batch_tokens=60, packing=True)
 
 
+def test_attention_scores_are_capped_as_the_model_says() -> None:
+    def logprobs(cap: float | None, implementation: str) -> torch.Tensor:
+        config = AutoConfig.for_model("gemma2", **SIZES, attn_logit_softcapping=cap)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+        if implementation == "eager":
+            with torch.no_grad():
+                return model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)
+        scorer, nothing = Scorer(model, temperature=1.0, micro_batch_tokens=64), torch.zeros(len(ids))
+        sequence = TrainingSequence(ids, nothing == 0, nothing, nothing, ids, 0)
+        (batch,) = scorer.micro_batches([sequence], [0], [torch.arange(len(ids)) > 0])
+        return scorer.logprobs(batch)
+
+    ids = torch.arange(12) * 7 % VOCABULARY
+    torch.testing.assert_close(logprobs(0.05, "sdpa"), logprobs(0.05, "eager"), atol=1e-5, rtol=0)
+    assert (logprobs(0.05, "eager") - logprobs(None, "eager")).abs().max() > 1e-3
+
+
 def test_a_packed_sequence_does_not_notice_what_its_neighbours_say() -> None:
     scorer = Scorer(model("qwen3"), temperature=1.0, micro_batch_tokens=100)
     batch = sequences()

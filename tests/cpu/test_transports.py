@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -183,7 +185,7 @@ def test_a_file_is_plain_safetensors_and_only_two_are_kept(tmp_path: Path) -> No
                 assert file.metadata() == {"version": str(version)}
                 assert torch.equal(file.get_tensor("a"), torch.full((3, 5), float(version), dtype=torch.bfloat16))
                 assert torch.equal(file.get_tensor("b"), torch.ones(7, dtype=torch.bfloat16))
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(list(tmp_path.glob("skyrl*"))) == 2
 
 
 @pytest.mark.parametrize("expected_offset", [0, 64, 4096])
@@ -215,7 +217,30 @@ def test_weights_that_cannot_be_written_leave_no_file(tmp_path: Path) -> None:
     with closing(DiskTransport(str(tmp_path))) as transport:
         with pytest.raises(PublicationError, match="weight_folder"):
             transport.gather(failing(), 0)
-        assert not list(tmp_path.iterdir())
+        assert not list(tmp_path.glob("*.safetensors*"))
+
+
+@pytest.mark.parametrize("kind", [DiskTransport, DeltaTransport])
+def test_what_a_killed_trainer_has_left_is_removed_and_nothing_else(
+    tmp_path: Path, kind: type[DiskTransport | DeltaTransport]
+) -> None:
+    def gather(transport: DiskTransport | DeltaTransport) -> None:
+        for version in (1, 2):
+            transport.gather([("w", torch.full((100,), float(version)))], version)
+
+    with closing(kind(str(tmp_path))) as alive:
+        gather(alive)
+        living = set(tmp_path.iterdir())
+        child = os.fork()
+        if child == 0:
+            gather(kind(str(tmp_path)))
+            (tmp_path / ".skyrl-weights-half.tmp").touch()  # nobody's
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert len(set(tmp_path.iterdir()) - living) >= 3
+        with closing(kind(str(tmp_path))) as following:
+            gather(following)
+        assert set(tmp_path.iterdir()) - living == {tmp_path / ".skyrl-weights-half.tmp"}
 
 
 # The choice -----------------------------------------------------------------------------------------------------------

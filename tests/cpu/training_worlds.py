@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,10 @@ def weights(of: LocalBackend) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in of.named_weights()}
 
 
+def optimizer_state(of: LocalBackend) -> dict[str, Any]:
+    return copy.deepcopy(of._trainer.optimizer.state_dict())
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -106,7 +111,7 @@ def brute_force_loss(model: torch.nn.Module, batch: Minibatch, settings: Trainer
             u = (current - current.detach()).exp()
             w = min(math.exp(current.item() - s.behaviour_logprobs[t].item()), 2.0)
             advantage = s.advantages[t].double()
-            clipped = u.clamp(1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high)
+            clipped = u.clamp(0.8, 1.2)
             entropy = -(distribution.exp() * distribution).sum()
             total = total - w * torch.minimum(u * advantage, clipped * advantage) - algorithm.entropy_coef * entropy
         sums.append(total)

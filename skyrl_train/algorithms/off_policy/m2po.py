@@ -17,7 +17,9 @@ def m2po_facts(tokens: MinibatchTokens, limit: float) -> dict[str, float]:
 
     Of all thresholds, it is the largest at which the tokens with ``m`` at most that have a mean ``m`` of at most ``limit``
     (the paper's tau, 0.04). Tokens with the same ``m`` stay or go together. All trained tokens take part, whatever the sign
-    of their advantage.
+    of their advantage, as AReaL's description of M2PO has it; the authors' released code counts and masks only tokens whose
+    update leads further away (``A log r > 0``), and never within ratios of 0.7 to 1.5. ``r`` is that of the policy as the
+    step begins, so that the choice is the same in all passes; the paper's is that of the current one.
     """
     ordered = _second_moment(tokens).sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)

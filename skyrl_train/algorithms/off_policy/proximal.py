@@ -12,7 +12,8 @@ def interpolated_logprobs(
 
     ``a = clamp((v_prox - v_b) / (v_theta - v_b), 0, 1)``, where ``v_b`` is the version that sampled the token, ``v_theta`` the
     one that the step begins with, and ``v_prox = v_theta - 1`` the one before it. So ``a = (lag - 1) / lag``: 0 (the
-    behaviour policy) up to a lag of 1, and from there closer and closer to the current policy. Nothing carries a gradient.
+    behaviour policy) up to a lag of 1, and from there closer and closer to the current policy. That is the paper's weight of
+    the behaviour policy, ``1 / lag``, and 1 at a lag of 0. Nothing carries a gradient.
 
     Args:
         behaviour_logprobs: ``[N]``.

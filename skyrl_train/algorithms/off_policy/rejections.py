@@ -16,9 +16,9 @@ bound). Bounds are those of the statistic as it stands in the table, so no rule 
 (:mod:`skyrl_train.algorithms.kl`); k1 may be below 0.
 
 With ``away_only``, a token that is out of bounds still trains if its update leads back: only ``A log(pi_theta / pi_behave)
-> 0`` is rejected. With ``probability_difference``, ``low=-d`` and ``high=d`` that is the mask of DPPO ("divergence PPO" with
-the binary total variation, arXiv 2602.04879): a trust region in probabilities, which unlike a bound on ratios does not
-reject rare tokens for changes that do not matter.
+> 0`` is rejected. With ``probability_difference``, ``low=-d`` and ``high=d`` that is the mask of DPPO (divergence PPO, the
+variant with the binary total variation; arXiv 2602.04879, compared with verl's ``dppo_tv``): a trust region in
+probabilities, which unlike a bound on ratios does not reject rare tokens for changes that do not matter.
 """
 
 from __future__ import annotations

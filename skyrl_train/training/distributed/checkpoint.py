@@ -27,15 +27,19 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import CheckpointError
 from skyrl_train.training.distributed.sharding import local
 from skyrl_train.training.optimizer import PolicyOptimizer
+from skyrl_train.training.snapshots import Buffers
 from skyrl_train.training.state import POLICY_FILE, REMEDY, check_weights
 
 State = dict[str, torch.Tensor]
 _POLICY, _OPTIMIZER, _RNG = "policy.", "optimizer.", "rng."
 
 
-def take_snapshot(model: PreTrainedModel, optimizer: PolicyOptimizer, cpu_mesh: DeviceMesh) -> State:
-    """Copies of everything that is saved, in main memory: weights, moments, and this rank's generator states."""
-    state = {name: _copy(tensor, cpu_mesh) for name, tensor in _live(model, optimizer).items()}
+def copy_of(model: PreTrainedModel, optimizer: PolicyOptimizer, cpu_mesh: DeviceMesh, buffers: Buffers) -> State:
+    """What ``buffers`` will hold of all that is saved: weights, moments, and this rank's generator states."""
+    state = {
+        name: _on_cpu(tensor, buffers.copy_of(name, local(tensor)), cpu_mesh)
+        for name, tensor in _live(model, optimizer).items()
+    }
     state[f"{_RNG}{dist.get_rank()}.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state[f"{_RNG}{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state()
@@ -112,10 +116,6 @@ def _live(model: PreTrainedModel, optimizer: PolicyOptimizer) -> State:
         for kind, tensor in kinds.items()
     }
     return weights | moments
-
-
-def _copy(tensor: torch.Tensor, cpu_mesh: DeviceMesh) -> torch.Tensor:
-    return _on_cpu(tensor, local(tensor).to("cpu", copy=True), cpu_mesh)
 
 
 def _like(tensor: torch.Tensor, cpu_mesh: DeviceMesh) -> torch.Tensor:

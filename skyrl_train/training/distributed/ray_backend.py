@@ -41,7 +41,6 @@ class RayBackend(TrainingBackend):
         self._group = WorkerGroup(WorkerSettings(place, trainer_config, total_steps, temperature, seed))
         self._ranks_per_share = trainer_config.fsdp.sequence_parallel_size
         self._transports: list[WeightTransport] = []
-        self._snapshots = 0
 
     @property
     def group(self) -> WorkerGroup:
@@ -90,9 +89,7 @@ class RayBackend(TrainingBackend):
 
     def snapshot(self) -> dict[str, object]:
         """See :meth:`TrainingBackend.snapshot`; the copies stay with the workers, until the next snapshot."""
-        self._snapshots += 1
-        self._group.call_alike("snapshot", self._snapshots)
-        return {"number": self._snapshots}
+        return {"number": self._group.call_alike("snapshot")[0]}
 
     def save(self, snapshot: dict[str, object], folder: Path) -> None:
         """See :meth:`TrainingBackend.save`; every rank writes its shards. ``folder`` must be on a disk that all nodes share.

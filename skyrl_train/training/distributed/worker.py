@@ -33,6 +33,7 @@ from skyrl_train.training.distributed.sharding import load_sharded, shard_mesh, 
 from skyrl_train.training.distributed.shares import PackedSequences
 from skyrl_train.training.rank_trainer import RankTrainer
 from skyrl_train.training.sequence_parallel import SequenceRanks
+from skyrl_train.training.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from skyrl_train.inference.weight_update import WeightUpdate
@@ -80,7 +81,7 @@ class TrainingWorker:
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
-        self._snapshot: tuple[int, checkpoint.State] | None = None
+        self._snapshots: Snapshots[checkpoint.State] = Snapshots()
         self._transports: dict[int, WeightTransport] = {}
 
     def host_store(self, host: str, num_ranks: int) -> Rendezvous:
@@ -166,21 +167,19 @@ class TrainingWorker:
 
         return _outcome(lambda: self._ranks.together(copy))
 
-    def snapshot(self, number: int) -> Returned | Refused:
-        """Copies this rank's state to main memory, where it replaces the copy before it."""
-        self._snapshot = number, checkpoint.take_snapshot(self._trainer.model, self._trainer.optimizer, self._cpu_mesh)
-        return Returned(None)
+    def snapshot(self) -> Returned | Refused:
+        """Begins to copy this rank's state to main memory, in the place of the copy before it; the snapshot's number."""
+        trainer = self._trainer
+        return Returned(
+            self._snapshots.take(
+                lambda buffers: checkpoint.copy_of(trainer.model, trainer.optimizer, self._cpu_mesh, buffers)
+            )
+        )
 
     def save(self, number: int, folder: Path) -> Returned | Refused:
         """Writes the snapshot of this ``number``; other methods may run meanwhile."""
-
-        def write() -> None:
-            if self._snapshot is None or self._snapshot[0] != number:
-                raise CheckpointError("a later snapshot has taken this one's place; write each before taking the next")
-            checkpoint.write(self._snapshot[1], folder, self._writers)
-
         try:
-            write()
+            checkpoint.write(self._snapshots.state(number), folder, self._writers)
         except (OSError, CheckpointError) as error:  # on all ranks alike
             return Refused(error)
         return Returned(None)
@@ -194,6 +193,7 @@ class TrainingWorker:
                 lambda: checkpoint.read(trainer.model, trainer.optimizer, folder, self._cpu_mesh)
             )
             trainer.discard()
+            self._snapshots.copied()
             checkpoint.restore(state, trainer.model, trainer.optimizer)
 
         return _outcome(load)
@@ -209,7 +209,13 @@ class TrainingWorker:
         model = load_sharded(settings.model_path, settings.trainer, self._mesh, self._ranks)
         self._trainer = self._ranks.together(
             lambda: RankTrainer(
-                model, settings.model_path, settings.trainer, settings.total_steps, settings.temperature, self._ranks
+                model,
+                settings.model_path,
+                settings.trainer,
+                settings.total_steps,
+                settings.temperature,
+                self._ranks,
+                self._snapshots,
             )
         )
 

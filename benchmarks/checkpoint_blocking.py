@@ -1,0 +1,128 @@
+"""How long training is blocked by a checkpoint that is written beside it, against one that it waits for.
+
+    python benchmarks/checkpoint_blocking.py [--rounds 5] [--hidden-size 768] [--strategies local fsdp2]
+
+By turns in one run: steps without a checkpoint, a checkpoint that is waited for (snapshot and disk), and one that is written
+while steps go on. What blocks there is the call that takes the snapshot, and what the optimizer waits until it is copied: by how
+much ``finish`` takes longer than without a checkpoint, added up over all steps until the checkpoint is on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.training.local_backend import LocalBackend
+
+TOTAL_STEPS = 10_000
+
+
+def build(strategy: str, model: str) -> TrainingBackend:
+    if strategy == "local":
+        return LocalBackend(model, TrainerConfig(), TOTAL_STEPS, temperature=1.0, seed=0)
+    from skyrl_train.training.distributed.ray_backend import RayBackend
+
+    return RayBackend(model, TrainerConfig(), TOTAL_STEPS, temperature=1.0, seed=0)
+
+
+class Steps:
+    """Trains, and knows how long."""
+
+    def __init__(self, backend: TrainingBackend, tokens: int) -> None:
+        self._backend = backend
+        self._step = 0
+        ids, zeros = torch.arange(tokens) % 10, torch.zeros(tokens)
+        trained = torch.arange(tokens) > 0
+        self._sequences = [
+            TrainingSequence(ids, trained, zeros + 1.0, zeros - 2.0, ids * 0, group) for group in range(2)
+        ]
+
+    def one(self) -> tuple[float, float]:
+        """Seconds of the passes, and of the optimizer with what it waits for."""
+        self._step += 1
+        started = time.perf_counter()
+        self._backend.accumulate(Minibatch(self._sequences, 2, self._step))
+        passed = time.perf_counter()
+        self._backend.finish(self._step)
+        return passed - started, time.perf_counter() - passed
+
+
+def measure(strategy: str, backend: TrainingBackend, tokens: int, rounds: int, folder: Path) -> None:
+    steps, store, number = Steps(backend, tokens), CheckpointStore(folder, 1), 0
+    plain, waited_for, blocked, beside = [], [], [], []
+    steps.one()
+    with ThreadPoolExecutor(1) as disk:
+        for round_ in range(rounds + 1):
+            plain.extend(steps.one() for _ in range(2))
+            usual = statistics.median(finish for _, finish in plain)
+            number += 1
+            started = time.perf_counter()
+            snapshot = backend.snapshot()
+            store.write(number, lambda path, of=snapshot: backend.save(of, path))
+            waited_for.append(time.perf_counter() - started)
+
+            number += 1
+            started = time.perf_counter()
+            snapshot = backend.snapshot()
+            taken = time.perf_counter() - started
+            writing = disk.submit(store.write, number, lambda path, of=snapshot: backend.save(of, path))
+            during = [steps.one()]
+            while not writing.done():
+                during.append(steps.one())
+            writing.result()
+            blocked.append(taken + sum(finish - usual for _, finish in during))
+            beside.extend(during)
+            if round_ == 0:  # memory and files are there from now on
+                for times in (plain, waited_for, blocked, beside):
+                    times.clear()
+    whole, free, (passes, slowed) = (
+        statistics.median(waited_for),
+        statistics.median(blocked),
+        [statistics.median(first for first, _ in times) for times in (plain, beside)],
+    )
+    print(
+        f"{strategy:<6} a checkpoint that is waited for takes {whole:.2f} s; one beside training blocks it for {free:.3f} s: "
+        f"{free / whole:.2f} of that. Forward and backward passes ({passes:.2f} s) take {slowed / passes:.2f} times as long "
+        f"meanwhile; an optimizer step {statistics.median(finish for _, finish in plain):.2f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="of each of a step's two sequences")
+    parser.add_argument("--strategies", nargs="+", default=["local", "fsdp2"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    size = options.hidden_size
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        shape = BuildModelConfig(
+            hidden_size=size, intermediate_size=4 * size, num_layers=options.layers, num_heads=size // 64
+        )
+        build_model_folder(shape, model, seed=0)
+        for strategy in options.strategies:
+            backend = build(strategy, str(model))
+            try:
+                if strategy == "local":
+                    parameters = sum(weight.numel() for _, weight in backend.named_weights())
+                    print(f"{parameters / 1e6:.0f} million parameters, {12 * parameters / 1e6:.0f} MB a checkpoint")
+                measure(strategy, backend, options.tokens, options.rounds, Path(folder) / strategy)
+            finally:
+                backend.close()
+
+
+if __name__ == "__main__":
+    main()

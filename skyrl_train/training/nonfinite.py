@@ -1,0 +1,43 @@
+"""How many optimizer steps in a row may be skipped because their loss or gradient is not finite. A pure rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from skyrl_train.errors import NonFiniteStepsError
+
+SKIPPED = "policy/skipped_nonfinite"
+
+
+class NonFiniteSteps:
+    """A step that is skipped moves nothing, so one now and then costs its groups and no more. A row of them means that the
+    policy itself has diverged: more steps would only use up prompts.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """
+        Args:
+            limit: steps in a row that may be skipped; one more is an error.
+        """
+        self._limit = limit
+        self.in_a_row = 0
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes note of a step. One of several passes counts as skipped if any of them was.
+
+        Raises:
+            NonFiniteStepsError: too many in a row.
+        """
+        self.in_a_row = self.in_a_row + 1 if metrics.get(SKIPPED, 0.0) > 0 else 0
+        if self.in_a_row <= self._limit:
+            return
+        known = ("loss/policy", "policy/grad_norm", "policy/lr", "off_policy/ratio_max")
+        numbers = ", ".join(f"{name}={metrics[name]:g}" for name in known if name in metrics)
+        raise NonFiniteStepsError(
+            f"Steps {step - self.in_a_row + 1} to {step} were skipped, because their loss or gradient is not finite: more than "
+            f"trainer.failures.max_nonfinite_steps={self._limit} in a row. The last one: {numbers}. Likely causes: a learning "
+            "rate too high (trainer.policy.optimizer_config.lr, num_warmup_steps), gradients that are not clipped "
+            "(max_grad_norm), weights too narrow (trainer.policy.dtype=bfloat16), huge advantages (rewards, "
+            "grpo_norm_by_std), or unbounded ratios (off_policy_correction). The last checkpoint is from before them: resume "
+            "from it with another setting under another trainer.run_dir, from its policy."
+        )

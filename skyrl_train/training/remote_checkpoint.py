@@ -1,0 +1,221 @@
+"""Checkpoints behind a URL (``s3://``, ``gs://``, whatever fsspec opens), each complete there or never resumed from.
+
+    write:   writer ──> <run>/checkpoints/ ──upload──> global_step_N/* ──> its manifest ──> latest ──> old ones removed
+    resume:  latest ──> complete? ──download──> <run>/checkpoints/
+
+An object store has no rename, so the manifest is what makes a folder a checkpoint: it is uploaded last, and removed first.
+No folder is written twice. What lies behind the URL is the truth; the copy on the local disk is read in its place where it
+is the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+from skyrl_train.config.compare import differences
+from skyrl_train.config.compose import from_yaml, to_yaml
+from skyrl_train.config.schema import ResumeMode, RunConfig
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.training.checkpoint import MANIFEST, POINTER, CheckpointStore
+
+CONFIG = "config.yaml"  # of the run that the checkpoints belong to
+IDENTITY = "id"  # in each checkpoint, which no other one has
+_FOLDER = re.compile(r"global_step_(\d+)(?:\.(\d+))?")
+
+logger = logging.getLogger(__name__)
+
+
+class _Place(NamedTuple):
+    """A folder of a checkpoint; ordered by age."""
+
+    step: int
+    attempt: int  # of this step: a checkpoint of a step that has one is written beside it
+
+    @property
+    def name(self) -> str:
+        return f"global_step_{self.step}" + (f".{self.attempt}" if self.attempt else "")
+
+
+class RemoteCheckpointStore:
+    """The checkpoints of one run, as :class:`CheckpointStore` has them. Blocking; one writer at a time."""
+
+    def __init__(self, url: str, config: RunConfig, local: CheckpointStore) -> None:
+        """
+        Args:
+            config: of the run; checkpoints of another one are refused.
+            local: where a checkpoint is written before it is uploaded, and downloaded to.
+
+        Raises:
+            ConfigError: fsspec cannot open such a URL.
+        """
+        self._url = url.rstrip("/")
+        self._config = config
+        self._local = local
+        self._files: AbstractFileSystem
+        self._root: str
+        try:
+            self._files, self._root = url_to_fs(self._url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"trainer.ckpt_path={url} cannot be opened: {error}") from error
+
+    def check(self) -> None:
+        """Raises:
+        ConfigError: the URL holds checkpoints of another configuration, or any at all under ``trainer.resume=never``.
+        CheckpointError: it cannot be reached.
+        """
+        with self._reached("read"):
+            place = self._newest()
+            if place is None:
+                return
+            theirs = from_yaml(self._text(CONFIG), where=f"{self._url}/{CONFIG}")
+            own = self._is_local(place)
+        if differing := differences(theirs, self._config):
+            raise ConfigError(
+                f"trainer.ckpt_path={self._url} holds checkpoints of another configuration; it differs in "
+                f"{', '.join(differing)}. Set these as in {self._url}/{CONFIG}, or give another trainer.ckpt_path."
+            )
+        if self._config.trainer.resume is ResumeMode.never and not own:
+            raise ConfigError(
+                f"trainer.ckpt_path={self._url} holds checkpoints and trainer.resume=never. Give another "
+                "trainer.ckpt_path, or drop resume=never."
+            )
+
+    def latest(self) -> Path | None:
+        """The checkpoint to resume from, on the local disk; None where there is no complete one.
+
+        Raises:
+            CheckpointError: it cannot be read. (A run that started afresh instead would remove it.)
+        """
+        with self._reached("read"):
+            place = self._newest()
+            if place is None:
+                return None
+            if self._is_local(place):
+                return self._local.latest()
+            return self._local.write(place.step, lambda folder: self._download(place, folder))
+
+    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
+        """Makes the checkpoint of ``step``; returns its copy on the local disk, which the next one replaces.
+
+        Raises:
+            CheckpointError: see :meth:`CheckpointStore.write`; or the upload failed, and the one before stands.
+        """
+
+        def identified(folder: Path) -> None:
+            writer(folder)
+            (folder / IDENTITY).write_text(secrets.token_hex(16), encoding="utf-8")
+
+        folder = self._local.write(step, identified)
+        with self._reached(f"take the checkpoint of step {step}"):
+            places = self._places()
+            place = _Place(step, 1 + max((p.attempt for p in places if p.step == step), default=-1))
+            self._upload(folder, place)
+        try:
+            self._remove_old(place)
+        except Exception as error:  # the new one is safe; an old one that cannot be removed only costs space
+            logger.warning("An old checkpoint in %s could not be removed: %s", self._url, error)
+        return folder
+
+    def _upload(self, folder: Path, place: _Place) -> None:
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
+        there = [self._path(place.name, path.relative_to(folder).as_posix()) for path in paths]
+        for parent in sorted({path.rpartition("/")[0] for path in there}):
+            self._files.makedirs(parent, exist_ok=True)
+        self._files.pipe_file(self._path(CONFIG), to_yaml(self._config).encode())
+        self._files.put([str(path) for path in paths], there)
+        self._files.pipe_file(self._path(place.name, MANIFEST), (folder / MANIFEST).read_bytes())
+        if not self._is_complete(place):
+            raise OSError(f"{place.name} is not there as it was sent")
+        self._files.pipe_file(self._path(POINTER), f"{place.name}\n".encode())
+
+    def _download(self, place: _Place, folder: Path) -> None:
+        names = [name for name in self._manifest(place) if name != MANIFEST]
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        self._files.get([self._path(place.name, name) for name in names], [str(folder / name) for name in names])
+
+    def _remove_old(self, newest: _Place) -> None:
+        """Keeps the newest ``max_ckpts_to_keep`` up to ``newest``; later steps belong to a history that was given up."""
+        places = self._places()
+        kept = [p for p in places if p <= newest and self._is_complete(p)][-self._config.trainer.max_ckpts_to_keep :]
+        for place in places:
+            if place not in kept:
+                manifest = self._path(place.name, MANIFEST)
+                if self._files.exists(manifest):
+                    self._files.rm_file(manifest)
+                self._files.rm(self._path(place.name), recursive=True)
+
+    def _newest(self) -> _Place | None:
+        """The complete one that the pointer names, or else the newest complete one."""
+        self._files.invalidate_cache()
+        places = self._places()
+        try:
+            pointed = _place(self._text(POINTER).strip())
+        except (FileNotFoundError, UnicodeDecodeError):
+            pointed = None
+        candidates = [place for place in places if place == pointed] + places[::-1]
+        return next((place for place in candidates if self._is_complete(place)), None)
+
+    def _places(self) -> list[_Place]:
+        """All folders of checkpoints, complete or not, oldest first."""
+        self._files.invalidate_cache()
+        try:
+            entries = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        places = (_place(str(entry).rstrip("/").rpartition("/")[2]) for entry in entries)
+        return sorted(place for place in places if place is not None)
+
+    def _is_complete(self, place: _Place) -> bool:
+        try:
+            wanted = self._manifest(place)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return False
+        found = self._files.find(self._path(place.name), detail=True)
+        return all(found.get(self._path(place.name, name), {}).get("size") == size for name, size in wanted.items())
+
+    def _is_local(self, place: _Place) -> bool:
+        """Whether the local disk has this very checkpoint."""
+        folder = self._local.latest()
+        try:
+            return folder is not None and (folder / IDENTITY).read_text("utf-8") == self._text(place.name, IDENTITY)
+        except FileNotFoundError:
+            return False
+
+    def _manifest(self, place: _Place) -> dict[str, int]:
+        """The files of a checkpoint with their sizes in bytes."""
+        return dict(json.loads(self._text(place.name, MANIFEST))["files"])
+
+    def _text(self, *names: str) -> str:
+        return str(self._files.cat_file(self._path(*names)), encoding="utf-8")
+
+    def _path(self, *names: str) -> str:
+        return "/".join([self._root.rstrip("/"), *names])
+
+    @contextmanager
+    def _reached(self, what: str) -> Iterator[None]:
+        """Errors of what fsspec opens have no class in common."""
+        try:
+            yield
+        except (CheckpointError, ConfigError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"trainer.ckpt_path={self._url} does not {what}: {error!r}. What is complete there is untouched; see that "
+                "it can be reached and written to, and give the same command again."
+            ) from error
+
+
+def _place(name: str) -> _Place | None:
+    match = _FOLDER.fullmatch(name)
+    return None if match is None else _Place(int(match[1]), int(match[2] or 0))

@@ -1,0 +1,216 @@
+"""A checkpoint behind a URL is complete or never resumed from, whatever instant a crash or an outage chooses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from skyrl_train.config.compose import compose, to_yaml
+from skyrl_train.config.refusals import problems
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.training import remote_checkpoint
+from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, is_complete
+from skyrl_train.training.remote_checkpoint import RemoteCheckpointStore
+
+URL = "memory://bucket/global_step_1/run"  # a folder that is named like a checkpoint is none
+
+
+class Crash(BaseException):
+    """The process is gone: nothing is cleaned up."""
+
+
+class QuickFileSystem(FileSystem):
+    def sync(self, path: Path) -> None:
+        assert path.exists()
+
+
+@pytest.fixture(autouse=True)
+def empty_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Writing a configuration takes longer than all the rest.
+    monkeypatch.setattr(remote_checkpoint, "to_yaml", lambda config: written(config.trainer.seed))
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
+
+
+@functools.cache
+def written(seed: int) -> str:
+    return to_yaml(configured(f"trainer.seed={seed}"))
+
+
+def store(local: Path, *overrides: str) -> RemoteCheckpointStore:
+    return RemoteCheckpointStore(URL, configured(*overrides), CheckpointStore(local, 1, QuickFileSystem()))
+
+
+@functools.cache
+def configured(*overrides: str) -> RunConfig:
+    return compose("quickstart", [f"trainer.ckpt_path={URL}", *overrides])
+
+
+def writing(text: str) -> Callable[[Path], None]:
+    def writer(folder: Path) -> None:
+        (folder / "weights").write_text(text)
+        (folder / "policy").mkdir()
+        (folder / "policy" / "state").write_text(text * 2)
+
+    return writer
+
+
+def content(folder: Path | None) -> str | None:
+    if folder is None:
+        return None
+    assert is_complete(folder)
+    text = (folder / "weights").read_text()
+    assert (folder / "policy" / "state").read_text() == text * 2
+    return text
+
+
+def there() -> list[str]:
+    return sorted(path.rpartition("/")[2] for path in fsspec.filesystem("memory").ls(URL, detail=False))
+
+
+def test_another_machine_resumes_from_it(tmp_path: Path) -> None:
+    assert store(tmp_path / "a").latest() is None
+    store(tmp_path / "a").write(7, writing("seven"))
+    folder = store(tmp_path / "b").latest()
+    assert content(folder) == "seven" and folder is not None and checkpoint_step(folder) == 7
+    assert there() == ["config.yaml", "global_step_7", "latest"]
+
+
+def test_the_newest_are_kept_and_a_history_that_was_given_up_is_not(tmp_path: Path) -> None:
+    first = store(tmp_path / "a", "trainer.max_ckpts_to_keep=2")
+    for step in (8, 9, 10):
+        first.write(step, writing(str(step)))
+    assert there() == ["config.yaml", "global_step_10", "global_step_9", "latest"]
+    first.write(9, writing("9 again"))
+    assert there() == ["config.yaml", "global_step_9", "global_step_9.1", "latest"]
+    assert content(store(tmp_path / "b").latest()) == "9 again"
+
+
+def test_what_lies_there_counts_and_not_the_local_copy(tmp_path: Path) -> None:
+    here, elsewhere = store(tmp_path / "a"), store(tmp_path / "b")
+    here.write(3, writing("mine"))
+    elsewhere.write(3, writing("hers"))  # as long, and of the same step
+    assert content(here.latest()) == "hers"
+
+
+def test_a_checkpoint_that_is_here_already_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = store(tmp_path)
+    here.write(3, writing("three"))
+    monkeypatch.setattr(MemoryFileSystem, "get", None)
+    assert content(here.latest()) == "three"
+
+
+class Interruption:
+    """Ends the process at the n-th operation that changes the bucket: before it, or in the middle of it."""
+
+    def __init__(self, at: int, midway: bool, error: type[BaseException] = Crash) -> None:
+        self.operations, self._at, self._midway, self._error = 0, at, midway, error
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def put_file(of: MemoryFileSystem, local: str, path: str, **_: object) -> None:
+            of.pipe_file(path, Path(local).read_bytes())
+
+        def wrapped(original: Callable[..., None], half: Callable[..., None]) -> Callable[..., None]:
+            def operation(of: MemoryFileSystem, *args: object, **kwargs: object) -> None:
+                self.operations += 1
+                if self.operations == self._at:
+                    if self._midway:
+                        half(of, *args)
+                    raise self._error
+                original(of, *args, **kwargs)
+
+            return operation
+
+        pipe_file, rm_file = MemoryFileSystem.pipe_file, MemoryFileSystem.rm_file
+        half_written = wrapped(pipe_file, lambda of, path, data: pipe_file(of, path, data[: len(data) // 2]))
+        monkeypatch.setattr(MemoryFileSystem, "pipe_file", half_written)
+        monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+        monkeypatch.setattr(MemoryFileSystem, "rm_file", wrapped(rm_file, rm_file))
+
+
+@pytest.mark.parametrize("midway", [False, True])
+@pytest.mark.parametrize("max_to_keep", [1, 2])
+@pytest.mark.parametrize("existing", [(), (1,), (1, 2)], ids=str)
+def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, existing: tuple[int, ...], max_to_keep: int, midway: bool
+) -> None:
+    keep, at, survived = f"trainer.max_ckpts_to_keep={max_to_keep}", 0, False
+    while not survived:
+        at += 1
+        MemoryFileSystem.store.clear()
+        for step in existing:
+            store(tmp_path / f"old-{at}", keep).write(step, writing(f"old {step}"))
+        old = f"old {existing[-1]}" if existing else None
+        with pytest.MonkeyPatch.context() as patch:
+            Interruption(at, midway).install(patch)
+            try:
+                store(tmp_path / f"new-{at}", keep).write(2, writing("new"))
+                survived = True
+            except Crash:
+                pass
+        returned = store(tmp_path / f"back-{at}", keep)
+        assert content(returned.latest()) in ({"new"} if survived else {old, "new"})
+        returned.write(3, writing("next"))
+        assert content(store(tmp_path / f"next-{at}", keep).latest()) == "next"
+        assert len([name for name in there() if name.startswith("global_step")]) <= max_to_keep
+    assert at > 6  # configuration, three files, manifest, pointer
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "manifest", "pointer"])
+def test_half_a_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    first = store(tmp_path / "a", "trainer.max_ckpts_to_keep=2")
+    first.write(1, writing("one"))
+    first.write(2, writing("two"))
+    files = fsspec.filesystem("memory")
+    match damage:
+        case "delete":
+            files.rm_file(f"{URL}/global_step_2/policy/state")
+        case "truncate":
+            files.pipe_file(f"{URL}/global_step_2/weights", b"t")
+        case "manifest":
+            files.pipe_file(f"{URL}/global_step_2/manifest.json", b'{"files"')
+        case "pointer":
+            files.pipe_file(f"{URL}/latest", b"global_st")
+    assert content(store(tmp_path / "b").latest()) == ("two" if damage == "pointer" else "one")
+
+
+def test_an_outage_is_an_error_and_never_a_new_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = store(tmp_path)
+    first.write(1, writing("one"))
+    with pytest.MonkeyPatch.context() as patch:
+        Interruption(2, midway=True, error=TimeoutError).install(patch)
+        with pytest.raises(CheckpointError, match="does not take the checkpoint of step 2"):
+            first.write(2, writing("two"))
+    assert content(store(tmp_path / "b").latest()) == "one"
+
+    def out(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", out)
+    with pytest.raises(CheckpointError, match=r"does not read.*reached"):
+        first.latest()
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
+    store(tmp_path / "a").check()
+    store(tmp_path / "a").write(1, writing("one"))
+    store(tmp_path / "b", "trainer.ckpt_interval=9", f"trainer.run_dir={tmp_path}").check()
+    with pytest.raises(ConfigError, match=r"another configuration; it differs in trainer.seed"):
+        store(tmp_path / "b", "trainer.seed=1").check()
+    with pytest.raises(ConfigError, match="drop resume=never"):
+        store(tmp_path / "b", "trainer.resume=never").check()
+    store(tmp_path / "a", "trainer.resume=never").check()  # its own: the run goes on after a worker has died
+
+
+@pytest.mark.parametrize(("url", "remedy"), [("checkpoints", "trainer.run_dir"), ("nowhere://a/b", "fsspec knows")])
+def test_what_is_no_url_is_refused(url: str, remedy: str) -> None:
+    (problem,) = problems(compose("quickstart", [f"trainer.ckpt_path={url}"]))
+    assert remedy in problem

@@ -1,0 +1,70 @@
+"""Training goes on while the state is copied, and waits before it changes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training_worlds import backend, build_small_model, minibatch, one_thread, same, weights
+
+from skyrl_train.errors import CheckpointError
+from skyrl_train.training import snapshots as of_snapshots
+from skyrl_train.training.snapshots import Snapshots
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def test_the_policy_moves_only_after_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = backend(build_small_model(tmp_path))
+    before = weights(trained)
+    may_copy, waiting, moving = threading.Event(), threading.Event(), threading.Event()
+    copy, copied, step = of_snapshots._copy, trained._snapshots.copied, trained._trainer.optimizer.step
+
+    def patient(*arguments: object) -> None:
+        assert may_copy.wait(60)
+        copy(*arguments)  # type: ignore[arg-type]
+
+    def waits() -> None:
+        waiting.set()
+        copied()
+
+    def recorded(*arguments: float) -> object:
+        moving.set()
+        return step(*arguments)
+
+    monkeypatch.setattr(of_snapshots, "_copy", patient)
+    monkeypatch.setattr(trained._trainer.optimizer, "step", recorded)
+    snapshot = trained.snapshot()
+    monkeypatch.setattr(trained._snapshots, "copied", waits)
+    trained.accumulate(minibatch())  # a forward and a backward pass wait for nothing
+    finishing = threading.Thread(target=trained.finish, args=[1])
+    finishing.start()
+    assert waiting.wait(60)
+    assert not moving.is_set() and same(before, weights(trained))
+    may_copy.set()
+    finishing.join(60)
+    assert moving.is_set() and not same(before, weights(trained))
+    trained.save(snapshot, tmp_path)
+    trained.load(tmp_path)
+    assert same(before, weights(trained))
+
+
+def test_memory_is_used_again_and_only_the_latest_can_be_read() -> None:
+    snapshots: Snapshots[torch.Tensor] = Snapshots()
+    live = torch.arange(4.0)
+    first = snapshots.take(lambda buffers: buffers.copy_of("w", live))
+    place = snapshots.state(first).data_ptr()
+    live += 1
+    second = snapshots.take(lambda buffers: buffers.copy_of("w", live))
+    assert torch.equal(snapshots.state(second), live) and snapshots.state(second).data_ptr() == place
+    wider = snapshots.take(lambda buffers: buffers.copy_of("w", live.double()))
+    assert snapshots.state(wider).dtype == torch.float64
+    with pytest.raises(CheckpointError, match="a later snapshot"):
+        snapshots.state(second)
