@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import InferenceEngineConfig, RunConfig
+from skyrl_train.config.schema import InferenceEngineConfig, LoraConfig, RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
@@ -65,6 +65,7 @@ def _embedded(
         "max_model_len": plan.max_model_len,
         "batch_invariant": engine.batch_invariant,
         "seed": mix(config.trainer.seed, index),
+        "lora": _lora(config),
     }
     if engine.placement == "ray":
         return _in_ray(engine, EMBEDDED, {"model_path": model_path, "placement": "thread", **arguments})
@@ -82,7 +83,10 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> Inferen
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,
         "data_parallel_size": engine.data_parallel_size,
-        "load_format": "dummy",  # the first publication brings the weights
+        "load_format": "auto"
+        if _lora(config)
+        else "dummy",  # the first publication brings the weights, or an adapter of them
+        "lora_rank": config.trainer.policy.model.lora.rank,
         **{key: value for key, value in engine.engine_args.items() if key in own},
         "engine_args": {key: value for key, value in engine.engine_args.items() if key not in own},
         "environment": dict(engine.environment),
@@ -92,6 +96,12 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> Inferen
     from skyrl_train.inference.engines.vllm import VLLMEngine
 
     return VLLMEngine(model_path, **arguments)
+
+
+def _lora(config: RunConfig) -> LoraConfig | None:
+    """The adapter that publications bring, or None where they bring the model."""
+    lora = config.trainer.policy.model.lora
+    return lora if lora.rank else None
 
 
 def _vllm_remote(engine: InferenceEngineConfig, index: int) -> InferenceEngineInterface:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema import BuildModelConfig, ModelConfig
+from skyrl_train.config.schema import BuildModelConfig, LoraConfig, ModelConfig
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 NUM_SPECIAL_TOKENS = 3  # <pad>, <eos>, <unk> of a tokenizer made on the spot
@@ -36,6 +36,24 @@ class ModelShape:
         layer = attention + 3 * h * self.intermediate_size + 2 * h
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
         return embeddings + self.num_layers * layer + h
+
+    def adapter_parameters(self, lora: LoraConfig) -> int | None:
+        """Elements of A and B of every linear layer that has them; None where the names do not tell which those are."""
+        heads, kv_heads = self.head_dim * self.num_heads, self.head_dim * self.num_kv_heads
+        h, i = self.hidden_size, self.intermediate_size
+        ends = {
+            "q_proj": h + heads,
+            "k_proj": h + kv_heads,
+            "v_proj": h + kv_heads,
+            "o_proj": heads + h,
+            "gate_proj": h + i,
+            "up_proj": h + i,
+            "down_proj": i + h,
+        }
+        named = list(ends) if lora.target_modules == ["all-linear"] else list(lora.target_modules)
+        if not ends.keys() >= {*named, *lora.exclude_modules}:
+            return None
+        return self.num_layers * lora.rank * sum(ends[name] for name in {*named} - {*lora.exclude_modules})
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -9,7 +9,14 @@ from skyrl_train.config import derive, refusals
 from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.limits import Problems
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
+from skyrl_train.config.schema import (
+    AlgorithmConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainerConfig,
+    TrainerMode,
+    TrainingStrategy,
+)
 from skyrl_train.config.transports import staging_copies
 
 _MIB = 2**20
@@ -21,6 +28,7 @@ class MemoryEstimate:
     """Bytes that stay allocated during training; activations come on top. From the model's shape, not measured."""
 
     num_parameters: int
+    num_trained: int  # fewer where an adapter is trained
     policy_bytes: int  # the trained weights, with float32 masters where they are narrower
     gradient_bytes: int  # float32
     optimizer_bytes: int  # the two moments of AdamW, float32
@@ -129,26 +137,34 @@ def resolve(
         num_workers=derive.num_workers(config),
         straggler_policy=derive.straggler_policy(config),
         max_model_len=length,
-        memory=None if shape is None else estimate_memory(config, shape, length),
+        memory=estimate_memory(config, shape, length),
     )
 
 
-def estimate_memory(config: RunConfig, shape: ModelShape, max_model_len: int) -> MemoryEstimate:
-    """Adds up what a local backend and the embedded engines allocate for a model of this shape."""
+def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: int) -> MemoryEstimate | None:
+    """Adds up what a local backend and the embedded engines allocate for a model of this shape; None where only loading the
+    model would tell.
+    """
+    lora = config.trainer.policy.model.lora
+    learning = None if shape is None else shape.adapter_parameters(lora) if lora.rank else shape.num_parameters
+    if shape is None or learning is None:
+        return None
     engine = config.generator.inference_engine
     sharded = config.trainer.strategy is TrainingStrategy.fsdp2
     trained, served = BYTES_PER_ELEMENT[config.trainer.policy.dtype], BYTES_PER_ELEMENT[engine.dtype]
     parameters = shape.num_parameters
+    base = parameters if lora.rank else 0
     masters = _FLOAT32_BYTES if trained < _FLOAT32_BYTES else 0
     slots = engine.num_engines * engine.max_num_seqs
     return MemoryEstimate(
         num_parameters=parameters,
+        num_trained=learning,
         # Sharded weights are their own masters: what is narrower is a layer at a time, while it computes.
-        policy_bytes=parameters * (_FLOAT32_BYTES if sharded else trained + masters),
-        gradient_bytes=parameters * _FLOAT32_BYTES,
-        optimizer_bytes=parameters * 2 * _FLOAT32_BYTES,
-        staging_bytes=staging_copies(config) * parameters * served,
-        engine_weight_bytes=engine.num_engines * parameters * served,
+        policy_bytes=base * trained + learning * (_FLOAT32_BYTES if sharded else trained + masters),
+        gradient_bytes=learning * _FLOAT32_BYTES,
+        optimizer_bytes=learning * 2 * _FLOAT32_BYTES,
+        staging_bytes=staging_copies(config) * learning * served,
+        engine_weight_bytes=engine.num_engines * (base + learning) * served,
         kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
         num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
         activation_bytes=activation_bytes(config.trainer, shape, _micro_batch_tokens(config, max_model_len)),
@@ -187,12 +203,13 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("mode", plan.mode.value),
         ("model", f"{model} ({trainer.policy.dtype}, on {trainer.device})"),
+        *_adapter_rows(plan.config),
         *_rank_rows(plan.config),
         ("algorithm", _algorithm_row(trainer.algorithm)),
         ("correction", _correction_row(trainer.algorithm)),
         (
             "learning rate",
-            f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps{never}",
+            f"{optimizer.lr:g}{_rate_words(optimizer)}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps{never}",
         ),
         ("micro-batches", _micro_batch_row(trainer)),
         ("run folder", folder),
@@ -232,6 +249,24 @@ def _correction_row(algorithm: AlgorithmConfig) -> str:
 def _checkpoint_row(trainer: TrainerConfig) -> str:
     when = f"every {trainer.ckpt_interval} steps" if trainer.ckpt_interval else "at the end"
     return when if trainer.ckpt_path is None else f"{when}, in {trainer.ckpt_path}"
+
+
+def _adapter_rows(config: RunConfig) -> list[tuple[str, str]]:
+    lora = config.trainer.policy.model.lora
+    if not lora.rank:
+        return []
+    targets = ", ".join(lora.target_modules)
+    but = f" but {', '.join(lora.exclude_modules)}" if lora.exclude_modules else ""
+    return [
+        (
+            "adapter",
+            f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}{but}; it alone is trained and published",
+        )
+    ]
+
+
+def _rate_words(optimizer: OptimizerConfig) -> str:
+    return "".join(f", x {factor:g} for {pattern}" for pattern, factor in optimizer.lr_multipliers.items())
 
 
 def _micro_batch_row(trainer: TrainerConfig) -> str:
@@ -349,7 +384,7 @@ def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:
     if memory is None:
         return [("estimate", "unknown until the model is loaded")]
     return [
-        ("parameters", f"{memory.num_parameters:,}"),
+        ("parameters", _parameters_row(memory)),
         *([("each rank", f"{_mib(memory.rank_bytes)} of {memory.num_ranks}")] if memory.num_ranks > 1 else []),
         (
             "trainer",
@@ -367,6 +402,12 @@ def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:
             f"KV cache {_mib(memory.kv_cache_bytes)})",
         ),
     ]
+
+
+def _parameters_row(memory: MemoryEstimate) -> str:
+    if memory.num_trained == memory.num_parameters:
+        return f"{memory.num_parameters:,}"
+    return f"{memory.num_parameters:,}, and {memory.num_trained:,} of the adapter, which are trained"
 
 
 def _mib(num_bytes: int) -> str:

@@ -69,11 +69,25 @@ class BuildModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """A LoRA adapter (arXiv 2106.09685) is trained and published; the model's own weights stay. Needs peft."""
+
+    rank: int = 0  # of each update; 0: no adapter, all weights are trained
+    alpha: float = 16.0  # an update counts alpha / rank
+    dropout: float = 0.0  # must be 0: the engines sample without it, and the first pass's proximal ratio would not be 1
+    # The last parts of linear layers' names; all-linear: all but the head
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    exclude_modules: list[str] = field(default_factory=list)  # of those, by their names' last parts
+    init_method: str = "kaiming"  # kaiming | gaussian: of A; B starts at 0, so that a run starts from the model itself
+
+
+@dataclass
 class ModelConfig:
     path: str | None = None  # a folder or hub name that transformers opens; None: build one
     build: BuildModelConfig = field(
         default_factory=BuildModelConfig
     )  # without a path: made on the spot, in <run>/model
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -85,6 +99,8 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     scheduler: str = "constant"  # constant | linear | cosine (decays to 0 over the run)
     num_warmup_steps: int = 0
+    # Pattern of parameter names -> factor of lr; the first that matches counts. LoRA+ is {"*.lora_B.*": 16}
+    lr_multipliers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl_train.models.adapter_spec import AdapterSpec
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -24,7 +26,8 @@ class WeightUpdate:
 
     ``location`` means something to the transport only (a path to map, an address). ``checksum`` is over the bytes of the
     staging copy, or None when checking is off. ``changed_fraction``: of the bytes, since the version before; None where
-    nobody has compared them.
+    nobody has compared them. ``adapter``: the tensors are a LoRA adapter, under peft's names, of the base model that the
+    engine has; None: they are the model.
     """
 
     version: int
@@ -34,3 +37,4 @@ class WeightUpdate:
     tensors: tuple[TensorSpec, ...]
     checksum: str | None = None
     changed_fraction: float | None = None
+    adapter: AdapterSpec | None = None

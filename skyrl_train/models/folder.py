@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What transformers raises for a folder or hub name that it cannot use, beside SafetensorError.
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 _SETTING = "trainer.policy.model.path"
+# transformers switches globals while it builds a model: two threads that build at once can leave it in a state in which later
+# models are neither initialised nor have their embeddings tied.
+_building = threading.Lock()
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -84,7 +88,7 @@ def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     config = load_config(path)
     try:
-        with quiet_transformers():
+        with _building, quiet_transformers():
             built: Any = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     except _UNUSABLE as error:
         raise ModelError(f"{path!r} is not a causal language model that can be built: {_first_line(error)}.") from error
@@ -102,7 +106,7 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     load_config(path)
     try:
-        with quiet_transformers():
+        with _building, quiet_transformers():
             # Mismatched shapes are let through here only to be reported by name below.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True

@@ -194,6 +194,7 @@ declare(
     MetricSpec("loss/", _MEAN, "of the loss"),
     MetricSpec("policy/", _MEAN, "of the policy and its update"),
     MetricSpec("policy/lr", _LAST, "learning rate of the step"),
+    MetricSpec("policy/lr/", _LAST, "that of the parameters that a pattern of lr_multipliers matches"),
     MetricSpec("policy/tokens", _SUM, "tokens trained on, masked ones left out"),
     MetricSpec("policy/tokens_per_second", _LAST, "tokens trained on per second of the step"),
     MetricSpec("policy/skipped_nonfinite", _SUM, "updates skipped because a gradient was not finite"),

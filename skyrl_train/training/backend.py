@@ -111,7 +111,10 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify."""
+        """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify.
+
+        Of a policy with a LoRA adapter, the adapter alone, under peft's names.
+        """
 
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
         """Copies the policy's weights to a staging area of ``transport``, in whichever process they live.
@@ -144,7 +147,9 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a folder that ``transformers`` opens."""
+        """Writes the policy as a folder that ``transformers`` opens; a LoRA adapter merged, and by itself in ``adapter``, which
+        peft opens.
+        """
 
     def close(self) -> None:  # noqa: B027  most backends have nothing to let go of
         """Lets go of what is not in this process. Idempotent."""

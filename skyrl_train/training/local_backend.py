@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,17 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.folder import load_model, load_tokenizer, quiet_transformers
+from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.models.folder import build_empty, load_model, load_tokenizer, quiet_transformers
+from skyrl_train.models.lora import (
+    adapter_of,
+    add_adapter,
+    base_fingerprint,
+    merged_weights,
+    policy_weights,
+    write_adapter,
+)
+from skyrl_train.publication.base import WeightTransport
 from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
 from skyrl_train.training.compilation import compile_layers
@@ -46,6 +57,8 @@ class LocalBackend(TrainingBackend):
         torch.manual_seed(seed)
         self._model_path = model_path
         model = load_model(model_path, trainer_config.policy.dtype, trainer_config.device)
+        if trainer_config.policy.model.lora.rank:
+            add_adapter(model, trainer_config.policy.model.lora, seed=seed)
         if trainer_config.policy.compile:
             compile_layers(model)
         if trainer_config.policy.gradient_checkpointing:
@@ -83,8 +96,11 @@ class LocalBackend(TrainingBackend):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; tied weights appear once."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in policy_weights(self.model):
             yield name, parameter.detach()
+
+    def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
+        return dataclasses.replace(super().stage(transport, version), adapter=adapter_of(self.model))
 
     def snapshot(self) -> dict[str, object]:
         """See :meth:`TrainingBackend.snapshot`; the copies lie in main memory, until the next snapshot."""
@@ -105,7 +121,7 @@ class LocalBackend(TrainingBackend):
         self.discard()
         self._snapshots.copied()
         with torch.no_grad():
-            for name, weight in self.model.named_parameters():
+            for name, weight in policy_weights(self.model):
                 weight.copy_(state.weights[name])
         self._trainer.optimizer.load_state_dict(state.optimizer)
         torch.set_rng_state(state.rng["cpu"])
@@ -122,7 +138,9 @@ class LocalBackend(TrainingBackend):
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             with quiet_transformers():
-                self.model.save_pretrained(unfinished)
+                self._plain_model().save_pretrained(unfinished)
+                if adapter_of(self.model) is not None:
+                    write_adapter(self.model, {n: w.cpu() for n, w in self.named_weights()}, unfinished / "adapter")
                 load_tokenizer(self._model_path).save_pretrained(unfinished)
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(unfinished, folder)
@@ -133,8 +151,20 @@ class LocalBackend(TrainingBackend):
                 "checkpoints hold the same weights."
             ) from error
 
+    def _plain_model(self) -> PreTrainedModel:
+        """The policy, or a copy of it in main memory with its adapter merged."""
+        adapter = adapter_of(self.model)
+        if adapter is None:
+            return self.model
+        merged = build_empty(self._model_path, str(self.model.dtype).removeprefix("torch."), "cpu")
+        parameters = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        weights = {name: weight.cpu() for name, weight in merged_weights(parameters, adapter)}
+        merged.load_state_dict(weights, strict=False)  # a tied weight has one name of two
+        return merged
+
     def _live_state(self) -> BackendState:
         rng = {"cpu": torch.get_rng_state()}
         if self.model.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.model.device)
-        return BackendState(weights=dict(self.named_weights()), optimizer=self._trainer.optimizer.state_dict(), rng=rng)
+        weights = dict(self.named_weights()) | base_fingerprint(self.model)
+        return BackendState(weights=weights, optimizer=self._trainer.optimizer.state_dict(), rng=rng)

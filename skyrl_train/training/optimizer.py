@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -39,16 +41,9 @@ class PolicyOptimizer:
         self._max_grad_norm = config.max_grad_norm
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: _master_of(p) for name, p in self._weights.items()}
-        # Norms and biases are not decayed: pulling them to 0 shrinks activations instead of bounding the weights.
-        decayed = [p for p in self._masters.values() if p.ndim >= 2]
-        others = [p for p in self._masters.values() if p.ndim < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
         beta1, beta2 = config.adam_betas
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            _groups(self._masters, config),
             lr=config.lr,
             betas=(beta1, beta2),
             eps=config.adam_eps,
@@ -75,7 +70,7 @@ class PolicyOptimizer:
         for gradient in gradients:
             gradient.mul_(gradient_scale * clip)
         for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_multiplier"]
         self._adamw.step()
         self.round_masters_to_weights()
         return StepOutcome(grad_norm, applied=True)
@@ -134,6 +129,33 @@ class PolicyOptimizer:
             self._masters[name].copy_(master)
 
 
+def _groups(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """AdamW's groups: the parameters of one rate and one decay.
+
+    Norms and biases are not decayed: pulling them to 0 shrinks activations instead of bounding the weights.
+
+    Raises:
+        ConfigError: a pattern of ``lr_multipliers`` matches no parameter first.
+    """
+    groups: dict[tuple[str | None, bool], dict[str, Any]] = {}
+    patterns = [*config.lr_multipliers, None]
+    for pattern in patterns:
+        multiplier = 1.0 if pattern is None else config.lr_multipliers[pattern]
+        for decayed in (True, False):
+            decay = config.weight_decay if decayed else 0.0
+            groups[pattern, decayed] = {"params": [], "weight_decay": decay, "lr_multiplier": multiplier}
+    for name, parameter in parameters.items():
+        pattern = next((each for each in config.lr_multipliers if fnmatchcase(name, each)), None)
+        groups[pattern, parameter.ndim >= 2]["params"].append(parameter)
+    for pattern in config.lr_multipliers:
+        if not groups[pattern, True]["params"] and not groups[pattern, False]["params"]:
+            raise ConfigError(
+                f"trainer.policy.optimizer_config.lr_multipliers: no trained parameter is the first that {pattern!r} matches; "
+                f"names look like {next(iter(parameters), '(there is none)')!r}. Change the pattern or remove it."
+            )
+    return [group for group in groups.values() if group["params"]]
+
+
 def _master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
     if weight.dtype in (torch.float32, torch.float64):
         return weight
@@ -164,5 +186,8 @@ def _check(config: OptimizerConfig) -> None:
         raise ConfigError(
             f"{where}.max_grad_norm must be positive (.inf switches clipping off), got {config.max_grad_norm}."
         )
+    for pattern, factor in config.lr_multipliers.items():
+        if not (math.isfinite(factor) and factor >= 0):
+            raise ConfigError(f"{where}.lr_multipliers[{pattern!r}] must be finite and >= 0, got {factor}.")
     if config.num_warmup_steps < 0:
         raise ConfigError(f"{where}.num_warmup_steps must be >= 0, got {config.num_warmup_steps}.")

@@ -118,6 +118,7 @@ class RankTrainer:
             sequence_ranks=ranks.sequence_ranks,
         )
         self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config)
+        self._lr_multipliers = trainer_config.policy.optimizer_config.lr_multipliers
         self._open: _OpenStep | None = None
 
     # ---- numbers
@@ -154,7 +155,7 @@ class RankTrainer:
         for _ in range(passes):
             self._add(part)
             outcomes.append(self.finish(minibatch.step))
-        same_in_all = {key: outcomes[0][key] for key in ("policy/lr", "policy/tokens")}
+        same_in_all = {k: v for k, v in outcomes[0].items() if k.startswith("policy/lr") or k == "policy/tokens"}
         metrics = {key: sum(outcome[key] for outcome in outcomes) / passes for key in outcomes[0]} | same_in_all
         metrics["policy/skipped_nonfinite"] *= passes
         return metrics
@@ -193,6 +194,7 @@ class RankTrainer:
             "policy/grad_norm": grad_norm,
             "policy/skipped_nonfinite": float(skipped),
             "policy/lr": rate,
+            **{f"policy/lr/{pattern}": rate * factor for pattern, factor in self._lr_multipliers.items()},
             "policy/tokens": float(statistics.tokens),
         }
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from skyrl_train.errors import CheckpointError
+from skyrl_train.models.lora import FINGERPRINT
 from skyrl_train.training.snapshots import Buffers
 
 POLICY_FILE = "policy.safetensors"
@@ -74,6 +75,7 @@ def read_state(folder: Path, like: BackendState, misfit: Callable[[dict[str, Any
         raise CheckpointError(f"{folder} was written by trainer.strategy=fsdp2; this run has local. {REMEDY}")
     weights = _reading(folder / POLICY_FILE, load_file)
     check_weights(folder, weights, like.weights)
+    check_base(folder, weights, like.weights)
     payload = _reading(folder / OPTIMIZER_FILE, _load_payload)
     try:
         state = BackendState(weights, payload["optimizer"], dict(payload["rng"]))
@@ -121,6 +123,19 @@ def check_weights(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping
         if there != here:
             raise CheckpointError(
                 f"{folder} belongs to another model: {name!r} is {there} there and {here} here. {REMEDY}"
+            )
+
+
+def check_base(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:
+    """Compares the base models of two adapters; does nothing where all weights are trained.
+
+    Raises:
+        CheckpointError: they differ, or the adapters' scales do.
+    """
+    for name in (name for name in mine if name.endswith(FINGERPRINT)):
+        if not torch.equal(saved[name].cpu(), mine[name].cpu()):
+            raise CheckpointError(
+                f"{folder} has an adapter of another base model, or one with another trainer.policy.model.lora.alpha. {REMEDY}"
             )
 
 

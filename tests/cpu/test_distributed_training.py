@@ -15,6 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_lora_training import checks_the_export
+from test_lora_training import lora as lora_settings
 from training_worlds import (
     SMALL,
     VOCABULARY,
@@ -31,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_train.config.schema import ClipCovConfig, KlCovConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
 from skyrl_train.inference.shared_weights import SharedMemoryReceiver
+from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.publication.disk import DiskTransport
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
@@ -549,3 +554,50 @@ def test_sequences_arrive_as_they_were_sent(drawn: list[tuple[int, bool, bool]])
         for name in TrainingSequence.__slots__:
             mine, other = getattr(before, name), getattr(after, name)
             assert torch.equal(mine, other) and mine.dtype == other.dtype if torch.is_tensor(mine) else mine == other
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: str, two_ranks: RayBackend) -> Iterator[RayBackend]:
+    """A policy with a LoRA adapter, beside the other one."""
+    changed = settings(policy__model__lora=lora_settings())
+    started = RayBackend(folder, changed, total_steps=10, temperature=1.0, seed=0)
+    yield started
+    started.close()
+
+
+class TestLora:
+    """An adapter on two ranks, whose base is sharded too."""
+
+    def test_as_on_one_rank_and_resumed_exactly(self, folder: str, adapted: RayBackend, tmp_path: Path) -> None:
+        alone = local(folder, policy__model__lora=lora_settings())
+        begin = weights(alone)
+        assert same(begin, weights(adapted))
+        for step in range(1, 4):
+            batch = minibatch(step, step, LENGTHS)
+            assert adapted.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(adapted), weights(alone)) < 1e-6
+        assert apart(begin, weights(alone)) > 1e-3, "a comparison of policies that stand still compares nothing"
+        adapted.export_hf(tmp_path / "policy")
+        checks_the_export(folder, tmp_path / "policy", weights(adapted))
+        transport = SharedMemoryTransport()
+        update = adapted.stage(transport, 3)
+        assert (update.adapter, {spec.name for spec in update.tensors}) == (AdapterSpec(4, 1.5), set(weights(alone)))
+        (tmp_path / "checkpoint").mkdir()
+        adapted.save(adapted.snapshot(), tmp_path / "checkpoint")
+        further = [adapted.update(minibatch(step, step, LENGTHS)) for step in (4, 5)]
+        end = weights(adapted)
+        adapted.load(tmp_path / "checkpoint")
+        assert [adapted.update(minibatch(step, step, LENGTHS)) for step in (4, 5)] == further
+        assert same(weights(adapted), end)
+
+    def test_a_checkpoint_of_another_base_is_refused(self, folder: str, adapted: RayBackend, tmp_path: Path) -> None:
+        adapted.save(adapted.snapshot(), tmp_path)
+        names = {name.rsplit(".", 1)[0] for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+        assert all(".lora_" in name or name.startswith(("rng.", "policy")) for name in names), names
+        file = next(file for file in tmp_path.glob("*.safetensors") if "policy.base_fingerprint" in load_file(file))
+        with safe_open(file, "pt") as opened:
+            metadata, contents = opened.metadata(), load_file(file)
+        contents["policy.base_fingerprint"][0] ^= 1
+        save_file(contents, file, metadata)
+        with pytest.raises(CheckpointError, match="another base model"):
+            adapted.load(tmp_path)

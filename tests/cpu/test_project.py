@@ -171,7 +171,7 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
         re.split(r"[^\w-]", requirement)[0]
         for requirement in [
             *project["dependencies"],
-            *(r for extra in ("envs", "ray", "vllm") for r in project["optional-dependencies"][extra]),
+            *(r for extra in ("envs", "lora", "ray", "vllm") for r in project["optional-dependencies"][extra]),
         ]
     }
     needed = {distributions.get(module, module) for module in third_party_imports()}

@@ -86,6 +86,8 @@ def script(recipe: str, name: str) -> ModuleType:
     return module
 
 
+NAMES = ["gsm8k", "gsm8k_lora", "dapo_math", "search", "code"]
+DATA_OF = {"gsm8k_lora": "gsm8k"}  # recipes that share another one's data
 RETRIEVER = script("search", "retriever")
 
 
@@ -93,8 +95,8 @@ def converted(recipe: str) -> list[dict[str, Any]]:
     if recipe == "code":
         code = script("code", "prepare_data")
         return [code.convert_mbpp(MBPP[0]), code.convert_code_contests(CONTESTS)]
-    prepare = script(recipe, "prepare_data")
-    rows = {"gsm8k": GSM8K, "dapo_math": DAPO, "search": SEARCH}[recipe]
+    prepare = script(DATA_OF.get(recipe, recipe), "prepare_data")
+    rows = {"gsm8k": GSM8K, "gsm8k_lora": GSM8K, "dapo_math": DAPO, "search": SEARCH}[recipe]
     return [prepare.convert(row) for row in rows]
 
 
@@ -105,7 +107,8 @@ def stand_in(recipe: str, rows: list[dict[str, Any]], data: Path, folder: Path) 
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 16}
     trainer, generator = config["trainer"], config["generator"]
     trainer |= {"device": "cpu", "policy_mini_batch_size": 2, "max_steps": 2, "epochs": 4, "trackers": []}
-    trainer["policy"]["model"] = {"build": {"alphabet": text, "max_position_embeddings": 1024, **sizes}}
+    model = trainer["policy"]["model"]
+    model |= {"path": None, "build": {"alphabet": text, "max_position_embeddings": 1024, **sizes}}
     trainer["policy"]["dtype"] = "float32"
     trainer.pop("eval", None)
     algorithm = trainer.get("algorithm", {})
@@ -132,7 +135,7 @@ def retriever_url() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k", "dapo_math", "search", "code"])
+@pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_trains_on_converted_records(tmp_path: Path, recipe: str, retriever_url: str) -> None:
     rows = converted(recipe)
     data = tmp_path / "train.parquet"
@@ -145,9 +148,10 @@ def test_a_recipe_trains_on_converted_records(tmp_path: Path, recipe: str, retri
     found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [1, 2]
     assert found[-1]["generate/turns"] == (4 if recipe == "search" else 1)
+    assert (tmp_path / "run" / "policy" / "adapter").is_dir() == recipe.endswith("_lora")
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k", "dapo_math", "search", "code"])
+@pytest.mark.parametrize("recipe", NAMES)
 def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
     tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +160,7 @@ def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
     rows = converted(recipe)
     for name in {
         "gsm8k": ["gsm8k/train", "gsm8k/test"],
+        "gsm8k_lora": ["gsm8k/train", "gsm8k/test"],
         "dapo_math": ["dapo_math/train", "dapo_math/aime_2024"],
         "search": ["search/train"],
         "code": ["code/mbpp_train", "code/mbpp_test"],
@@ -268,4 +273,4 @@ def test_a_question_without_answers_is_an_error_of_the_data(golden: Any) -> None
 
 
 def test_every_recipe_is_tested() -> None:
-    assert {path.parent.name for path in RECIPES.glob("*/*.yaml")} == {"gsm8k", "dapo_math", "search", "code"}
+    assert {path.parent.name for path in RECIPES.glob("*/*.yaml")} == set(NAMES)

@@ -44,6 +44,7 @@ def settings(**changes: Any) -> VLLMSettings:
         "data_parallel_size": 1,
         "kv_cache_memory_bytes": None,
         "enable_lora": False,
+        "lora_rank": 0,
         "load_format": "auto",
         "num_threads": 1,
     }

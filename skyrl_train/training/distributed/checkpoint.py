@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import CheckpointError
+from skyrl_train.models.lora import base_fingerprint, policy_weights
 from skyrl_train.training.distributed.sharding import local
 from skyrl_train.training.optimizer import PolicyOptimizer
 from skyrl_train.training.snapshots import Buffers
-from skyrl_train.training.state import POLICY_FILE, REMEDY, check_weights
+from skyrl_train.training.state import POLICY_FILE, REMEDY, check_base, check_weights
 
 State = dict[str, torch.Tensor]
 _POLICY, _OPTIMIZER, _RNG = "policy.", "optimizer.", "rng."
@@ -90,6 +91,7 @@ def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_m
             load_shards(wanted, storage_reader=reader, no_dist=True)
     except (OSError, SafetensorError, CheckpointException, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read ({_first_line(error)}). {REMEDY}") from error
+    check_base(folder, wanted, _live(model, optimizer))
     return wanted
 
 
@@ -109,7 +111,8 @@ def restore(state: State, model: PreTrainedModel, optimizer: PolicyOptimizer) ->
 def _live(model: PreTrainedModel, optimizer: PolicyOptimizer) -> State:
     """The tensors that are trained and what the optimizer knows of them, by their names in a checkpoint."""
     optimizer.make_moments()
-    weights = {f"{_POLICY}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    policy = dict(policy_weights(model)) | base_fingerprint(model)
+    weights = {f"{_POLICY}{name}": tensor.detach() for name, tensor in policy.items()}
     moments = {
         f"{_OPTIMIZER}{name}.{kind}": tensor
         for name, kinds in optimizer.moments().items()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
+from skyrl_train.models.lora import add_adapter
 from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.compilation import compile_layers
 from skyrl_train.training.ranks import Ranks
@@ -34,8 +35,10 @@ def shard_mesh(device_type: str, num_ranks: int, shard_size: int | None) -> Devi
     return init_device_mesh(device_type, (num_ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks: Ranks) -> PreTrainedModel:
-    """Loads the model in float32, each rank its shards. Called by all ranks.
+def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks: Ranks, seed: int) -> PreTrainedModel:
+    """Loads the model, each rank its shards. Called by all ranks.
+
+    What is trained is in float32; the base of an adapter, which is not, is in ``trainer.policy.dtype``.
 
     Only rank 0 reads the weights; it has the whole model in main memory while it does.
 
@@ -44,9 +47,15 @@ def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks
     """
 
     def built() -> tuple[PreTrainedModel, PreTrainedModel | None]:
+        lora = config.policy.model.lora
+        dtype = config.policy.dtype if lora.rank else "float32"
         with torch.device("meta"):
-            empty = build_empty(model_path, "float32", "meta")
-        return empty, load_model(model_path, "float32", "cpu") if mesh.get_rank() == 0 else None
+            empty = build_empty(model_path, dtype, "meta")
+        source = load_model(model_path, dtype, "cpu") if mesh.get_rank() == 0 else None
+        if lora.rank:
+            for each in filter(None, (empty, source)):
+                add_adapter(each, lora, seed=seed, dtype=torch.float32)
+        return empty, source
 
     model, source = ranks.together(built)
     if config.policy.compile:
@@ -113,7 +122,8 @@ def _copy_from_first_rank(source: PreTrainedModel | None, target: PreTrainedMode
     for name, parameter in target.named_parameters():
         assert isinstance(parameter, DTensor), "fully_shard leaves no parameter whole"
         there = weights.get(name)
-        full = torch.empty(parameter.shape, device=mesh.device_type) if there is None else there.to(mesh.device_type)
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
+        full = empty if there is None else there.to(mesh.device_type)
         shards = distribute_tensor(full, mesh, parameter.placements)
         parameter.to_local().copy_(shards.to_local())
     buffers = dict(source.named_buffers()) if source is not None else {}

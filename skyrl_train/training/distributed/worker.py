@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError, SkyRLError
 from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transformers, resolve_device, resolve_dtype
+from skyrl_train.models.lora import adapter_of, merged_weights, policy_weights, write_adapter
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.distributed import checkpoint
 from skyrl_train.training.distributed.process_ranks import AgreedError, ProcessRanks
@@ -136,17 +137,17 @@ class TrainingWorker:
 
     # ---- weights and checkpoints
 
-    def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._trainer.model.named_parameters():
-            yield name, whole(self._published(parameter))
+    def _whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            yield name, whole(self._published(weight))
 
     def weight_names(self) -> Returned | Refused:
         """The parameters' HF names, in their order."""
-        return Returned([name for name, _ in self._trainer.model.named_parameters()])
+        return Returned([name for name, _ in policy_weights(self._trainer.model)])
 
     def weight(self, name: str) -> Returned | Refused:
         """One parameter, brought together; on the CPU of rank 0, None on the others."""
-        full = whole(self._published(self._trainer.model.get_parameter(name))).cpu()
+        full = whole(self._published(dict(policy_weights(self._trainer.model))[name])).cpu()
         return Returned(full if dist.get_rank() == 0 else None)
 
     def stage(self, key: int, transport: WeightTransport, version: int) -> Returned | Refused:
@@ -155,12 +156,13 @@ class TrainingWorker:
         Args:
             transport: as it was made; the first one with this key stays open here.
         """
-        weights = self._whole_weights()
+        weights = self._whole(policy_weights(self._trainer.model))
 
         def copy() -> WeightUpdate | None:
             try:
                 if dist.get_rank() == 0:
-                    return self._transports.setdefault(key, transport).gather(weights, version)
+                    update = self._transports.setdefault(key, transport).gather(weights, version)
+                    return replace(update, adapter=adapter_of(self._trainer.model))
             finally:
                 deque(weights, maxlen=0)  # all ranks bring every weight together, also if the copy has failed
             return None
@@ -200,13 +202,19 @@ class TrainingWorker:
 
     def export_hf(self, folder: Path) -> Returned | Refused:
         """Rank 0 writes the policy as a folder that transformers opens."""
-        first = dist.get_rank() == 0
-        weights = {name: weight.cpu() for name, weight in self._whole_weights() if first}
-        return _outcome(lambda: self._ranks.together(lambda: self._write_hf(weights, folder) if first else None))
+        first, model = dist.get_rank() == 0, self._trainer.model
+        plain = merged_weights(self._whole(model.named_parameters()), adapter_of(model))
+        weights = {name: weight.cpu() for name, weight in plain if first}
+        adapter: dict[str, torch.Tensor] = {}
+        if adapter_of(model) is not None:
+            adapter = {name: weight.cpu() for name, weight in self._whole(policy_weights(model)) if first}
+        return _outcome(
+            lambda: self._ranks.together(lambda: self._write_hf(weights, adapter, folder) if first else None)
+        )
 
     def _build(self, settings: WorkerSettings) -> None:
         torch.manual_seed(settings.seed)
-        model = load_sharded(settings.model_path, settings.trainer, self._mesh, self._ranks)
+        model = load_sharded(settings.model_path, settings.trainer, self._mesh, self._ranks, settings.seed)
         self._trainer = self._ranks.together(
             lambda: RankTrainer(
                 model,
@@ -223,7 +231,7 @@ class TrainingWorker:
         """The weight that the policy computes with: the parameter, or its rounding."""
         return parameter.detach().to(resolve_dtype(self._settings.trainer.policy.dtype))
 
-    def _write_hf(self, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    def _write_hf(self, weights: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor], folder: Path) -> None:
         unfinished = folder.with_name(f".tmp-{folder.name}")
         path = self._settings.model_path
         try:
@@ -233,6 +241,8 @@ class TrainingWorker:
             with quiet_transformers():
                 model.save_pretrained(unfinished)
                 load_tokenizer(path).save_pretrained(unfinished)
+            if adapter:
+                write_adapter(self._trainer.model, adapter, unfinished / "adapter")
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(unfinished, folder)
         except (OSError, SafetensorError) as error:

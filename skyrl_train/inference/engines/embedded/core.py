@@ -29,7 +29,8 @@ from skyrl_train.inference.interface import PauseMode, StopReason
 from skyrl_train.inference.randomness import mix
 from skyrl_train.inference.receivers import WeightReceiver
 from skyrl_train.inference.weight_update import WeightUpdate
-from skyrl_train.models.folder import DTYPES, build_empty, load_config
+from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model
+from skyrl_train.models.lora import add_adapter
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill, so that a flood of prompts does not hold up those that run
 
@@ -212,7 +213,7 @@ class EmbeddedEngineCore:
         weights = self._received[1]
         if isinstance(weights, EngineError):
             raise weights
-        check_weights(self.model, weights)
+        check_weights(self.model, weights, update.adapter)
         load_weights(self.model, weights)
         self._loaded, self._received = update, None
         self.policy_version = update.version
@@ -324,7 +325,11 @@ _NOT_A_NUMBER = (
 
 
 def build_core(settings: EngineSettings) -> EmbeddedEngineCore:
-    """Builds the architecture in ``model_path``, without its weights: the first publication brings them.
+    """Builds the architecture in ``model_path``, without its weights: the first publication brings them. Where it brings an
+    adapter, the folder has the base model.
+
+    The adapter is not merged into it: the low-rank product costs a little per token, and is what the trainer computes, while
+    a merged 16-bit weight would round most of a small update away.
 
     Raises:
         ModelError: the folder is not a model.
@@ -344,7 +349,10 @@ def build_core(settings: EngineSettings) -> EmbeddedEngineCore:
             f"max_model_len={settings.max_model_len} exceeds the model's {longest} positions; lower "
             "generator.inference_engine.max_model_len."
         )
-    model = build_empty(settings.model_path, settings.dtype, settings.device)
+    if settings.lora is None:
+        model = build_empty(settings.model_path, settings.dtype, settings.device)
+    else:
+        model = add_adapter(load_model(settings.model_path, settings.dtype, settings.device), settings.lora)
     return EmbeddedEngineCore(
         model,
         eos_ids=_eos_ids(model),

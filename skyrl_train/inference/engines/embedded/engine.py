@@ -13,6 +13,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.embedded.hosts import Host, ProcessHost, ThreadHost, WorkerProcess
 from skyrl_train.inference.engines.embedded.messages import (
@@ -50,7 +51,7 @@ class EmbeddedEngine(InferenceEngineInterface):
     """Serves a model folder's architecture with torch; the weights come with the first publication.
 
     Args:
-        model_path: what ``transformers`` opens; only its configuration is read.
+        model_path: what ``transformers`` opens; only its configuration is read, unless publications bring an adapter.
         placement: "process" (its own interpreter, and ``num_threads`` compute threads) or "thread" (of this process,
             with this process's compute threads).
         max_num_seqs: requests decoded at once; more wait.
@@ -58,6 +59,7 @@ class EmbeddedEngine(InferenceEngineInterface):
         batch_invariant: compute each request alone, so that tokens and log-probs do not depend on the others (slow).
         worker: under placement "process", a process that was started earlier; by default :meth:`start` starts one.
         seed: of the stream that requests without a seed draw from; give each engine its own.
+        lora: what is published is this adapter of the folder's weights; None: the model.
 
     Without ``teardown`` the worker thread outlives its last user; the worker process ends with this process, however
     that ends.
@@ -76,6 +78,7 @@ class EmbeddedEngine(InferenceEngineInterface):
         seed: int = 0,
         num_threads: int = 1,
         worker: WorkerProcess | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         settings = EngineSettings(
             model_path=model_path,
@@ -85,6 +88,7 @@ class EmbeddedEngine(InferenceEngineInterface):
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
             seed=seed,
+            lora=lora,
         )
         if placement not in ("process", "thread"):
             raise ConfigError(f"generator.inference_engine.placement must be process or thread, got {placement!r}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from skyrl_train.config.schema import LoraConfig
 from skyrl_train.inference.interface import SamplingParams, TokenChunk
 
 
@@ -23,6 +24,7 @@ class EngineSettings:
     max_model_len: int
     batch_invariant: bool
     seed: int
+    lora: LoraConfig | None = None  # the model keeps its folder's weights, and publications bring this adapter
 
 
 class Method(StrEnum):

@@ -10,14 +10,23 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.shared_weights import checksum, tensor_view
 from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.models.adapter_spec import AdapterSpec
+from skyrl_train.models.lora import adapter_of, policy_weights
 
 
-def check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Checks that ``weights`` is exactly the model: every parameter (a tied one under any of its names), nothing else.
+def check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], adapter: AdapterSpec | None) -> None:
+    """Checks that ``weights`` is exactly the model: every parameter (a tied one under any of its names), nothing else. Of a
+    model with an adapter: exactly that ``adapter``.
 
     Raises:
-        EngineError: a name is unknown or missing, a shape or dtype differs, or two names of a tied weight disagree.
+        EngineError: a name is unknown or missing, a shape or dtype differs, two names of a tied weight disagree, or one of
+            the two has an adapter that the other has not.
     """
+    if adapter != adapter_of(model):
+        raise EngineError(
+            f"The update brings {adapter or 'a whole model'}, the engine serves {adapter_of(model) or 'one'}; trainer and engine "
+            "must have the same trainer.policy.model.lora."
+        )
     known = _named_tensors(model)
     names: dict[int, str] = {}  # which name brought the tensor at this address
     for name, weight in weights.items():
@@ -39,7 +48,7 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
             raise EngineError(
                 f"Weights {twin!r} and {name!r} are tied in the engine's model, but differ in the update."
             )
-    missing = [name for name, own in model.named_parameters() if own.data_ptr() not in names]
+    missing = [name for name, own in policy_weights(model) if own.data_ptr() not in names]
     if missing:
         raise EngineError(f"The update misses {len(missing)} weights of the model, the first is {missing[0]!r}.")
 
@@ -62,5 +71,7 @@ def served_checksum(model: PreTrainedModel, update: WeightUpdate) -> str:
 
 
 def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters under all their names, and the buffers that a checkpoint would hold."""
+    """Parameters under all their names, and the buffers that a checkpoint would hold; or those of the adapter."""
+    if adapter_of(model) is not None:
+        return dict(policy_weights(model))
     return {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}

@@ -15,6 +15,8 @@ from skyrl_train.inference.interface import EngineCapabilities, PauseMode
 
 WORKER_EXTENSION = "skyrl_train.inference.engines.vllm.worker.WorkerExtension"
 OWNER_VARIABLE = "SKYRL_TRAIN_ENGINE_OWNER"  # tells workers the process to end with
+POLICY_ADAPTER = 2**31 - 1  # vLLM's number of the policy's adapter; those of users count from 1
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's own
 CPU_BLOCK_TOKENS = 128  # of its KV cache there
 _SEEDS = 1 << 32  # what vLLM seeds NumPy with must lie below
@@ -54,6 +56,7 @@ class VLLMSettings:
     data_parallel_size: int
     kv_cache_memory_bytes: int | None
     enable_lora: bool
+    lora_rank: int
     load_format: str
     num_threads: int
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -65,6 +68,11 @@ class VLLMSettings:
                 raise ConfigError(f"{name} of a vLLM engine must be at least 1, got {getattr(self, name)}.")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads of a vLLM engine must be at least 1, got {self.num_threads}.")
+        if self.lora_rank and self.load_format == "dummy":
+            raise ConfigError(
+                "load_format=dummy with lora_rank: publications bring the adapter only, so that the engine reads the base model "
+                "from its folder. Set load_format=auto."
+            )
         for name in self.engine_args:
             if name in _OURS:
                 raise ConfigError(f"engine_args.{name} is not for you to give there; set {_OURS[name]} instead.")
@@ -106,8 +114,11 @@ def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: 
         "scheduling_policy": "priority",
         "disable_log_stats": True,
     }
-    if settings.enable_lora:
+    if settings.enable_lora or settings.lora_rank:
         arguments["enable_lora"] = True
+    if settings.lora_rank:
+        arguments["max_lora_rank"] = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
+        arguments["max_loras"] = 2 if settings.enable_lora else 1  # in one batch: the policy's, and a user's
     if settings.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
     elif on_cpu:

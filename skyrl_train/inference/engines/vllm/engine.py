@@ -25,7 +25,12 @@ from typing import Any
 
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
-from skyrl_train.inference.engines.vllm.arguments import VLLMSettings, capabilities, supported_transports
+from skyrl_train.inference.engines.vllm.arguments import (
+    POLICY_ADAPTER,
+    VLLMSettings,
+    capabilities,
+    supported_transports,
+)
 from skyrl_train.inference.engines.vllm.frontend import Frontend, lora_request
 from skyrl_train.inference.engines.vllm.requests import Asked
 from skyrl_train.inference.engines.vllm.traffic import Traffic
@@ -57,6 +62,8 @@ class VLLMEngine(InferenceEngineInterface):
         seed: of the stream that requests without a seed draw from; give each engine its own.
         kv_cache_memory_bytes: None: on a GPU vLLM's share of its memory, on a CPU what ``max_num_seqs`` requests need.
         enable_lora: lets requests name adapters (``load_adapter``).
+        lora_rank: publications bring a LoRA adapter of this rank, of the base model in the folder; 0: they bring the model.
+            Requests wait for the first one.
         load_format: "dummy" starts with random weights and takes requests only after the first publication.
         keep_prefix_cache_across_versions: cached prefixes may serve later versions. Faster, and not what they compute.
         num_threads: compute threads of vLLM's process on a CPU.
@@ -80,6 +87,7 @@ class VLLMEngine(InferenceEngineInterface):
         data_parallel_size: int = 1,
         kv_cache_memory_bytes: int | None = None,
         enable_lora: bool = False,
+        lora_rank: int = 0,
         load_format: str = "auto",
         keep_prefix_cache_across_versions: bool = False,
         num_threads: int = 1,
@@ -97,6 +105,7 @@ class VLLMEngine(InferenceEngineInterface):
             data_parallel_size=data_parallel_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_lora=enable_lora,
+            lora_rank=lora_rank,
             load_format=load_format,
             num_threads=num_threads,
             engine_args=dict(engine_args or {}),
@@ -113,6 +122,7 @@ class VLLMEngine(InferenceEngineInterface):
         self._asleep = False
         self._adapters: dict[str, Any] = {}
         self._adapter_numbers = itertools.count(1)
+        self._policy_adapter: Any = None  # what requests name that name no other; None: the model alone serves them
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -151,9 +161,14 @@ class VLLMEngine(InferenceEngineInterface):
         vllm.attach(self._die)
         traffic = Traffic(vllm, self._salted)
         transports = supported_transports(vllm.on_cpu)
-        self._frontend, self._parts = vllm, (vllm, traffic, Updates(vllm, traffic, transports))
+        self._frontend, self._parts = (
+            vllm,
+            (vllm, traffic, Updates(vllm, traffic, transports, self._settings.lora_rank)),
+        )
         self._paused = self._asleep = False
         self._adapters.clear()
+        if self._settings.lora_rank:
+            self._policy_adapter = lora_request("policy", POLICY_ADAPTER, self._settings.model_path)
         await vllm.on_workers("skyrl_pid")  # from here on its death is noticed
 
     # Requests -----------------------------------------------------------------------------------------------------
@@ -189,7 +204,7 @@ class VLLMEngine(InferenceEngineInterface):
                 f"top_logprobs is {params.top_logprobs}, this engine gives at most {self.capabilities.max_top_logprobs}; "
                 "set engine_args.max_logprobs for more."
             )
-        if traffic.version < 0 and self._settings.load_format == "dummy":
+        if traffic.version < 0 and (self._settings.load_format == "dummy" or self._settings.lora_rank):
             raise RequestError("The engine has no weights yet; publish the policy before the first generate().")
         adapter = engine_input.get("adapter")
         if adapter is not None and adapter not in self._adapters:
@@ -199,7 +214,7 @@ class VLLMEngine(InferenceEngineInterface):
             tokens = list(map(int, prompt))
             _check_prompt(tokens, vllm.max_model_len, vllm.vocab_size)
             priority = int(engine_input.get("priority", 0)) if self.capabilities.priorities else 0
-            lora = None if adapter is None else self._adapters[adapter]
+            lora = self._policy_adapter if adapter is None else self._adapters[adapter]
             asked.append(Asked(tokens, params, stream, engine_input.get("chunk_tokens", 1), priority, lora))
         return traffic, asked
 
@@ -255,6 +270,8 @@ class VLLMEngine(InferenceEngineInterface):
             raise EngineError("This engine cannot sleep: it needs a GPU and engine_args.enable_sleep_mode.")
         if not self._paused:
             raise EngineError("An engine sleeps while it is paused; call pause() first.")
+        if level > 1 and self._settings.lora_rank:
+            raise EngineError("This engine cannot forget its base model, which no publication brings; call sleep(1).")
         await vllm.sleep(level)
         self._asleep = True
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
+from skyrl_train.models.adapter_spec import AdapterSpec
 
 
 def to_message(update: WeightUpdate) -> dict[str, Any]:
@@ -16,6 +17,7 @@ def to_message(update: WeightUpdate) -> dict[str, Any]:
         "location": update.location,
         "num_bytes": update.num_bytes,
         "checksum": update.checksum,
+        "adapter": None if update.adapter is None else [update.adapter.rank, update.adapter.scale],
         "tensors": [[spec.name, list(spec.shape), spec.dtype, spec.offset] for spec in update.tensors],
     }
 
@@ -31,4 +33,5 @@ def from_message(message: Mapping[str, Any]) -> WeightUpdate:
             TensorSpec(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in message["tensors"]
         ),
         checksum=message["checksum"],
+        adapter=None if message["adapter"] is None else AdapterSpec(*message["adapter"]),
     )

@@ -26,6 +26,8 @@ class RemoteWeights:
         """Lets every worker check and map the update; returns why it cannot be loaded, or None."""
         from skyrl_train.inference.engines.vllm.messages import to_message
 
+        if update.adapter is not None:
+            return f"The update brings {update.adapter}; requests to a server name none. Set trainer.policy.model.lora.rank=0."
         refusals = await self._on_workers("skyrl_receive", to_message(update))
         return next((refusal for refusal in refusals if refusal is not None), None)
 

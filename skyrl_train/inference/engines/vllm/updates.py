@@ -18,16 +18,18 @@ logger = logging.getLogger(__name__)
 
 
 class Updates:
-    """Of ``vllm``'s workers; ``traffic`` learns which version it samples from.
+    """Of ``vllm``'s workers; ``traffic`` learns which version it samples from. ``lora_rank``: of the adapter that updates
+    bring; 0: they bring the model.
 
     Attributes:
         last_load_s: seconds that the slowest worker took for the swap of the update loaded last.
     """
 
-    def __init__(self, vllm: Frontend, traffic: Traffic, transports: Collection[str]) -> None:
+    def __init__(self, vllm: Frontend, traffic: Traffic, transports: Collection[str], lora_rank: int) -> None:
         self._vllm = vllm
         self._traffic = traffic
         self._transports = frozenset(transports)
+        self._lora_rank = lora_rank
         self._reception = _Reception()
         self._receiving = asyncio.Lock()
         self._received: tuple[WeightUpdate, str | None] | None = None
@@ -41,6 +43,15 @@ class Updates:
         if update.transport not in self._transports:
             known = ", ".join(sorted(self._transports))
             self._received = (update, f"This engine receives by {known}, not by {update.transport!r}.")
+            return
+        rank = 0 if update.adapter is None else update.adapter.rank
+        if rank != self._lora_rank:
+            wanted = f"an adapter of rank {self._lora_rank}" if self._lora_rank else "whole models"
+            self._received = (
+                update,
+                f"The update brings {update.adapter or 'a whole model'}, the engine serves {wanted}; trainer and engine must "
+                "have the same trainer.policy.model.lora.",
+            )
             return
         try:
             async with self._receiving:  # also one whose caller has given up

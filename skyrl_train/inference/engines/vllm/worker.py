@@ -17,6 +17,7 @@ import torch
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.engines.vllm.arguments import OWNER_VARIABLE
+from skyrl_train.inference.engines.vllm.live_adapter import LiveAdapter
 from skyrl_train.inference.engines.vllm.live_weights import LiveWeights
 from skyrl_train.inference.engines.vllm.messages import from_message
 from skyrl_train.inference.engines.vllm.model_tensors import ModelTensors, check_update
@@ -59,7 +60,7 @@ class WorkerExtension:
     def _skyrl_reception(self) -> Reception:
         reception: Reception | None = getattr(self, "_skyrl_received", None)
         if reception is None:
-            reception = Reception(self.model_runner.get_model(), self.vllm_config, self.device)
+            reception = Reception(self.model_runner, self.vllm_config, self.device)
             self._skyrl_received = reception
         return reception
 
@@ -67,9 +68,10 @@ class WorkerExtension:
 class Reception:
     """A worker's updates: at most one received, and the one loaded last."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, model_runner: Any, vllm_config: Any, device: torch.device) -> None:
         model_config = vllm_config.model_config
-        self._live = LiveWeights(model, vllm_config, device)
+        self._live = LiveWeights(model_runner.get_model(), vllm_config, device)
+        self._live_adapter = LiveAdapter(model_runner)
         self._tensors: ModelTensors | None = None
         self._model_path = str(model_config.model)
         self._trust_remote_code = bool(model_config.trust_remote_code)
@@ -85,7 +87,10 @@ class Reception:
                 self._tensors = ModelTensors.of_model(self._model_path, self._trust_remote_code)
             check_update(update, self._tensors, self._dtype)
             weights = self._receiver.open_update(update)
-            self._tensors.check_ties(weights)
+            if update.adapter is None:
+                self._tensors.check_ties(weights)
+            else:
+                self._live_adapter.receive(update, update.adapter, weights)
         except EngineError as error:
             self._received = None
             return str(error)
@@ -99,7 +104,10 @@ class Reception:
         started = time.perf_counter()
         update, weights = self._received
         self._received = None
-        self._live.load(update, weights)
+        if update.adapter is None:
+            self._live.load(update, weights)
+        else:
+            self._live_adapter.load()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
@@ -111,7 +119,11 @@ class Reception:
         )
         receiver = SharedMemoryReceiver()
         try:
-            self._live.read_back(receiver.open_update(update)["staging"])
+            staging = receiver.open_update(update)["staging"]
+            if self._live_adapter.serves:
+                self._live_adapter.read_back(staging)
+            else:
+                self._live.read_back(staging)
         except EngineError as error:
             return str(error)
         finally:

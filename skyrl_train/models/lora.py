@@ -1,0 +1,164 @@
+"""A LoRA adapter (arXiv 2106.09685) inside a model: what is trained and published in place of the model's own weights.
+
+    y = W x + scale * B (A x)      W [out, in] stays; A [rank, in] and B [out, rank] learn; scale = alpha / rank
+
+B is zero at the start, so that a run starts from the base model itself. Names are peft's: what is published or saved under
+them is the state of an adapter that peft and vLLM open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from skyrl_train.config.lora_refusals import ALL_LINEAR
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.adapter_spec import AdapterSpec
+
+_ADAPTER = "default"  # peft's name of the only adapter of a model
+_PREFIX = "base_model.model."  # where peft puts the model inside its own
+FINGERPRINT = "base_fingerprint"
+_SAMPLES = 1024  # elements of each weight that the fingerprint looks at
+_SETTING = "trainer.policy.model.lora"
+_INIT_METHODS = {"kaiming": True, "gaussian": "gaussian"}  # of A; peft's words for them
+
+
+def add_adapter(
+    model: PreTrainedModel, lora: LoraConfig, *, seed: int = 0, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Puts an adapter into ``model``, in place; from here on nothing else of it takes gradients.
+
+    Args:
+        seed: of A's random numbers.
+        dtype: of A and B; None: the model's.
+
+    Raises:
+        ConfigError: peft is not installed, or the targets are no linear layers of the model's inside.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"{_SETTING}.rank={lora.rank} needs peft: {error}. Install the extra `lora` (uv run --extra lora ...)."
+        ) from error
+    fingerprint = (
+        torch.empty(32, dtype=torch.uint8, device="meta") if model.device.type == "meta" else _digest(model, lora)
+    )
+    settings = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=ALL_LINEAR if lora.target_modules == [ALL_LINEAR] else list(lora.target_modules),
+        exclude_modules=list(lora.exclude_modules) or None,
+        init_lora_weights=_INIT_METHODS[lora.init_method],
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            inject_adapter_in_model(settings, model)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{_SETTING}.target_modules={lora.target_modules}: {str(error).splitlines()[0]} Set it to [all-linear], or to "
+            "the last parts of the names of linear layers, such as [q_proj, v_proj]."
+        ) from error
+    _check_targets(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and dtype is not None:
+            model.get_parameter(name).data = parameter.data.to(dtype)
+    model.register_buffer(FINGERPRINT, fingerprint.to(model.device))
+    return model
+
+
+def adapter_of(model: PreTrainedModel) -> AdapterSpec | None:
+    """What the adapter in ``model`` is, or None without one."""
+    settings = getattr(model, "peft_config", {}).get(_ADAPTER)
+    return None if settings is None else AdapterSpec(settings.r, settings.lora_alpha / settings.r)
+
+
+def policy_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """What is trained and published of ``model``: its adapter under peft's names, or without one all its parameters under
+    their own. A tied parameter comes once.
+    """
+    if adapter_of(model) is None:
+        yield from model.named_parameters()
+        return
+    for name, parameter in model.named_parameters():
+        if f".{_ADAPTER}." in name:
+            yield _PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter
+
+
+def base_fingerprint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint of an adapter keeps of its base model and its scale, by the name that it has there: uint8 ``[32]``.
+    Empty without an adapter.
+    """
+    return {FINGERPRINT: model.get_buffer(FINGERPRINT)} if adapter_of(model) is not None else {}
+
+
+@torch.no_grad()
+def merged_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of the plain model: each ``W + scale * B A``, computed in float32 and rounded once.
+
+    Args:
+        weights: all parameters of a model with this ``adapter``, under its own names and in its own order, in which A and B
+            follow the weight that they belong to. Without an adapter they come back as they are.
+    """
+    base: tuple[str, torch.Tensor] | None = None
+    first: torch.Tensor | None = None
+    for name, weight in weights:
+        if adapter is None or not (name.endswith(".base_layer.weight") or f".{_ADAPTER}." in name):
+            yield name.replace(".base_layer.", "."), weight
+        elif base is None:
+            base = (name.replace(".base_layer.", "."), weight)
+        elif first is None:
+            first = weight
+        else:
+            change = adapter.scale * (weight.float() @ first.float())
+            yield base[0], (base[1].float() + change).to(base[1].dtype)
+            base = first = None
+
+
+def write_adapter(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes ``weights`` (those of :func:`policy_weights`, on the CPU) as a folder that peft opens.
+
+    Raises:
+        OSError, SafetensorError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "adapter_model.safetensors")
+    peft_config: Any = model.peft_config
+    peft_config[_ADAPTER].save_pretrained(folder)
+
+
+def _check_targets(model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        if type(module.base_layer) is not torch.nn.Linear or module is head:
+            kind = "the model's head" if module is head else f"a {type(module.base_layer).__name__}"
+            raise ConfigError(
+                f"{_SETTING}.target_modules takes {name!r}, which is {kind}: engines and the chunked head compute adapters of "
+                "linear layers inside the model only. Leave it out, or name it in exclude_modules."
+            )
+
+
+def _digest(model: PreTrainedModel, lora: LoraConfig) -> torch.Tensor:
+    """SHA-256 over names, shapes and a sample of the elements of every weight, and the adapter's alpha: ``[32]``."""
+    digest = hashlib.sha256(f"{lora.rank}/{lora.alpha}".encode())
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu().contiguous()
+        digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
