@@ -15,8 +15,8 @@ def activation_bytes(trainer: TrainerConfig, shape: ModelShape, tokens: int) -> 
     Per token and layer: two norms, which compute in float32, and what they give (8 bytes and 4 elements, times the hidden
     size); queries, keys, values, what attention gives and its copy, and the norms of queries and keys where the architecture has
     them (8 bytes and 7 elements, times all heads' size); gate, activated gate, up and their product (4 elements, times the size
-    in between). Layers that run again in the backward pass keep their input, and one of them everything. Sharded, all logits of
-    a micro-batch exist at once.
+    in between). Layers that run again in the backward pass keep their input, and one of them everything. Logits are computed in
+    tiles, and again for the backward pass.
     """
     element = BYTES_PER_ELEMENT[trainer.policy.dtype]
     sharded = trainer.strategy is TrainingStrategy.fsdp2
@@ -32,11 +32,4 @@ def activation_bytes(trainer: TrainerConfig, shape: ModelShape, tokens: int) -> 
         else shape.num_layers * layer
     )
     top = (_FLOAT32_BYTES + 2 * element) * hidden + 2 * element * shape.head_dim + _TOKEN_BYTES
-    return on_rank * (kept + top + (_logit_bytes(trainer, element) * shape.vocab_size if sharded else 0))
-
-
-def _logit_bytes(trainer: TrainerConfig, element: int) -> int:
-    """Of one logit: itself and its gradient in float32, both in a narrower dtype too, and the probability for the entropy."""
-    narrow = 2 * element if element < _FLOAT32_BYTES else 0
-    of_entropy = 2 * _FLOAT32_BYTES if trainer.algorithm.entropy_coef != 0 else 0
-    return 2 * _FLOAT32_BYTES + narrow + of_entropy
+    return on_rank * (kept + top)

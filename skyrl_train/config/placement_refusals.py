@@ -54,11 +54,6 @@ def _training_workers(config: RunConfig) -> Problems:
             f"trainer.device={trainer.device} with trainer.strategy=fsdp2: each worker sees the GPU that Ray gives it and "
             "no other. Set trainer.device=cuda."
         )
-    if trainer.policy.fp32_head:
-        yield (
-            "trainer.policy.fp32_head=true with trainer.strategy=fsdp2: a sharded head is whole within the model's own forward "
-            "pass only, in trainer.policy.dtype. Set trainer.policy.fp32_head=false, or trainer.strategy=local."
-        )
     yield from _mesh(config)
     gpus = derive.fsdp_num_gpus(trainer)
     if trainer.device == "cuda" and 0 <= gpus < 1 and trainer.fsdp.num_workers > 1:

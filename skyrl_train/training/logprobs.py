@@ -46,8 +46,6 @@ def share_weights_again(model: PreTrainedModel) -> None:
 
 def can_chunk(model: PreTrainedModel) -> bool:
     """Whether the model is a body that ends in hidden states and a linear head on top of it."""
-    if isinstance(model, FSDPModule):  # the head's weight is whole within the forward pass only
-        return False
     return isinstance(model.get_output_embeddings(), torch.nn.Linear) and model.base_model is not model
 
 

@@ -129,16 +129,13 @@ class Scorer:
     def _scores_here(
         self, micro_batch: MicroBatch, way: _Way, *, differentiate_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        rule, fp32 = self._rule, self._fp32_head
         if way.chunked:
-            return chunked_scores(
-                self._model,
-                micro_batch,
-                self._rule,
-                fp32=self._fp32_head,
-                differentiate_entropy=differentiate_entropy,
+            scores = chunked_scores(self._model, micro_batch, rule, fp32=fp32, differentiate_entropy=differentiate_entropy)
+        else:
+            scores = full_scores(
+                self._model, micro_batch, rule.temperature, differentiate_entropy=differentiate_entropy
             )
-        temperature = self._rule.temperature
-        scores = full_scores(self._model, micro_batch, temperature, differentiate_entropy=differentiate_entropy)
         if not torch.is_grad_enabled():
             share_weights_again(self._model)
         return scores

@@ -28,7 +28,6 @@ KL = "trainer.algorithm.kl_loss_coef=0.1"
         ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0.5"], "Set trainer.fsdp.ray_num_gpus=1"),
         ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0"], "Set trainer.fsdp.ray_num_gpus=1"),
         ([FSDP, "trainer.fsdp.ray_num_gpus=1"], "Set trainer.device=cuda"),
-        ([FSDP, "trainer.policy.fp32_head=true"], "Set trainer.policy.fp32_head=false, or trainer.strategy=local"),
         (
             [FSDP, "trainer.fsdp.num_workers=3", "trainer.fsdp.sequence_parallel_size=2"],
             "Set trainer.fsdp.num_workers=4",

@@ -143,6 +143,16 @@ class TestTheSameNumbers:
         assert apart(weights(fresh), weights(alone)) < 1e-6
         assert apart(begin, weights(alone)) > 1e-3, "a comparison of policies that stand still compares nothing"
 
+    def test_five_steps_with_one_matrix_for_embeddings_and_head(
+        self, rejoined: Callable[..., RayBackend], tmp_path: Path
+    ) -> None:
+        path = variant(tmp_path, "tied", num_heads=2, tie_word_embeddings=True)
+        ours, alone = rejoined(path, policy__fp32_head=True), local(path)
+        for step in range(1, 6):
+            batch = minibatch(step, step, LENGTHS)
+            assert ours.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(ours), weights(alone)) < 1e-6
+
     @pytest.mark.parametrize("lengths", [(9,), (17, 2, 2, 2)])
     def test_with_fewer_sequences_than_ranks_and_unequal_work(
         self, folder: str, fresh: RayBackend, lengths: tuple[int, ...]
@@ -186,6 +196,7 @@ SETTINGS = {
     "padded rows": {"packing": False},
     "layers that run again": {"policy__gradient_checkpointing": True},
     "layers that stay whole": {"fsdp__reshard_after_forward": False},
+    "a head in float32, which full logits do not have": {"policy__fp32_head": True},
 }
 
 
@@ -255,7 +266,7 @@ class TestSequenceParallelism:
     def test_with_one_key_head_for_all_and_a_loss_that_looks_at_whole_sequences_and_minibatches(
         self, rejoined: Callable[..., RayBackend], tmp_path: Path
     ) -> None:
-        path = grouped_query_model(tmp_path)
+        path = variant(tmp_path, "grouped", num_heads=4, num_key_value_heads=1)
         changes = {"algorithm__off_policy_correction__m2po_threshold": 0.04, "algorithm__policy_loss_type": "gspo"}
         shared, alone = rejoined(path, fsdp__sequence_parallel_size=2, **changes), local(path, **changes)
         for step, lengths in enumerate((LENGTHS, (9,), (17, 2)), start=1):
@@ -460,12 +471,13 @@ def test_what_is_staged_in_a_folder_is_gone_when_the_workers_are(folder: str, tm
         started.snapshot()
 
 
-def grouped_query_model(parent: Path) -> str:
-    """Four heads of queries that share one of keys and values."""
-    path = parent / "grouped"
-    build_model_folder(dataclasses.replace(SMALL, num_heads=4), path, seed=0)
+def variant(parent: Path, name: str, num_heads: int, **shape_changes: object) -> str:
+    """The folder of a small model of another shape."""
+    path = parent / name
+    build_model_folder(dataclasses.replace(SMALL, num_heads=num_heads), path, seed=0)
     shape = AutoConfig.from_pretrained(path)
-    shape.num_key_value_heads = 1
+    for key, changed in shape_changes.items():
+        setattr(shape, key, changed)
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(shape).save_pretrained(path)
     return str(path)
@@ -500,9 +512,10 @@ def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_p
         rank.leave()
 
 
-def test_bfloat16_rounds_the_weights_that_compute_and_are_published(folder: str) -> None:
-    rank = one_rank(folder, policy__dtype="bfloat16")
-    alone = local(folder, policy__dtype="bfloat16")
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_bfloat16_rounds_the_weights_that_compute_and_are_published(folder: str, fp32_head: bool) -> None:
+    rank = one_rank(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
+    alone = local(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
     try:
         assert value(rank.weight("lm_head.weight")).dtype == torch.bfloat16
         batch = minibatch(lengths=LENGTHS)

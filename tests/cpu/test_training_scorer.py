@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.training import head as of_head
 from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.scorer import Scorer
@@ -171,13 +175,7 @@ def test_a_packed_sequence_does_not_notice_what_its_neighbours_say() -> None:
 def test_a_model_with_unknown_work_after_its_head_is_scored_by_its_own_logits() -> None:
     policy = model("llama")
     own = type(policy).forward
-
-    def with_a_bend(**inputs: Any) -> Any:
-        output = own(policy, **inputs)
-        output.logits = output.logits.sin() * 3
-        return output
-
-    policy.forward = with_a_bend
+    policy.forward = lambda **inputs: _bent(own(policy, **inputs))
     scorer = Scorer(policy, temperature=1.0, micro_batch_tokens=100)
     assert scorer.packs
     assert_same(policy, scorer, 1.0)
@@ -219,27 +217,36 @@ def test_checkpointing_needs_layers_that_can_run_again() -> None:
         checkpoint_activations(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+@contextmanager
+def sharded(policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The policy by layers, and by its head where that has a weight of its own, over one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for module in policy.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                fully_shard(module, mesh=mesh)
+        if not policy.config.tie_word_embeddings:
+            fully_shard(policy.get_output_embeddings(), mesh=mesh)
+        yield fully_shard(policy, mesh=mesh, reshard_after_forward=True)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sharded_model_gives_the_same_numbers(tied: bool, checkpointed: bool) -> None:
-    policy, sharded = (model("qwen3", tie_word_embeddings=tied) for _ in range(2))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        if checkpointed:
-            checkpoint_activations(sharded)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        for module in sharded.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, mesh=mesh)
-        if not tied:
-            fully_shard(sharded.get_output_embeddings(), mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
+    policy, other = (model("qwen3", tie_word_embeddings=tied) for _ in range(2))
+    if checkpointed:
+        checkpoint_activations(other)
+    with sharded(other):
         batch, results = sequences(), []
-        for each in (policy, sharded):
-            scorer = Scorer(each, temperature=1.0, micro_batch_tokens=40)
+        for each in (policy, other):
+            scorer = Scorer(each, temperature=1.0, micro_batch_tokens=40, fp32_head=True)  # refused of full logits
             assert scorer.packs
             micro_batch = next(iter(scorer.micro_batches(batch, [0, 1, 2], [s.loss_mask for s in batch])))
             without_gradient = scorer.logprobs(micro_batch)
+            assert all(isinstance(p, DTensor) for p in other.parameters())
             logprobs, loss = scores(scorer, batch)
             loss.backward()
             found = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
@@ -250,5 +257,44 @@ def test_a_sharded_model_gives_the_same_numbers(tied: bool, checkpointed: bool) 
         assert gradients_a.keys() == gradients_b.keys()
         for name, gradient in gradients_b.items():
             torch.testing.assert_close(gradient.full_tensor(), gradients_a[name], atol=1e-12, rtol=1e-12, msg=name)
-    finally:
-        dist.destroy_process_group()
+
+
+class TensorsOverTheVocabulary(TorchDispatchMode):
+    """The shapes of all matrices that any operation makes and that have the vocabulary on one side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple) else (results,):
+            if isinstance(result, torch.Tensor) and result.dim() > 1 and VOCABULARY in result.shape:
+                self.shapes.add(tuple(result.shape))
+        return results
+
+
+@pytest.mark.parametrize("bend", [False, True])
+def test_logits_over_the_vocabulary_do_not_exist_of_a_sharded_model(
+    bend: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_head, "_BLOCK_COLUMNS", 8)
+    policy = model("qwen3", tie_word_embeddings=True)
+    if bend:  # which only the model's own logits have
+        own = policy.forward
+        policy.forward = lambda **inputs: _bent(own(**inputs))
+    with sharded(policy):
+        scorer = Scorer(policy, temperature=1.0, micro_batch_tokens=100)
+        with TensorsOverTheVocabulary() as seen:
+            logprobs, loss = scores(scorer, sequences())
+            loss.backward()
+    scored = sum(len(values) for values in logprobs.values())
+    weight = (VOCABULARY, SIZES["hidden_size"])
+    assert weight in seen.shapes, "the head's gradient"
+    assert ((scored, VOCABULARY) in seen.shapes) is bend
+    assert bend or seen.shapes == {weight}
+
+
+def _bent(output: Any) -> Any:
+    output.logits = output.logits.sin() * 3
+    return output
