@@ -43,7 +43,8 @@ def _training_workers(config: RunConfig) -> Problems:
     yield from at_least(config, 1, f"{key}.num_workers", f"{key}.sequence_parallel_size")
     yield from more_than_zero(config, f"{key}.start_timeout_s")
     if trainer.strategy is TrainingStrategy.local:
-        if trainer.max_restarts > 0:
+        reference = derive.needs_reference(trainer.algorithm) and config.rollout.stages.reference.placement == "workers"
+        if trainer.max_restarts > 0 and not reference:
             yield (
                 f"trainer.max_restarts={trainer.max_restarts} with trainer.strategy=local: there is no training worker "
                 "that could die. Set trainer.max_restarts=0, or trainer.strategy=fsdp2."

@@ -307,7 +307,9 @@ class TrainerConfig:
     packing: bool | None = None  # several sequences in a row, without padding; None: where the model keeps them apart
     strategy: TrainingStrategy = TrainingStrategy.local
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    max_restarts: int = 0  # times that a run goes on from its last checkpoint after a training worker has died
+    max_restarts: int = (
+        0  # times that a run goes on from its last checkpoint after a worker with a shard of a model has died
+    )
     device: str = "cpu"  # that trains: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: int = 50  # steps; 0: only at the end and on SIGTERM
     max_ckpts_to_keep: int = 2

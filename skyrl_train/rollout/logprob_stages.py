@@ -12,7 +12,7 @@ import torch
 
 from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, ProximalPolicy
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import StageError
+from skyrl_train.errors import StageError, TrainingWorkerError
 from skyrl_train.rollout.filters import has_signal
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.placement.base import CallFailed, Place
@@ -74,6 +74,8 @@ class ReferenceStage(_LogprobStage):
         try:
             scores: Scores = await self._place.call(sequences)
         except CallFailed as failure:
+            if isinstance(failure.error, TrainingWorkerError):  # as of a sharded policy: a run may be started again
+                raise TrainingWorkerError(f"The reference log-probs cannot be computed: {failure.error}") from failure
             raise StageError(f"The reference log-probs cannot be computed: {failure.reason}") from failure
         return scores
 

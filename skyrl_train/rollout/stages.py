@@ -69,7 +69,7 @@ class StagePipeline:
         Raises:
             RolloutError: a stage found that this group cannot be used.
             StageError: a stage failed.
-            TrainingWorkerError: what a stage computes with, a process that trains the policy, is gone.
+            TrainingWorkerError: a process that a stage computes in, of a sharded policy or reference, is gone.
         """
         for lane in self._lanes:
             group = await lane.run(group, record)

@@ -131,7 +131,9 @@ class Scorer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rule, fp32 = self._rule, self._fp32_head
         if way.chunked:
-            scores = chunked_scores(self._model, micro_batch, rule, fp32=fp32, differentiate_entropy=differentiate_entropy)
+            scores = chunked_scores(
+                self._model, micro_batch, rule, fp32=fp32, differentiate_entropy=differentiate_entropy
+            )
         else:
             scores = full_scores(
                 self._model, micro_batch, rule.temperature, differentiate_entropy=differentiate_entropy

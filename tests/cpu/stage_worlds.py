@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import QuotaError, TrainingWorkerError
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.placement.base import Work
 from skyrl_train.rollout.reward_function import GroupToReward
@@ -39,6 +40,10 @@ class Obey:
                 return os.getpid(), threading.get_ident()
             case "raise":
                 raise ValueError("scripted")
+            case "lose a rank":
+                raise TrainingWorkerError("rank 1 is gone")
+            case "be asked too often":
+                raise QuotaError("ask later", retry_after_s=1.0)
             case "exit":
                 sys.exit(3)
             case "die":

@@ -62,6 +62,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy:
     assert problems(compose("quickstart", [FSDP, "trainer.fsdp.num_workers=3", "trainer.max_restarts=2"])) == []
     reference = [KL, "rollout.stages.reference.placement=workers"]
     assert problems(compose("quickstart", [FSDP, "trainer.device=cuda", *reference])) == []
+    assert problems(compose("quickstart", [*reference, "trainer.max_restarts=1"])) == []
 
 
 def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:

@@ -14,7 +14,7 @@ from training_worlds import backend, build_small_model, one_thread
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, RunConfig
-from skyrl_train.errors import ConfigError, RolloutError, StageError
+from skyrl_train.errors import ConfigError, RolloutError, StageError, TrainingWorkerError
 from skyrl_train.rollout.buffer import size_bytes
 from skyrl_train.rollout.group import RolloutGroup, Sample
 from skyrl_train.rollout.group_json import decode_group, encode_group, from_line, to_line
@@ -219,12 +219,20 @@ def with_rewards_of(g: RolloutGroup) -> RolloutGroup:
     return dataclasses.replace(g, samples=with_rewards(g.samples, [float(i) for i, _ in enumerate(g.samples)]))
 
 
-async def test_a_reference_that_fails_stops_the_run() -> None:
+@pytest.mark.parametrize(
+    ("order", "kind", "why"),
+    [
+        ("raise", StageError, "it raised ValueError"),
+        ("be asked too often", StageError, "it raised QuotaError: ask later"),
+        ("lose a rank", TrainingWorkerError, "rank 1 is gone"),  # what trainer.max_restarts goes by
+    ],
+)
+async def test_a_reference_that_fails_stops_the_run(order: str, kind: type[Exception], why: str) -> None:
     place = WorkerPlace([ThreadWorker(work())])
     stage = ReferenceStage(place, max_parallel=1)
     await stage.start()
-    place.call = lambda argument, timeout_s=None: WorkerPlace.call(place, "raise")  # type: ignore[method-assign]
-    with pytest.raises(StageError, match="reference log-probs cannot be computed: it raised ValueError"):
+    place.call = lambda argument, timeout_s=None: WorkerPlace.call(place, order)  # type: ignore[method-assign]
+    with pytest.raises(kind, match=f"reference log-probs cannot be computed: {why}"):
         await stage.run(group(), RECORD)
     await stage.aclose()
 

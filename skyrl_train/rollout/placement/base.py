@@ -41,11 +41,15 @@ class Work:
 
 
 class CallFailed(Exception):
-    """A call did not end well: the work raised, took too long, or ended its worker. ``reason`` completes "..., because"."""
+    """A call did not end well: the work raised, took too long, or ended its worker. ``reason`` completes "..., because".
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    ``error``: what the work raised, where that is an error of ours.
+    """
+
+    def __init__(self, reason: str, detail: str = "", error: SkyRLError | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.error = error
         if detail:
             self.add_note(detail)
 
@@ -71,16 +75,23 @@ class Raised:
 
     def call_failed(self) -> CallFailed:
         """As the failure of a call."""
-        return CallFailed(f"it raised {self.kind}: {self.message}", self.traceback)
+        return CallFailed(f"it raised {self.kind}: {self.message}", self.traceback, self._ours())
 
     def start_failed(self) -> SkyRLError:
         """As the failure of a start: an error of ours is itself again, anything else a :class:`StageError`."""
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, SkyRLError):
-            return kind(self.message)
+        ours = self._ours()
+        if ours is not None:
+            return ours
         error = StageError(f"{self.kind} was raised: {self.message}")
         error.add_note(self.traceback)
         return error
+
+    def _ours(self) -> SkyRLError | None:
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, SkyRLError)):
+            return None
+        # Only the message came back: no error that is made of more (QuotaError) can be made again.
+        return None if "__init__" in vars(kind) else kind(self.message)
 
 
 Outcome = Returned | Raised
