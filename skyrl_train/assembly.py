@@ -49,12 +49,13 @@ from skyrl_train.publication.factory import build_transport
 from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
-from skyrl_train.stage_factory import build_stages
+from skyrl_train.stage_factory import build_stages, value_stages
 from skyrl_train.trainer import PPOTrainer
 from skyrl_train.trainer_parts import TrainerParts
-from skyrl_train.training.backend import TrainingBackend
+from skyrl_train.training.actor_critic import ActorCritic
+from skyrl_train.training.backend import CriticBackend, TrainingBackend
 from skyrl_train.training.checkpoint import Checkpoints, CheckpointStore
-from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.training.local_backend import LocalBackend, LocalCritic
 from skyrl_train.training.objective import Objective
 from skyrl_train.training.remote_checkpoint import RemoteCheckpointStore
 from skyrl_train.training.schedule import SCHEDULES
@@ -98,6 +99,7 @@ async def build_trainer(
     try:
         backend = await asyncio.to_thread(build_backend, config, plan, model_path)
         await starting
+        stages += value_stages(config.trainer.algorithm, backend)
     except BaseException:
         if backend is not None:
             await asyncio.to_thread(backend.close)
@@ -135,6 +137,7 @@ def known_names() -> dict[str, list[str]]:
         "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
         "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
         "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
+        "trainer.critic.optimizer_config.scheduler": SCHEDULES.names(),
         "trainer.fully_async.straggler_policy": STRAGGLER_POLICIES.names(),
         "trainer.trackers": tracker_names(),
         "generator.weight_transport": list(TRANSPORTS),
@@ -155,10 +158,12 @@ def check_objective(config: RunConfig) -> None:
 
 def check_model_path(config: RunConfig) -> None:
     """Raises:
-    ModelError: ``trainer.policy.model.path`` looks like a folder, and there is none. (A hub name is asked for later.)
+    ModelError: the path of the policy's or the critic's model looks like a folder, and there is none. (A hub name is asked
+        for later.)
     """
-    if config.trainer.policy.model.path is not None:
-        check_place(config.trainer.policy.model.path)
+    for path in (config.trainer.policy.model.path, config.trainer.critic.model.path):
+        if path is not None:
+            check_place(path)
 
 
 def trainer_class(mode: TrainerMode) -> type[PPOTrainer]:
@@ -254,6 +259,31 @@ def _in_actors(
 
 
 def build_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:
+    """What trains the policy, and the critic where there is one. Blocks while it loads their models.
+
+    Raises: as of :func:`build_policy_backend`.
+    """
+    policy = build_policy_backend(config, plan, model_path)
+    if not derive.needs_critic(config.trainer.algorithm):
+        return policy
+    try:
+        return ActorCritic(policy, build_critic(config, plan, config.trainer.critic.model.path or model_path))
+    except BaseException:
+        policy.close()
+        raise
+
+
+def build_critic(config: RunConfig, plan: Plan, model_path: str) -> CriticBackend:
+    """What trains the critic, from the model in ``model_path``; errors as of :func:`build_policy_backend`."""
+    trainer = derive.critic_trainer(config.trainer)
+    if trainer.strategy is TrainingStrategy.local:
+        return LocalCritic(model_path, trainer, plan.total_steps)
+    from skyrl_train.training.distributed.ray_backend import RayCritic  # the policy's backend has found it
+
+    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed)
+
+
+def build_policy_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:
     """What trains the policy. Blocks while it loads the model.
 
     Raises:

@@ -19,7 +19,8 @@ SkyRLError
     EngineDeadError      the engine is gone; its requests can continue elsewhere
     NoEngineError        no engine is left
   NonFiniteStepsError    losses or gradients were not finite for too many steps in a row
-  TrainingWorkerError    a process with a part of the policy (or reference) is gone; the message names rank and node
+  TrainingWorkerError    a process with a part of the policy (or reference, or critic) is gone; the message names rank and node
+  HalfStepError          one of policy and critic has made a step that the other has refused
   PublicationError       new weights did not reach the engines; they still serve the old ones
   SimulationError        a run in virtual time cannot go on: a deadlock, or modelled work in the wrong place
 """
@@ -108,6 +109,12 @@ class NonFiniteStepsError(SkyRLError):
 class TrainingWorkerError(SkyRLError):
     """A process that has a part of the policy, or of a sharded reference, is gone, and the others with it; the message names
     rank and node. The run can go on from its last checkpoint.
+    """
+
+
+class HalfStepError(SkyRLError):
+    """One of policy and critic has made a step that the other has refused: only the last checkpoint has both of the same
+    step. The message says what was refused.
     """
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from skyrl_train.config import derive
-from skyrl_train.config.schema import ReferenceStageConfig, RewardStageConfig, RunConfig
+from skyrl_train.config.schema import AlgorithmConfig, ReferenceStageConfig, RewardStageConfig, RunConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.rollout.logprob_stages import ReferenceStage, worth_scoring
+from skyrl_train.rollout.logprob_stages import ReferenceStage, ValueStage, worth_scoring
 from skyrl_train.rollout.placement.base import Place, Work
 from skyrl_train.rollout.placement.local import LoopPlace, ThreadWorker
 from skyrl_train.rollout.placement.process import ProcessWorker
@@ -16,6 +19,8 @@ from skyrl_train.rollout.placement.workers import Worker, WorkerPlace
 from skyrl_train.rollout.reward_function import SETTING, is_async, reward_work
 from skyrl_train.rollout.reward_stage import RewardStage
 from skyrl_train.rollout.stages import Stage
+from skyrl_train.training.actor_critic import ActorCritic
+from skyrl_train.training.backend import TrainingBackend, TrainingSequence
 
 FROZEN_POLICY = "skyrl_train.training.frozen_policy:FrozenPolicy"
 SHARDED_REFERENCE = "skyrl_train.training.distributed.reference:ShardedReference"
@@ -81,6 +86,17 @@ def _reference_place(config: RunConfig, model_path: str) -> Place:
         "temperature": config.generator.sampling_params.temperature,
     }
     return WorkerPlace([ThreadWorker(Work(SHARDED_REFERENCE, arguments))])
+
+
+def value_stages(algorithm: AlgorithmConfig, backend: TrainingBackend) -> list[Stage]:
+    """The stage that asks the critic for values, where ``backend`` has one; else none. It needs nothing to be started."""
+    if not isinstance(backend, ActorCritic):
+        return []
+
+    async def forward(sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return await asyncio.wrap_future(backend.submit_values(sequences))
+
+    return [ValueStage(forward, needed=worth_scoring(algorithm))]
 
 
 def _frozen_policy(config: RunConfig, model_path: str) -> Work:

@@ -28,6 +28,7 @@ class GroupRewards:
     token_rewards: Sequence[Sequence[float]]  # per sample [T_i], shaped (:mod:`skyrl_train.algorithms.rewards`)
     loss_masks: Sequence[torch.Tensor]  # per sample bool (or 0/1) [T_i], True on sampled tokens
     in_baseline: Sequence[bool]  # per sample: whether the others are compared with it
+    values: Sequence[torch.Tensor] | None = None  # per sample [T_i], the critic's; None: there is no critic
 
     def __post_init__(self) -> None:
         """
@@ -129,6 +130,22 @@ def maxrl(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     if _all_equal(compared):
         return group.on_trained_tokens(torch.zeros_like(group.returns))
     return group.on_trained_tokens((group.returns.double() - compared.mean()) / compared.mean())
+
+
+@ADVANTAGE_ESTIMATORS.register("gae")
+def gae_of_samples(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    """Generalized advantage estimation with the critic's values (:func:`gae`), then normalised over the minibatch as in
+    PPO (:func:`normalized_over_minibatch`). Samples are not compared with each other, so a group of one will do.
+
+    Raises:
+        ValueError: the group has no values.
+    """
+    if group.values is None:
+        raise ValueError("generalized advantages need the values of a critic")
+    return [
+        gae(torch.tensor(rewards, dtype=torch.float64), values, mask, config.gamma, config.lambd)[0].float()
+        for rewards, values, mask in zip(group.token_rewards, group.values, group.loss_masks, strict=True)
+    ]
 
 
 @ADVANTAGE_ESTIMATORS.register("reinforce++")

@@ -66,7 +66,7 @@ def _advantages(config: RunConfig) -> Problems:
     elif algorithm.gamma != 1 and algorithm.advantage_estimator in ("grpo", "rloo", "maxrl"):
         yield (
             f"{KEY}.gamma={algorithm.gamma} with advantage_estimator={algorithm.advantage_estimator}, which gives all tokens of "
-            "a response the same advantage and discounts nothing. Set gamma=1, or advantage_estimator=reinforce++."
+            "a response the same advantage and discounts nothing. Set gamma=1, or advantage_estimator=reinforce++ or gae."
         )
     if algorithm.advantage_estimator == "maxrl" and (algorithm.overlong.buffer_len or algorithm.kl_reward_coef):
         yield (

@@ -8,10 +8,22 @@ from typing import Any
 
 from skyrl_train.config.schema import RunConfig
 
+_OF_WORKERS = (  # settings of fsdp
+    "num_workers",
+    "sequence_parallel_size",
+    "shard_size",
+    "cpu_offload",
+    "reshard_after_forward",
+    "ray_num_cpus",
+    "ray_num_gpus",
+    "environment",
+    "start_timeout_s",
+)
 # Where a run lives, how it is watched and how patient it is: none of it changes what is learned, so a run may be
 # continued with another value.
 NOT_PART_OF_THE_RUN = frozenset(
     {
+        *(f"trainer.{whose}fsdp.{name}" for whose in ("", "critic.") for name in _OF_WORKERS),
         "trainer.run_name",
         "trainer.runs_dir",
         "trainer.run_dir",
@@ -21,15 +33,6 @@ NOT_PART_OF_THE_RUN = frozenset(
         "trainer.ckpt_path",
         "trainer.samples_per_step",
         "trainer.max_restarts",
-        "trainer.fsdp.num_workers",
-        "trainer.fsdp.sequence_parallel_size",
-        "trainer.fsdp.shard_size",
-        "trainer.fsdp.cpu_offload",
-        "trainer.fsdp.reshard_after_forward",
-        "trainer.fsdp.ray_num_cpus",
-        "trainer.fsdp.ray_num_gpus",
-        "trainer.fsdp.environment",
-        "trainer.fsdp.start_timeout_s",
         "trainer.trackers",
         "trainer.eval.interval",
         "trainer.eval.before_train",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from skyrl_train.config.model_shape import ModelShape
-from skyrl_train.config.schema import AlgorithmConfig, RunConfig, TrainerConfig, TrainerMode
+from skyrl_train.config.schema import AlgorithmConfig, PolicyConfig, RunConfig, TrainerConfig, TrainerMode
 
 
 def is_async(config: RunConfig) -> bool:
@@ -63,15 +65,32 @@ def clip_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
 
 
 def normalizes_over_minibatch(algorithm: AlgorithmConfig) -> bool:
-    """Whether advantages are normalised over all tokens of a minibatch; it belongs to the definition of reinforce++."""
+    """Whether advantages are normalised over all tokens of a minibatch; it belongs to the definition of reinforce++, and
+    to PPO as language models are trained with it."""
     if algorithm.advantage_batch_normalize is None:
-        return algorithm.advantage_estimator == "reinforce++"
+        return algorithm.advantage_estimator in ("reinforce++", "gae")
     return algorithm.advantage_batch_normalize
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """Whether groups need log-probs of the policy that the run starts from."""
     return algorithm.kl_loss_coef > 0 or algorithm.kl_reward_coef > 0
+
+
+def needs_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether advantages need values, and so a critic."""
+    return algorithm.advantage_estimator == "gae"
+
+
+def critic_trainer(trainer: TrainerConfig) -> TrainerConfig:
+    """The settings that the critic is trained by, in the places where those of the policy are."""
+    critic = trainer.critic
+    policy = PolicyConfig(
+        optimizer_config=critic.optimizer_config,
+        dtype=critic.dtype,
+        gradient_checkpointing=critic.gradient_checkpointing,
+    )
+    return replace(trainer, policy=policy, fsdp=critic.fsdp, device=critic.device or trainer.device)
 
 
 def overlap_publication(config: RunConfig) -> bool:

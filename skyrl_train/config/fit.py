@@ -55,9 +55,10 @@ def _needs(plan: Plan, machine: Machine) -> list[_Need]:
         return []
     sharded = trainer.strategy is TrainingStrategy.fsdp2
     on_gpu = trainer.device != "cpu"
+    critic_beside = not sharded and derive.critic_trainer(trainer).device == trainer.device
     of_rank = _Need(
         f"Each of {trainer.fsdp.num_workers} ranks" if sharded else f"Training on {trainer.device}",
-        memory.rank_bytes,
+        memory.rank_bytes + (memory.critic_bytes if critic_beside else 0),
         memory.activation_bytes,
         min(machine.gpu_bytes, default=0) if on_gpu else machine.main_memory_bytes,
         _remedy(trainer),

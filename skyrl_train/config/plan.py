@@ -35,13 +35,14 @@ class MemoryEstimate:
     staging_bytes: int  # copies of the weights on their way to the engines
     engine_weight_bytes: int  # all engines together
     kv_cache_bytes: int  # all embedded engines together, every slot full
+    critic_bytes: int = 0  # weights, gradients and moments of a critic of the policy's size, over all its ranks
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
     activation_bytes: int = 0  # of each rank, at most, beside what stays
 
     @property
     def trainer_bytes(self) -> int:
         """What the training backend holds, all its ranks together."""
-        return self.policy_bytes + self.gradient_bytes + self.optimizer_bytes + self.staging_bytes
+        return self.policy_bytes + self.gradient_bytes + self.optimizer_bytes + self.staging_bytes + self.critic_bytes
 
     @property
     def rank_bytes(self) -> int:
@@ -151,21 +152,22 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         return None
     engine = config.generator.inference_engine
     sharded = config.trainer.strategy is TrainingStrategy.fsdp2
-    trained, served = BYTES_PER_ELEMENT[config.trainer.policy.dtype], BYTES_PER_ELEMENT[engine.dtype]
+    served = BYTES_PER_ELEMENT[engine.dtype]
     parameters = shape.num_parameters
     base = parameters if lora.rank else 0
-    masters = _FLOAT32_BYTES if trained < _FLOAT32_BYTES else 0
+    trained = _weight_bytes(config.trainer.policy.dtype, sharded)
+    of_critic = _weight_bytes(config.trainer.critic.dtype, sharded) + 3 * _FLOAT32_BYTES
     slots = engine.num_engines * engine.max_num_seqs
     return MemoryEstimate(
         num_parameters=parameters,
         num_trained=learning,
-        # Sharded weights are their own masters: what is narrower is a layer at a time, while it computes.
-        policy_bytes=base * trained + learning * (_FLOAT32_BYTES if sharded else trained + masters),
+        policy_bytes=base * BYTES_PER_ELEMENT[config.trainer.policy.dtype] + learning * trained,
         gradient_bytes=learning * _FLOAT32_BYTES,
         optimizer_bytes=learning * 2 * _FLOAT32_BYTES,
         staging_bytes=staging_copies(config) * learning * served,
         engine_weight_bytes=engine.num_engines * (base + learning) * served,
         kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
+        critic_bytes=parameters * of_critic if derive.needs_critic(config.trainer.algorithm) else 0,
         num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
         activation_bytes=activation_bytes(config.trainer, shape, _micro_batch_tokens(config, max_model_len)),
     )
@@ -175,6 +177,14 @@ def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
     """Of the largest micro-batch that the run can have."""
     sequences = config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
     return min(config.trainer.micro_batch_tokens, sequences * max_model_len)
+
+
+def _weight_bytes(dtype: str, sharded: bool) -> int:
+    """Of one trained weight, with its float32 master where it is narrower."""
+    if sharded:  # it is its own master: what is narrower is a layer at a time, while it computes
+        return _FLOAT32_BYTES
+    trained = BYTES_PER_ELEMENT[dtype]
+    return trained + (_FLOAT32_BYTES if trained < _FLOAT32_BYTES else 0)
 
 
 def _problems_with_data(config: RunConfig, dataset_len: int | None, steps: int) -> Problems:
@@ -211,6 +221,7 @@ def _run_rows(plan: Plan) -> list[tuple[str, str]]:
             "learning rate",
             f"{optimizer.lr:g}{_rate_words(optimizer)}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps{never}",
         ),
+        *_critic_rows(trainer),
         ("micro-batches", _micro_batch_row(trainer)),
         ("run folder", folder),
         ("checkpoints", _checkpoint_row(trainer)),
@@ -267,6 +278,25 @@ def _adapter_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 def _rate_words(optimizer: OptimizerConfig) -> str:
     return "".join(f", x {factor:g} for {pattern}" for pattern, factor in optimizer.lr_multipliers.items())
+
+
+def _critic_rows(trainer: TrainerConfig) -> list[tuple[str, str]]:
+    if not derive.needs_critic(trainer.algorithm):
+        return []
+    critic, algorithm = derive.critic_trainer(trainer), trainer.algorithm
+    workers = f"{critic.fsdp.num_workers} Ray actors of its own"
+    where = "in this process" if trainer.strategy is TrainingStrategy.local else workers
+    clip = "unbounded" if algorithm.value_clip is None else f"moves of {algorithm.value_clip:g}"
+    optimizer = critic.policy.optimizer_config
+    model = trainer.critic.model.path or "the policy's model"
+    return [
+        (
+            "critic",
+            f"{model} ({critic.policy.dtype}, on {critic.device}, {where}), gamma {algorithm.gamma:g}, "
+            f"lambda {algorithm.lambd:g}, {clip}",
+        ),
+        ("its learning rate", f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps"),
+    ]
 
 
 def _micro_batch_row(trainer: TrainerConfig) -> str:
@@ -383,6 +413,7 @@ def _transport_row(plan: Plan) -> str:
 def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:
     if memory is None:
         return [("estimate", "unknown until the model is loaded")]
+    critic = f", critic {_mib(memory.critic_bytes)}" if memory.critic_bytes else ""
     return [
         ("parameters", _parameters_row(memory)),
         *([("each rank", f"{_mib(memory.rank_bytes)} of {memory.num_ranks}")] if memory.num_ranks > 1 else []),
@@ -390,7 +421,7 @@ def _memory_rows(memory: MemoryEstimate | None) -> list[tuple[str, str]]:
             "trainer",
             f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
             f"gradients {_mib(memory.gradient_bytes)}, optimizer {_mib(memory.optimizer_bytes)}, "
-            f"staging {_mib(memory.staging_bytes)})",
+            f"staging {_mib(memory.staging_bytes)}{critic})",
         ),
         (
             "activations",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from skyrl_train.config import (
     algorithm_refusals,
+    critic_refusals,
     derive,
     evaluation_refusals,
     lora_refusals,
@@ -20,9 +21,7 @@ from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.limits import Problems, at_least, impossible_sampling, more_than_zero, setting
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, model_shape
-from skyrl_train.config.schema import (
-    RunConfig,
-)
+from skyrl_train.config.schema import OptimizerConfig, RunConfig
 from skyrl_train.errors import ConfigError
 
 # Settings with a closed list of values. What users may register (losses, estimators, schedules, trackers) is passed in.
@@ -33,6 +32,7 @@ CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "generator.inference_engine.dtype": tuple(BYTES_PER_ELEMENT),
     "rollout.stages.reference.placement": ("process", "thread", "ray", "workers"),
     "rollout.stages.reward.placement": ("loop", "thread", "process", "ray"),
+    "trainer.critic.dtype": tuple(BYTES_PER_ELEMENT),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }
 
@@ -113,8 +113,12 @@ def _sampling(config: RunConfig) -> Problems:
     yield from impossible_sampling(config.generator.sampling_params, "generator.sampling_params")
 
 
-def _optimizer(config: RunConfig) -> Problems:
-    prefix, optimizer = "trainer.policy.optimizer_config", config.trainer.policy.optimizer_config
+def _optimizers(config: RunConfig) -> Problems:
+    yield from _optimizer(config, "trainer.policy.optimizer_config", config.trainer.policy.optimizer_config)
+    yield from _optimizer(config, "trainer.critic.optimizer_config", config.trainer.critic.optimizer_config)
+
+
+def _optimizer(config: RunConfig, prefix: str, optimizer: OptimizerConfig) -> Problems:
     yield from more_than_zero(config, f"{prefix}.lr", f"{prefix}.adam_eps", f"{prefix}.max_grad_norm")
     yield from at_least(config, 0, f"{prefix}.weight_decay", f"{prefix}.num_warmup_steps")
     betas = optimizer.adam_betas
@@ -195,12 +199,13 @@ _RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _counts,
     *schedule_refusals.RULES,
     _sampling,
-    _optimizer,
+    _optimizers,
     _lengths,
     *placement_refusals.RULES,
     *lora_refusals.RULES,
     *evaluation_refusals.RULES,
     _data,
     *algorithm_refusals.RULES,
+    *critic_refusals.RULES,
     transports.problems,
 )

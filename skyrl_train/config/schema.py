@@ -113,6 +113,11 @@ class PolicyConfig:
     gradient_checkpointing: bool = False  # layers run again in the backward pass instead of keeping their activations
 
 
+@dataclass
+class CriticModelConfig:
+    path: str | None = None  # a folder or hub name, of the policy's vocabulary; None: what the policy starts from
+
+
 class TrainingStrategy(StrEnum):
     """Where the policy is trained."""
 
@@ -133,6 +138,19 @@ class FSDPConfig:
     ray_num_gpus: float | None = None  # None: 1 on the device cuda, else 0
     environment: dict[str, str] = field(default_factory=dict)  # variables of the workers' processes, such as NCCL's
     start_timeout_s: float = 600.0  # waiting for the cluster's resources and loading the model included
+
+
+@dataclass
+class CriticConfig:
+    """The model that predicts returns, with ``trainer.algorithm.advantage_estimator=gae`` only. It has an optimizer, and
+    with ``trainer.strategy=fsdp2`` workers, of its own."""
+
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
+    dtype: str = "float32"  # of the trained weights: float32 | bfloat16
+    gradient_checkpointing: bool = False
+    device: str | None = None  # that trains it; None: trainer.device
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # its workers, beside the policy's
 
 
 class ProximalPolicy(StrEnum):
@@ -232,10 +250,12 @@ class OverlongConfig:
 class AlgorithmConfig:
     """Whatever names a function (estimator, loss, reduction, ...) takes a registered name or an import path."""
 
-    advantage_estimator: str = "grpo"  # grpo | rloo | reinforce++ | maxrl
+    advantage_estimator: str = "grpo"  # grpo | rloo | reinforce++ | maxrl | gae (trains trainer.critic)
     grpo_norm_by_std: bool = True
-    advantage_batch_normalize: bool | None = None  # over all tokens of a minibatch; None: with reinforce++
-    gamma: float = 1.0  # discount per trained token: reinforce++
+    advantage_batch_normalize: bool | None = None  # over all tokens of a minibatch; None: with reinforce++ and gae
+    gamma: float = 1.0  # discount per trained token: reinforce++, gae
+    lambd: float = 1.0  # gae: 1 takes the whole return, 0 the next value alone
+    value_clip: float | None = 0.2  # gae: how far a value may profit from moving in one step; None: without bound
     policy_loss_type: str = "ppo_clip"  # | dual_clip | gspo | cispo | sapo | clip_cov | kl_cov | importance_sampling
     eps_clip_low: float | None = None  # ppo_clip, dual_clip, gspo, clip_cov; None: 0.2, for gspo 3e-4
     eps_clip_high: float | None = None  # None: 0.2, for gspo 4e-4
@@ -318,6 +338,7 @@ class TrainerConfig:
     samples_per_step: int = 2  # groups written to samples.jsonl each step
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)

@@ -31,7 +31,7 @@ BufferedGroup: TypeAlias = RolloutGroup | SpilledGroup
 # values of masks and versions are small numbers, which exist once.
 _BYTES_PER_PROMPT_TOKEN = 8 + 28
 _BYTES_PER_RESPONSE_TOKEN = 5 * 8 + 28 + 24 + 24
-_BYTES_PER_ADDED_LOGPROB = 8 + 24
+_BYTES_PER_ADDED_NUMBER = 8 + 24
 _BYTES_PER_SEQUENCE = 1024
 
 
@@ -197,7 +197,8 @@ def size_bytes(group: RolloutGroup) -> int:
         _BYTES_PER_SEQUENCE
         + _BYTES_PER_PROMPT_TOKEN * len(sequence.prompt_token_ids)
         + _BYTES_PER_RESPONSE_TOKEN * len(sequence.response_ids)
-        + _BYTES_PER_ADDED_LOGPROB * (len(sequence.reference_logprobs or ()) + len(sequence.proximal_logprobs or ()))
+        + _BYTES_PER_ADDED_NUMBER
+        * sum(len(of or ()) for of in (sequence.reference_logprobs, sequence.proximal_logprobs, sequence.values))
         for sequence in sequences
     )
 

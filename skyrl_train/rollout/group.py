@@ -25,6 +25,7 @@ class RolloutSequence:
     stop_reason: str
     reference_logprobs: list[float] | None = None  # of the policy that the run started from
     proximal_logprobs: list[float] | None = None  # of the policy that was trained when the group was finished
+    values: list[float] | None = None  # of the states that the tokens were sampled in, by the critic at the same time
 
 
 @dataclass(frozen=True)

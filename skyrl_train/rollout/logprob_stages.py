@@ -1,4 +1,5 @@
-"""Log-probs of finished groups under other policies than the one that sampled them: the reference, and the proximal one."""
+"""Numbers per token of finished groups: log-probs under other policies than the one that sampled them (the reference, the
+proximal one), and the critic's values."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ from skyrl_train.rollout.stages import Stage
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.frozen_policy import TokensToScore
 
+Forward = Callable[[Sequence[TrainingSequence]], Awaitable[list[torch.Tensor]]]
 Scores = Sequence[Sequence[float]]  # per sequence, per token of its response; 0.0 where the loss mask is 0
 
 
-class _LogprobStage(ABC):
+class _ScoringStage(ABC):
     """Scores all sequences of a group together.
 
     Args:
@@ -45,10 +47,10 @@ class _LogprobStage(ABC):
 
     @abstractmethod
     async def _score(self, sequences: list[TokensToScore]) -> Scores:
-        """The log-probs of each token with loss mask 1."""
+        """The score of each token with loss mask 1."""
 
 
-class ReferenceStage(_LogprobStage):
+class ReferenceStage(_ScoringStage):
     """Log-probs of the policy that the run started from, by frozen copies of it in ``place``.
 
     Args:
@@ -80,23 +82,17 @@ class ReferenceStage(_LogprobStage):
         return scores
 
 
-class ProximalStage(_LogprobStage):
-    """Log-probs of the policy that is being trained, as it is when the group is finished.
+class _TrainedModelStage(_ScoringStage):
+    """Scores of a model that is being trained, as it is when the group is finished.
 
-    It computes where that policy is, between two steps, so that it needs no weights of its own.
+    It computes where that model is, between two steps, so that it needs no weights of its own.
 
     Args:
-        forward: the backend's ``forward_logprobs`` in its thread.
-        needed: whether a group is going to be trained; the others pass unscored.
+        forward: what the backend computes of each token ``[T]``, in the backend's thread.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[Sequence[TrainingSequence]], Awaitable[list[torch.Tensor]]],
-        *,
-        needed: Callable[[RolloutGroup], bool] = lambda group: True,
-    ) -> None:
-        super().__init__("proximal", "proximal_logprobs", 1, needed)
+    def __init__(self, name: str, adds: str, forward: Forward, needed: Callable[[RolloutGroup], bool]) -> None:
+        super().__init__(name, adds, 1, needed)
         self._forward = forward
 
     async def start(self) -> None:
@@ -114,9 +110,34 @@ class ProximalStage(_LogprobStage):
         ]
 
 
+class ProximalStage(_TrainedModelStage):
+    """Log-probs of the policy that is being trained.
+
+    Args:
+        forward: the backend's ``forward_logprobs`` in its thread.
+        needed: whether a group is going to be trained; the others pass unscored.
+    """
+
+    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
+        super().__init__("proximal", "proximal_logprobs", forward, needed)
+
+
+class ValueStage(_TrainedModelStage):
+    """Values of the states that tokens were sampled in, by the critic that is being trained: advantages and the bound on
+    the critic's next move are taken from them, however many steps it makes until the group trains.
+
+    Args:
+        forward: the critic's ``forward_values`` in its thread.
+        needed: whether a group is going to be trained; the others pass unscored.
+    """
+
+    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
+        super().__init__("values", "values", forward, needed)
+
+
 def proximal_stages(
     algorithm: AlgorithmConfig,
-    forward: Callable[[Sequence[TrainingSequence]], Awaitable[list[torch.Tensor]]],
+    forward: Forward,
 ) -> list[Stage]:
     """The proximal stage where ``trainer.algorithm.proximal_policy=arrival`` asks for it; else none.
 

@@ -4,6 +4,7 @@
     its groups as they arrive ──accumulate──┐                   save / load ──> checkpoint
                                             └─finish──> metrics
     sequences ──forward_logprobs──> proximal log-probs
+              ──forward_values────> values (of the critic, which is trained in the same way and published to nobody)
 
 All methods block; the trainers call them off the control loop, one at a time.
 """
@@ -44,6 +45,8 @@ class TrainingSequence:
     counted_tokens: int | None = None  # trained tokens before some were masked for their age; None: none were
     group_tokens: int | None = None  # counted tokens of all sequences of its group; None: it is alone in its group
     group_sequences: int = 1  # of its group
+    values: torch.Tensor | None = None  # float32; None: there is no critic
+    returns: torch.Tensor | None = None  # float32, what the critic learns to predict: the advantages above ``values``
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -70,20 +73,12 @@ class Minibatch:
     kl_factor: float = 1.0  # of trainer.algorithm.kl_loss_coef in this step (trainer.algorithm.kl_ctrl)
 
 
-class TrainingBackend(ABC):
-    """Owns the policy, the optimizer and the learning-rate schedule.
+class Training(ABC):
+    """Owns a model that is trained, its optimizer and its learning-rate schedule.
 
     A step is trained on its whole minibatch (``update``) or part by part (``accumulate``, then ``finish``), which is the
     same thing: the loss is normalised over all sequences of the step together.
     """
-
-    @abstractmethod
-    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        """Log-probs of each token given the ones before it, under the current policy.
-
-        Returns:
-            One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
-        """
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """Makes one optimizer step (micro-batches inside) and returns scalar metrics."""
@@ -92,7 +87,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def accumulate(self, part: Minibatch) -> None:
-        """Adds the gradient of some of a step's groups; the policy does not move.
+        """Adds the gradient of some of a step's groups; the weights do not move.
 
         Parts may have any size and come in any order: each sequence of the step in exactly one of them.
         """
@@ -110,23 +105,8 @@ class TrainingBackend(ABC):
         """Forgets what was accumulated, after a step that will not be finished. Nothing to forget is fine."""
 
     @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify.
-
-        Of a policy with a LoRA adapter, the adapter alone, under peft's names.
-        """
-
-    def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
-        """Copies the policy's weights to a staging area of ``transport``, in whichever process they live.
-
-        Raises:
-            PublicationError: there is no room for the copy.
-        """
-        return transport.gather(self.named_weights(), version)
-
-    @abstractmethod
     def snapshot(self) -> dict[str, object]:
-        """A copy of everything that ``load`` needs, as it is now: policy, optimizer, scheduler, RNG. Only the latest one can
+        """A copy of everything that ``load`` needs, as it is now: weights, optimizer, scheduler, RNG. Only the latest one can
         be saved.
 
         Copying goes on when this has returned; only what changes the state waits for it, and nothing else of a checkpoint
@@ -145,11 +125,50 @@ class TrainingBackend(ABC):
             CheckpointError: the folder is incomplete or of another model; nothing has changed then.
         """
 
+    def close(self) -> None:  # noqa: B027  most backends have nothing to let go of
+        """Lets go of what is not in this process. Idempotent."""
+
+
+class TrainingBackend(Training):
+    """Trains the policy."""
+
+    @abstractmethod
+    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """Log-probs of each token given the ones before it, under the current policy.
+
+        Returns:
+            One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
+        """
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify.
+
+        Of a policy with a LoRA adapter, the adapter alone, under peft's names.
+        """
+
+    def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
+        """Copies the policy's weights to a staging area of ``transport``, in whichever process they live.
+
+        Raises:
+            PublicationError: there is no room for the copy.
+        """
+        return transport.gather(self.named_weights(), version)
+
     @abstractmethod
     def export_hf(self, folder: Path) -> None:
         """Writes the policy as a folder that ``transformers`` opens; a LoRA adapter merged, and by itself in ``adapter``, which
         peft opens.
         """
 
-    def close(self) -> None:  # noqa: B027  most backends have nothing to let go of
-        """Lets go of what is not in this process. Idempotent."""
+
+class CriticBackend(Training):
+    """Trains the critic."""
+
+    @abstractmethod
+    def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """The current critic's value of the state that each token was sampled in, which is all before it.
+
+        Returns:
+            One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
+        """

@@ -1,4 +1,4 @@
-"""Trains the policy in this process, on one thread or one GPU: one rank that is alone."""
+"""Trains the policy and the critic in this process, on one thread or one GPU: one rank that is alone."""
 
 from __future__ import annotations
 
@@ -27,15 +27,82 @@ from skyrl_train.models.lora import (
 )
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.training.activations import checkpoint_activations
-from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
 from skyrl_train.training.compilation import compile_layers
+from skyrl_train.training.critic import CriticTrainer
 from skyrl_train.training.rank_trainer import RankTrainer
 from skyrl_train.training.ranks import OneRank
 from skyrl_train.training.snapshots import Snapshots
 from skyrl_train.training.state import BackendState, copy_of, read_state, write_state
+from skyrl_train.training.value_model import put_value_head
 
 
-class LocalBackend(TrainingBackend):
+class LocalTraining(Training):
+    """What the policy and the critic share: a rank that is alone, and its state.
+
+    Args:
+        trainer: of one rank.
+        snapshots: those that the trainer waits for.
+    """
+
+    def __init__(self, trainer: RankTrainer | CriticTrainer, snapshots: Snapshots[BackendState]) -> None:
+        self._trained = trainer
+        self._snapshots = snapshots
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The trained model, live."""
+        return self._trained.model
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """See :meth:`RankTrainer.update`."""
+        return self._trained.update(minibatch)
+
+    def accumulate(self, part: Minibatch) -> None:
+        """See :meth:`RankTrainer.accumulate`."""
+        self._trained.accumulate(part)
+
+    def finish(self, step: int) -> dict[str, float]:
+        return self._trained.finish(step)
+
+    def discard(self) -> None:
+        self._trained.discard()
+
+    def snapshot(self) -> dict[str, object]:
+        """See :meth:`Training.snapshot`; the copies lie in main memory, until the next snapshot."""
+        return {"number": self._snapshots.take(lambda buffers: copy_of(self._live_state(), buffers))}
+
+    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+        """See :meth:`Training.save`.
+
+        Raises:
+            OSError: the disk is full or the folder cannot be written.
+            CheckpointError: another snapshot was taken since.
+        """
+        write_state(self._snapshots.state(cast(int, snapshot["number"])), folder)
+
+    def load(self, folder: Path) -> None:
+        """See :meth:`Training.load`."""
+        state = read_state(folder, like=self._live_state(), misfit=self._trained.optimizer.check_state_dict)
+        self.discard()
+        self._snapshots.copied()
+        with torch.no_grad():
+            for name, weight in policy_weights(self.model):
+                weight.copy_(state.weights[name])
+        self._trained.optimizer.load_state_dict(state.optimizer)
+        torch.set_rng_state(state.rng["cpu"])
+        if "cuda" in state.rng and self.model.device.type == "cuda":
+            torch.cuda.set_rng_state(state.rng["cuda"], self.model.device)
+
+    def _live_state(self) -> BackendState:
+        rng = {"cpu": torch.get_rng_state()}
+        if self.model.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.model.device)
+        weights = {name: weight.detach() for name, weight in policy_weights(self.model)} | base_fingerprint(self.model)
+        return BackendState(weights=weights, optimizer=self._trained.optimizer.state_dict(), rng=rng)
+
+
+class LocalBackend(LocalTraining, TrainingBackend):
     """A HF causal LM and its optimizer; see :class:`RankTrainer`.
 
     Same inputs give bit-identical weights on the CPU with a fixed number of threads.
@@ -63,34 +130,14 @@ class LocalBackend(TrainingBackend):
             compile_layers(model)
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model)
-        self._snapshots: Snapshots[BackendState] = Snapshots()
-        self._trainer = RankTrainer(
-            model, model_path, trainer_config, total_steps, temperature, OneRank(), self._snapshots
-        )
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The policy, live."""
-        return self._trainer.model
+        snapshots: Snapshots[BackendState] = Snapshots()
+        self._trainer = RankTrainer(model, model_path, trainer_config, total_steps, temperature, OneRank(), snapshots)
+        super().__init__(self._trainer, snapshots)
 
     # ---- numbers
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return self._trainer.forward_logprobs(sequences)
-
-    def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """See :meth:`RankTrainer.update`."""
-        return self._trainer.update(minibatch)
-
-    def accumulate(self, part: Minibatch) -> None:
-        """See :meth:`RankTrainer.accumulate`."""
-        self._trainer.accumulate(part)
-
-    def finish(self, step: int) -> dict[str, float]:
-        return self._trainer.finish(step)
-
-    def discard(self) -> None:
-        self._trainer.discard()
 
     # ---- weights and checkpoints
 
@@ -101,32 +148,6 @@ class LocalBackend(TrainingBackend):
 
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
         return dataclasses.replace(super().stage(transport, version), adapter=adapter_of(self.model))
-
-    def snapshot(self) -> dict[str, object]:
-        """See :meth:`TrainingBackend.snapshot`; the copies lie in main memory, until the next snapshot."""
-        return {"number": self._snapshots.take(lambda buffers: copy_of(self._live_state(), buffers))}
-
-    def save(self, snapshot: dict[str, object], folder: Path) -> None:
-        """See :meth:`TrainingBackend.save`.
-
-        Raises:
-            OSError: the disk is full or the folder cannot be written.
-            CheckpointError: another snapshot was taken since.
-        """
-        write_state(self._snapshots.state(cast(int, snapshot["number"])), folder)
-
-    def load(self, folder: Path) -> None:
-        """See :meth:`TrainingBackend.load`."""
-        state = read_state(folder, like=self._live_state(), misfit=self._trainer.optimizer.check_state_dict)
-        self.discard()
-        self._snapshots.copied()
-        with torch.no_grad():
-            for name, weight in policy_weights(self.model):
-                weight.copy_(state.weights[name])
-        self._trainer.optimizer.load_state_dict(state.optimizer)
-        torch.set_rng_state(state.rng["cpu"])
-        if "cuda" in state.rng and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(state.rng["cuda"], self.model.device)
 
     def export_hf(self, folder: Path) -> None:
         """See :meth:`TrainingBackend.export_hf`; the tokenizer comes along. Replaces ``folder`` as a whole.
@@ -162,9 +183,26 @@ class LocalBackend(TrainingBackend):
         merged.load_state_dict(weights, strict=False)  # a tied weight has one name of two
         return merged
 
-    def _live_state(self) -> BackendState:
-        rng = {"cpu": torch.get_rng_state()}
-        if self.model.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.model.device)
-        weights = dict(self.named_weights()) | base_fingerprint(self.model)
-        return BackendState(weights=weights, optimizer=self._trainer.optimizer.state_dict(), rng=rng)
+
+class LocalCritic(LocalTraining, CriticBackend):
+    """A value model and its optimizer; see :class:`CriticTrainer`."""
+
+    def __init__(self, model_path: str, trainer_config: TrainerConfig, total_steps: int) -> None:
+        """
+        Args:
+            trainer_config: of :func:`skyrl_train.config.derive.critic_trainer`.
+            total_steps: optimizer minibatches of the whole run, which the learning-rate decay spans.
+
+        Raises:
+            ConfigError: an unknown name or an impossible number in ``trainer_config``.
+            ModelError: the model folder cannot be used, or its model cannot predict values.
+        """
+        model = put_value_head(load_model(model_path, trainer_config.policy.dtype, trainer_config.device))
+        if trainer_config.policy.gradient_checkpointing:
+            checkpoint_activations(model)
+        snapshots: Snapshots[BackendState] = Snapshots()
+        self._trainer = CriticTrainer(model, trainer_config, total_steps, OneRank(), snapshots)
+        super().__init__(self._trainer, snapshots)
+
+    def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return self._trainer.forward_values(sequences)

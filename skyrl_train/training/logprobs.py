@@ -1,9 +1,10 @@
-"""A micro-batch through the model: log-probs and entropies at the scored tokens only, in one of two ways.
+"""A micro-batch through the model: log-probs and entropies at the scored tokens only, in one of two ways; or hidden states.
 
-chunked       the model's body, then the head a chunk of tokens at a time (:mod:`skyrl_train.training.head`)
-full logits   the model's own forward pass, whatever it does after its head; a hook gives the head scored tokens only
+chunked        the model's body, then the head a chunk of tokens at a time (:mod:`skyrl_train.training.head`)
+full logits    the model's own forward pass, whatever it does after its head; a hook gives the head scored tokens only
+hidden states  the model's body alone, and what the caller does with its outputs (a critic)
 
-Both go through ``model(...)``, and reach the head's weight only inside ``head(...)``: the hooks of a sharded model
+All go through ``model(...)``, and reach the head's weight only inside ``head(...)``: the hooks of a sharded model
 (FSDP2), which gather weights around the ``forward`` of a module, see calls and outputs as in any other pass.
 """
 
@@ -83,6 +84,28 @@ def full_scores(
     logprobs = token_logprobs(logits, micro_batch.targets.to(logits.device))
     with torch.set_grad_enabled(differentiate_entropy and torch.is_grad_enabled()):
         return logprobs, token_entropies(logits)
+
+
+def scored_hidden(
+    model: PreTrainedModel, micro_batch: MicroBatch, then: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """``then`` of the hidden states ``[N, d]`` that the scored tokens were sampled from; what the model does after its head
+    (scales, caps) is left out.
+
+    Raises:
+        ModelError: the model has no body apart from its head.
+    """
+    body = model.base_model
+    if body is model:
+        raise ModelError(f"{type(model).__name__} has no body apart from its head; name another model.")
+    outputs = micro_batch.outputs.to(model.device)
+
+    def of_model(**inputs: Any) -> torch.Tensor:
+        return then(body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, outputs))
+
+    with _as_forward(model, of_model):
+        result: torch.Tensor = model(**_inputs(model, micro_batch))
+    return result
 
 
 def scored_logits(model: PreTrainedModel, micro_batch: MicroBatch, temperature: float) -> torch.Tensor:

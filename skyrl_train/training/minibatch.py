@@ -69,26 +69,32 @@ class _Row:
     group_index: int
     group_tokens: int
     group_sequences: int
+    values: torch.Tensor | None  # float32; None: there is no critic
+    returns: torch.Tensor | None  # float32, before advantages are normalised
 
 
 def _rows(
     group: RolloutGroup, index: int, algorithm: AlgorithmConfig, oldest_trained_version: int | None, kl_factor: float
 ) -> list[_Row]:
     sampled = [_loss_mask(sample) for sample in group.samples]
+    values = [_values(sample, group) for sample in group.samples] if derive.needs_critic(algorithm) else None
     advantages = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)(
         GroupRewards(
             token_rewards=[_shaped_rewards(sample, group, algorithm, kl_factor) for sample in group.samples],
             loss_masks=sampled,
             in_baseline=[_in_baseline(sample, algorithm) for sample in group.samples],
+            values=values,
         ),
         algorithm,
     )
     rows = []
-    for sample, mask, advantage in zip(group.samples, sampled, advantages, strict=True):
+    for number, (sample, mask, advantage) in enumerate(zip(group.samples, sampled, advantages, strict=True)):
         untrained = group.masked or (algorithm.overlong.filter and was_cut_off(sample))
         lengths = [len(sequence.response_ids) for sequence in sample.sequences]
-        of_sequences = zip(sample.sequences, mask.split(lengths), advantage.split(lengths), strict=True)
-        for sequence, sequence_mask, sequence_advantage in of_sequences:
+        nothing = [None] * len(lengths)
+        value = nothing if values is None else values[number].split(lengths)
+        of_sequences = zip(sample.sequences, mask.split(lengths), advantage.split(lengths), value, strict=True)
+        for sequence, sequence_mask, sequence_advantage, sequence_value in of_sequences:
             trained = torch.zeros_like(sequence_mask) if untrained else sequence_mask
             if oldest_trained_version is not None:
                 trained = trained & (torch.tensor(sequence.versions, dtype=torch.int64) >= oldest_trained_version)
@@ -101,6 +107,8 @@ def _rows(
                     group_index=index,
                     group_tokens=sum(int(of_sample.sum()) for of_sample in sampled),
                     group_sequences=sum(len(of_group.sequences) for of_group in group.samples),
+                    values=sequence_value,
+                    returns=None if sequence_value is None else sequence_advantage + sequence_value,
                 )
             )
     return rows
@@ -114,6 +122,19 @@ def was_cut_off(sample: Sample) -> bool:
 def _loss_mask(sample: Sample) -> torch.Tensor:
     """Bool ``[T]`` over the response tokens of all its sequences in a row."""
     return torch.tensor([value for sequence in sample.sequences for value in sequence.loss_mask], dtype=torch.bool)
+
+
+def _values(sample: Sample, group: RolloutGroup) -> torch.Tensor:
+    """Float32 ``[T]``: the critic's values of the sampled tokens of all its sequences in a row, 0 elsewhere."""
+    values: list[float] = []
+    for sequence in sample.sequences:
+        if sequence.values is None and any(sequence.loss_mask) and not group.masked:
+            raise GeneratorOutputError(
+                f"group {group.ordinal} has no values, which trainer.algorithm.advantage_estimator=gae needs: the stage that "
+                "adds them did not see it."
+            )
+        values += sequence.values or [0.0] * len(sequence.response_ids)
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _shaped_rewards(sample: Sample, group: RolloutGroup, algorithm: AlgorithmConfig, kl_factor: float) -> list[float]:
@@ -194,4 +215,6 @@ def _training_sequence(row: _Row) -> TrainingSequence:
         reference_logprobs=added_by_a_stage(sequence.reference_logprobs),
         group_tokens=row.group_tokens,
         group_sequences=row.group_sequences,
+        values=None if row.values is None else after_prompt(row.values, 0.0),
+        returns=None if row.returns is None else after_prompt(row.returns, 0.0),
     )

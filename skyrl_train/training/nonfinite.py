@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from skyrl_train.errors import NonFiniteStepsError
 
-SKIPPED = "policy/skipped_nonfinite"
+SKIPPED = ("policy/skipped_nonfinite", "critic/skipped_nonfinite")
 
 
 class NonFiniteSteps:
     """A step that is skipped moves nothing, so one now and then costs its groups and no more. A row of them means that the
-    policy itself has diverged: more steps would only use up prompts.
+    policy itself has diverged, or its critic: more steps would only use up prompts.
     """
 
     def __init__(self, limit: int) -> None:
@@ -28,10 +28,17 @@ class NonFiniteSteps:
         Raises:
             NonFiniteStepsError: too many in a row.
         """
-        self.in_a_row = self.in_a_row + 1 if metrics.get(SKIPPED, 0.0) > 0 else 0
+        self.in_a_row = self.in_a_row + 1 if any(metrics.get(key, 0.0) > 0 for key in SKIPPED) else 0
         if self.in_a_row <= self._limit:
             return
-        known = ("loss/policy", "policy/grad_norm", "policy/lr", "off_policy/ratio_max")
+        known = (
+            "loss/policy",
+            "policy/grad_norm",
+            "policy/lr",
+            "off_policy/ratio_max",
+            "loss/value",
+            "critic/grad_norm",
+        )
         numbers = ", ".join(f"{name}={metrics[name]:g}" for name in known if name in metrics)
         raise NonFiniteStepsError(
             f"Steps {step - self.in_a_row + 1} to {step} were skipped, because their loss or gradient is not finite: more than "

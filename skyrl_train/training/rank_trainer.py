@@ -12,9 +12,8 @@ and compute the same loss, each from its slice of the tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.logprobs import compute_device
 from skyrl_train.training.objective import Objective, TokenFields
-from skyrl_train.training.optimizer import PolicyOptimizer
+from skyrl_train.training.rank_steps import OpenStep, RankSteps, smallest
 from skyrl_train.training.ranks import Ranks
-from skyrl_train.training.schedule import learning_rate
 from skyrl_train.training.scorer import Scorer
 from skyrl_train.training.snapshots import Snapshots
 
@@ -53,22 +51,12 @@ class _Part:
     denominators: list[float]  # of all its sequences
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenStep:
-    """What was accumulated of a step; its gradients are in the optimizer."""
-
-    step: int
-    statistics: TokenStatistics = field(default_factory=TokenStatistics)
-    denominators: list[float] = field(default_factory=list)
-
-
-class RankTrainer:
+class RankTrainer(RankSteps):
     """A HF causal LM and its optimizer.
 
     Log-probs are those of the sampling temperature (logits / temperature; greedy counts as 1), because the behaviour
     log-probs are. Top-p, top-k and min-p are not reproduced: with them the behaviour log-probs are larger by the mass
-    cut off, which the off-policy metrics show. The model is in evaluation mode: dropout would make the proximal ratio of
-    the first pass differ from 1.
+    cut off, which the off-policy metrics show.
     """
 
     def __init__(
@@ -100,15 +88,9 @@ class RankTrainer:
             raise ConfigError(
                 f"trainer.micro_batch_tokens must be at least 1, got {trainer_config.micro_batch_tokens}."
             )
-        self.model: PreTrainedModel = model
-        model.eval()
+        super().__init__(model, trainer_config, total_steps, ranks, snapshots)
         self._model_path = model_path
-        self._config = trainer_config
-        self._total_steps = total_steps
-        self._ranks = ranks
-        self._snapshots = snapshots
         self._objective = Objective(trainer_config.algorithm)
-        self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._scorer = Scorer(
             model,
             temperature=temperature,
@@ -117,9 +99,6 @@ class RankTrainer:
             fp32_head=trainer_config.policy.fp32_head,
             sequence_ranks=ranks.sequence_ranks,
         )
-        self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config)
-        self._lr_multipliers = trainer_config.policy.optimizer_config.lr_multipliers
-        self._open: _OpenStep | None = None
 
     # ---- numbers
 
@@ -182,40 +161,23 @@ class RankTrainer:
             statistics, denominators = self._ranks.combine(opened.statistics, opened.denominators)
             scale = reduction_scale(denominators)
             metrics = self._objective.metrics(statistics, scale)
-            grad_norm, skipped = 0.0, False
-            if statistics.tokens:
-                self._snapshots.copied()
-                outcome = self.optimizer.step(rate, scale) if math.isfinite(metrics["loss/policy"]) else None
-                grad_norm = outcome.grad_norm if outcome is not None else math.nan
-                skipped = outcome is None or not outcome.applied
+            grad_norm, skipped = self._move(rate, scale, metrics["loss/policy"], statistics.tokens)
         finally:
             self.discard()
         return metrics | {
             "policy/grad_norm": grad_norm,
             "policy/skipped_nonfinite": float(skipped),
             "policy/lr": rate,
-            **{f"policy/lr/{pattern}": rate * factor for pattern, factor in self._lr_multipliers.items()},
+            **{
+                f"policy/lr/{pattern}": rate * factor
+                for pattern, factor in self._config.policy.optimizer_config.lr_multipliers.items()
+            },
             "policy/tokens": float(statistics.tokens),
         }
 
-    def discard(self) -> None:
-        """See :meth:`TrainingBackend.discard`."""
-        self._open = None
-        self.optimizer.zero_grad()
-
-    def _learning_rate(self, step: int) -> float:
-        optimizer = self._config.policy.optimizer_config
-        return learning_rate(
-            step,
-            peak=optimizer.lr,
-            schedule=optimizer.scheduler,
-            num_warmup_steps=optimizer.num_warmup_steps,
-            total_steps=self._total_steps,
-        )
-
     def _add(self, part: _Part) -> None:
         """Adds the part's gradients to those of its step."""
-        opened = self._open = self._open or _OpenStep(part.step)
+        opened = self._open = self._open or OpenStep(part.step)
         try:
             lacking = self._lacking(len(part.micro_batches))
             for scorable in part.micro_batches:
@@ -234,25 +196,16 @@ class RankTrainer:
         )
         return self._objective.loss(logprobs, entropies, scorable.fields)
 
-    def _lacking(self, passes: int) -> int:
-        """How many more passes another rank makes. Asked before the first one: between passes, ranks exchange nothing else."""
-        return self._ranks.largest(passes) - passes
-
     def _idle_passes(self, number: int, *, backward: bool = False) -> None:
         """Passes on nothing and for nothing, beside which the other ranks make theirs."""
         for _ in range(number):
             if backward:
-                logprobs, _ = self._scorer.logprobs_and_entropies(self._nothing(), differentiate_entropy=False)
+                logprobs, _ = self._scorer.logprobs_and_entropies(
+                    smallest(self._scorer.layout), differentiate_entropy=False
+                )
                 (logprobs.sum() * 0.0).backward()
             else:
-                self._scorer.logprobs(self._nothing())
-
-    def _nothing(self) -> MicroBatch:
-        """The smallest micro-batch: one token that is scored from one other."""
-        unknown = torch.zeros(2)
-        ids = torch.zeros(2, dtype=torch.int64)
-        pair = TrainingSequence(ids, unknown > 0, unknown, unknown, ids - 1, 0)
-        return next(self._scorer.micro_batches([pair], [0], [torch.ones(2, dtype=torch.bool)]))
+                self._scorer.logprobs(smallest(self._scorer.layout))
 
     # ---- batches
 
@@ -264,29 +217,17 @@ class RankTrainer:
         return list(self._scorer.micro_batches(sequences, scorable, everything))
 
     def _whole(self, minibatch: Minibatch) -> _Part:
-        if self._open is not None:
-            raise ValueError(f"step {self._open.step} has begun part by part; finish or discard it before an update")
+        self._check_whole()
         return self._part(minibatch)
 
     def _further(self, part: Minibatch) -> _Part:
-        if self._config.update_epochs_per_batch > 1:
-            raise ConfigError(
-                f"trainer.update_epochs_per_batch={self._config.update_epochs_per_batch} needs whole minibatches: later "
-                "passes train on all groups again. Set it to 1, or trainer.fully_async.streaming_min_groups=null."
-            )
+        self._check_further(part.step)
         if self._objective.needs_minibatch_facts:
             raise ConfigError(
                 "The configured loss or correction looks at whole minibatches before it trains. Set "
                 "trainer.fully_async.streaming_min_groups=null."
             )
-        if self._open is not None and self._open.step != part.step:
-            raise ValueError(f"step {self._open.step} is neither finished nor discarded, and step {part.step} begins")
         return self._part(part)
-
-    def _opened(self, step: int) -> _OpenStep:
-        if self._open is None or self._open.step != step:
-            raise ValueError(f"step {step} has nothing accumulated, so it cannot be finished")
-        return self._open
 
     def _part(self, minibatch: Minibatch) -> _Part:
         """Checks the sequences and packs those that have trained tokens; the others count in the denominators only.

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import ConfigError, GeneratorOutputError, ModelError
+from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.training.attention import keep_caps, packing_obstacle, use_segments
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded, pack_rows, pad_rows
+from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded
 from skyrl_train.training.head import LogitRule
+from skyrl_train.training.layout import RowLayout, two_short_sequences
 from skyrl_train.training.logprobs import can_chunk, chunked_scores, full_scores, share_weights_again
 from skyrl_train.training.sequence_parallel import SequenceRanks
 
@@ -58,8 +59,6 @@ class Scorer:
             ModelError: the model is no causal language model.
         """
         self._model = model
-        self._micro_batch_tokens = micro_batch_tokens
-        self._positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._fp32_head = False
         self._sequence_ranks = sequence_ranks
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
@@ -78,6 +77,7 @@ class Scorer:
                 "a scale and a cap after it. Set it to false."
             )
         self._fp32_head = fp32_head
+        self.layout = RowLayout.of(model, packed=self._way.packed, micro_batch_tokens=micro_batch_tokens)
 
     @property
     def packs(self) -> bool:
@@ -93,16 +93,7 @@ class Scorer:
             ConfigError: a sequence does not fit the token budget.
             GeneratorOutputError: a sequence is longer than the model has positions.
         """
-        lengths = [len(sequences[index]) for index in indices]
-        longest = max(lengths, default=0)
-        if self._positions is not None and longest > self._positions:
-            raise GeneratorOutputError(
-                f"a sequence has {longest} tokens, but the model only {self._positions} positions. Lower "
-                "generator.max_input_length or generator.sampling_params.max_tokens."
-            )
-        split, collate = (pack_rows, collate_packed) if self._way.packed else (pad_rows, collate_padded)
-        for chosen in split(lengths, self._micro_batch_tokens):
-            yield collate(sequences, [indices[position] for position in chosen], scored)
+        return self.layout.micro_batches(sequences, indices, scored)
 
     # Not inference_mode: weights that a sharded model gathers here for the first time are kept for training.
     @torch.no_grad()
@@ -145,8 +136,7 @@ class Scorer:
     @torch.no_grad()
     def _fastest_right_way(self, packing: bool | None) -> _Way:
         """The first way that agrees with the model's own logits of padded sequences."""
-        ids = torch.arange(7) % self._model.config.get_text_config().vocab_size
-        sequences = [_unlabelled(ids[:4]), _unlabelled(ids[4:])]
+        sequences = two_short_sequences(self._model.config.get_text_config().vocab_size)
         everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         plain = _Way(packed=False, chunked=False)
         padded = collate_padded(sequences, [0, 1], everything)
@@ -165,8 +155,3 @@ class Scorer:
             if torch.allclose(scores, expected, atol=tolerance, rtol=0.0):
                 return way
         return plain
-
-
-def _unlabelled(token_ids: torch.Tensor) -> TrainingSequence:
-    nothing = torch.zeros(len(token_ids))
-    return TrainingSequence(token_ids, nothing > 0, nothing, nothing, torch.full_like(token_ids, -1), 0)

@@ -28,10 +28,11 @@ from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.publisher import WeightPublisher
 from skyrl_train.rollout.dataset import load_dataset
-from skyrl_train.stage_factory import build_stages
+from skyrl_train.stage_factory import build_stages, value_stages
 from skyrl_train.trainer import PPOTrainer
 from skyrl_train.trainer_parts import TrainerParts
-from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.actor_critic import ActorCritic
+from skyrl_train.training.backend import CriticBackend, Minibatch, TrainingBackend, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK=")
@@ -141,7 +142,9 @@ class EchoGenerator(GeneratorInterface):
 class Harness:
     """Builds a trainer in ``folder``; build another one in the same folder to resume."""
 
-    def __init__(self, folder: Path, *overrides: str, engine: ScriptedEngine | None = None) -> None:
+    def __init__(
+        self, folder: Path, *overrides: str, engine: ScriptedEngine | None = None, critic: CriticBackend | None = None
+    ) -> None:
         self.config = compose(
             "quickstart",
             [
@@ -165,12 +168,14 @@ class Harness:
         self.screen = StringIO()
         self.run_folder = RunFolder(folder, self.config)
         reporter = Reporter(self.config, self.run_folder, Console(file=self.screen), self.plan.total_steps)
+        backend = self.backend if critic is None else ActorCritic(self.backend, critic)
         rewarded = self.config.rollout.stages.reward.function is not None
         self.stages = build_stages(self.config, "", self.client.decode, reporter.attempt_failed) if rewarded else []
+        self.stages += value_stages(self.config.trainer.algorithm, backend)
         parts = TrainerParts(
             client=self.client,
             generator=self.generator,
-            backend=self.backend,
+            backend=backend,
             publisher=WeightPublisher(self.client, ScriptedTransport(), PauseMode(self.config.generator.pause_mode)),
             dataset=dataset,
             checkpoints=CheckpointStore(self.run_folder.checkpoints, self.config.trainer.max_ckpts_to_keep),
@@ -178,6 +183,7 @@ class Harness:
             stages=self.stages,
             evaluation_engines=self.evaluation_engines,
             evaluation_prompts=load_evaluation_prompts(self.config),
+            spill_folder=folder / "spill" if self.config.rollout.buffer_memory_bytes is not None else None,
         )
         self.trainer: PPOTrainer = trainer_class(self.config.trainer.mode)(self.config, self.plan, parts)
 

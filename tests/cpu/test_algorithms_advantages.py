@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -151,6 +152,22 @@ def test_gae_is_the_sum_of_discounted_td_errors(
     assert returns.tolist() == pytest.approx(
         [a + t[2] if t[1] else 0.0 for a, t in zip(expected, tokens, strict=True)], abs=1e-9
     )
+
+
+@few
+@given(groups, st.floats(0, 1), st.floats(0, 1))
+def test_the_estimator_takes_each_sample_alone(samples: list[Sample], gamma: float, lam: float) -> None:
+    values = [torch.linspace(-1, 2, len(tokens)) for tokens in samples]
+    rewarded = dataclasses.replace(group_of(samples), values=values)
+    result = ADVANTAGE_ESTIMATORS.get("gae")(rewarded, AlgorithmConfig(gamma=gamma, lambd=lam))
+    for tokens, of_sample, advantages in zip(samples, values, result, strict=True):
+        rewards, mask = torch.tensor([r for r, _ in tokens], dtype=torch.float64), torch.tensor([m for _, m in tokens])
+        assert torch.equal(advantages, gae(rewards, of_sample, mask.bool(), gamma, lam)[0].float())
+
+
+def test_the_estimator_needs_values() -> None:
+    with pytest.raises(ValueError, match="values of a critic"):
+        ADVANTAGE_ESTIMATORS.get("gae")(group_of([[(1.0, True)]]), AlgorithmConfig())
 
 
 def test_gae_with_lambda_1_is_the_return_less_the_value() -> None:

@@ -18,14 +18,14 @@ from skyrl_train.rollout.reward_stage import with_rewards
 from skyrl_train.training.nonfinite import NonFiniteSteps
 
 
-@given(st.lists(st.booleans(), max_size=20), st.integers(0, 4))
-def test_the_first_row_that_is_longer_than_the_limit_stops(skipped: list[bool], limit: int) -> None:
+@given(st.lists(st.booleans(), max_size=20), st.integers(0, 4), st.sampled_from(["policy", "critic"]))
+def test_the_first_row_that_is_longer_than_the_limit_stops(skipped: list[bool], limit: int, whose: str) -> None:
     text = "".join("x" if each else "." for each in skipped)
     expected = text.find("x" * (limit + 1)) + limit + 1 if "x" * (limit + 1) in text else None
     rule, stopped = NonFiniteSteps(limit), None
     for step, each in enumerate(skipped, start=1):
         try:
-            rule.observe(step, {"policy/skipped_nonfinite": float(each)})
+            rule.observe(step, {"policy/skipped_nonfinite": 0.0, f"{whose}/skipped_nonfinite": float(each)})
         except NonFiniteStepsError:
             stopped = step
             break

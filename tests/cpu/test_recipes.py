@@ -86,8 +86,8 @@ def script(recipe: str, name: str) -> ModuleType:
     return module
 
 
-NAMES = ["gsm8k", "gsm8k_lora", "dapo_math", "search", "code"]
-DATA_OF = {"gsm8k_lora": "gsm8k"}  # recipes that share another one's data
+NAMES = ["gsm8k", "gsm8k_lora", "critic_ppo", "dapo_math", "search", "code"]
+DATA_OF = {"gsm8k_lora": "gsm8k", "critic_ppo": "gsm8k"}  # recipes that share another one's data
 RETRIEVER = script("search", "retriever")
 
 
@@ -96,7 +96,7 @@ def converted(recipe: str) -> list[dict[str, Any]]:
         code = script("code", "prepare_data")
         return [code.convert_mbpp(MBPP[0]), code.convert_code_contests(CONTESTS)]
     prepare = script(DATA_OF.get(recipe, recipe), "prepare_data")
-    rows = {"gsm8k": GSM8K, "gsm8k_lora": GSM8K, "dapo_math": DAPO, "search": SEARCH}[recipe]
+    rows = {"gsm8k": GSM8K, "dapo_math": DAPO, "search": SEARCH}[DATA_OF.get(recipe, recipe)]
     return [prepare.convert(row) for row in rows]
 
 
@@ -110,6 +110,8 @@ def stand_in(recipe: str, rows: list[dict[str, Any]], data: Path, folder: Path) 
     model = trainer["policy"]["model"]
     model |= {"path": None, "build": {"alphabet": text, "max_position_embeddings": 1024, **sizes}}
     trainer["policy"]["dtype"] = "float32"
+    if "critic" in trainer:
+        trainer["critic"]["dtype"] = "float32"
     trainer.pop("eval", None)
     algorithm = trainer.get("algorithm", {})
     algorithm.pop("dynamic_sampling", None)  # nothing that random weights say is worth anything
@@ -147,6 +149,7 @@ def test_a_recipe_trains_on_converted_records(tmp_path: Path, recipe: str, retri
     assert main([f"--config-name={path}", f"trainer.run_dir={tmp_path / 'run'}", *extra]) == 0
     found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [1, 2]
+    assert ("critic/explained_variance" in found[-1]) == (recipe == "critic_ppo")
     assert found[-1]["generate/turns"] == (4 if recipe == "search" else 1)
     assert (tmp_path / "run" / "policy" / "adapter").is_dir() == recipe.endswith("_lora")
 

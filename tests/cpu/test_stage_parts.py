@@ -190,7 +190,7 @@ def test_a_group_that_was_written_before_there_were_stages_is_read() -> None:
     row = from_line(encode_group(scored_group()))
     for sample in row["samples"]:
         for written in sample["sequences"]:
-            del written["reference_logprobs"], written["proximal_logprobs"]
+            del written["reference_logprobs"], written["proximal_logprobs"], written["values"]
     assert decode_group(to_line(row)) == scored_group()
 
 

@@ -1,4 +1,4 @@
-"""Trains the policy sharded over Ray actors (FSDP2), on one machine or many.
+"""Trains the policy, and the critic, sharded over Ray actors (FSDP2), on one machine or many.
 
 minibatch ──share_out──> each rank's sequences ──> RankTrainer on every rank, in step ──> the metrics of rank 0 (= all)
 """
@@ -14,7 +14,7 @@ import torch
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import is_local
-from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
 from skyrl_train.training.distributed.shares import PackedSequences, share_out
 from skyrl_train.training.distributed.worker import WorkerSettings
 from skyrl_train.training.distributed.worker_group import WorkerGroup
@@ -24,37 +24,22 @@ if TYPE_CHECKING:
     from skyrl_train.publication.base import WeightTransport
 
 
-class RayBackend(TrainingBackend):
-    """A policy whose parameters, gradients and moments lie on several ranks; see :class:`RankTrainer` for what each does.
+class RayTraining(Training):
+    """What the policy and the critic share: a group of workers of its own, each with a shard.
 
-    Losses and weights are those of the local backend, but for the order in which gradients are added up: metrics agree
-    within 1e-5, and weights within 1e-3 of what they moved. Every method raises TrainingWorkerError if a worker is gone.
+    Every method raises TrainingWorkerError if a worker is gone.
     """
 
-    def __init__(
-        self, model_path: str, trainer_config: TrainerConfig, total_steps: int, temperature: float, seed: int
-    ) -> None:
-        """Starts ``trainer.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalBackend`, and those of
-        :class:`WorkerGroup`; ``model_path`` is opened on every node.
-        """
-        place = str(Path(model_path).absolute()) if is_local(model_path) else model_path  # workers are in other folders
-        self._group = WorkerGroup(WorkerSettings(place, trainer_config, total_steps, temperature, seed))
-        self._ranks_per_share = trainer_config.fsdp.sequence_parallel_size
-        self._transports: list[WeightTransport] = []
+    def __init__(self, settings: WorkerSettings) -> None:
+        path = settings.model_path
+        place = str(Path(path).absolute()) if is_local(path) else path  # workers are in other folders
+        self._group = WorkerGroup(replace(settings, model_path=place))
+        self._ranks_per_share = settings.trainer.fsdp.sequence_parallel_size
 
     @property
     def group(self) -> WorkerGroup:
         """The workers."""
         return self._group
-
-    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        shares, packed = self._shares(sequences)
-        results = [torch.zeros(0)] * len(sequences)
-        of_ranks = self._group.call("forward_logprobs", [(of,) for of in packed])
-        for share, rows in zip(shares, of_ranks[:: self._ranks_per_share], strict=True):
-            for index, row in zip(share, rows, strict=True):
-                results[index] = torch.from_numpy(row.copy())
-        return results
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """See :meth:`RankTrainer.update`."""
@@ -71,21 +56,6 @@ class RayBackend(TrainingBackend):
 
     def discard(self) -> None:
         self._group.call_alike("discard")
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`TrainingBackend.named_weights`; each travels here as it is asked for."""
-        for name in self._group.call_alike("weight_names")[0]:
-            yield name, self._group.call_alike("weight", name)[0]
-
-    def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
-        """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine. The transport given here is sent
-        there as it was made, and must not be used in this process.
-        """
-        if all(known is not transport for known in self._transports):
-            self._transports.append(transport)
-        key = next(i for i, known in enumerate(self._transports) if known is transport)
-        update: WeightUpdate = self._group.call_alike("stage", key, transport, version)[0]
-        return update
 
     def snapshot(self) -> dict[str, object]:
         """See :meth:`TrainingBackend.snapshot`; the copies stay with the workers, until the next snapshot."""
@@ -104,17 +74,19 @@ class RayBackend(TrainingBackend):
         """See :meth:`TrainingBackend.load`; of a checkpoint by any number of workers."""
         self._group.call_alike("load", folder.absolute())
 
-    def export_hf(self, folder: Path) -> None:
-        """See :meth:`TrainingBackend.export_hf`; rank 0 writes it, from a whole copy of the policy in main memory.
-
-        Raises:
-            CheckpointError: the folder cannot be written; what was there stays.
-        """
-        self._group.call_alike("export_hf", folder.absolute())
-
     def close(self) -> None:
         """Ends the workers, and with them what rank 0 has staged."""
         self._group.close()
+
+    def _forward(self, method: str, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """What the workers compute of each token, in the order of the sequences."""
+        shares, packed = self._shares(sequences)
+        results = [torch.zeros(0)] * len(sequences)
+        of_ranks = self._group.call(method, [(of,) for of in packed])
+        for share, rows in zip(shares, of_ranks[:: self._ranks_per_share], strict=True):
+            for index, row in zip(share, rows, strict=True):
+                results[index] = torch.from_numpy(row.copy())
+        return results
 
     def _train(self, method: str, part: Minibatch) -> Any:
         _, packed = self._shares(part.sequences)
@@ -125,3 +97,59 @@ class RayBackend(TrainingBackend):
         shares = share_out([len(sequence) for sequence in sequences], self._group.size // self._ranks_per_share)
         packed = [PackedSequences.of([sequences[index] for index in share]) for share in shares]
         return shares, [of_share for of_share in packed for _ in range(self._ranks_per_share)]
+
+
+class RayBackend(RayTraining, TrainingBackend):
+    """A policy whose parameters, gradients and moments lie on several ranks; see :class:`RankTrainer` for what each does.
+
+    Losses and weights are those of the local backend, but for the order in which gradients are added up: metrics agree
+    within 1e-5, and weights within 1e-3 of what they moved. Every method raises TrainingWorkerError if a worker is gone.
+    """
+
+    def __init__(
+        self, model_path: str, trainer_config: TrainerConfig, total_steps: int, temperature: float, seed: int
+    ) -> None:
+        """Starts ``trainer.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalBackend`, and those of
+        :class:`WorkerGroup`; ``model_path`` is opened on every node.
+        """
+        super().__init__(WorkerSettings(model_path, trainer_config, total_steps, temperature, seed))
+        self._transports: list[WeightTransport] = []
+
+    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return self._forward("forward_logprobs", sequences)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`TrainingBackend.named_weights`; each travels here as it is asked for."""
+        for name in self._group.call_alike("weight_names")[0]:
+            yield name, self._group.call_alike("weight", name)[0]
+
+    def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
+        """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine. The transport given here is sent
+        there as it was made, and must not be used in this process.
+        """
+        if all(known is not transport for known in self._transports):
+            self._transports.append(transport)
+        key = next(i for i, known in enumerate(self._transports) if known is transport)
+        update: WeightUpdate = self._group.call_alike("stage", key, transport, version)[0]
+        return update
+
+    def export_hf(self, folder: Path) -> None:
+        """See :meth:`TrainingBackend.export_hf`; rank 0 writes it, from a whole copy of the policy in main memory.
+
+        Raises:
+            CheckpointError: the folder cannot be written; what was there stays.
+        """
+        self._group.call_alike("export_hf", folder.absolute())
+
+
+class RayCritic(RayTraining, CriticBackend):
+    """A value model whose parameters, gradients and moments lie on several ranks; see :class:`CriticTrainer`."""
+
+    def __init__(self, model_path: str, trainer_config: TrainerConfig, total_steps: int, seed: int) -> None:
+        """Starts ``trainer.critic.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalCritic`, and those of
+        :class:`WorkerGroup`; ``model_path`` is opened on every node.
+        """
+        super().__init__(WorkerSettings(model_path, trainer_config, total_steps, 1.0, seed, critic=True))
+
+    def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return self._forward("forward_values", sequences)

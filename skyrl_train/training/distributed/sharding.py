@@ -9,6 +9,8 @@ among the ranks of a copy, and gradients are added up over all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +20,6 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
-from skyrl_train.models.lora import add_adapter
 from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.compilation import compile_layers
 from skyrl_train.training.ranks import Ranks
@@ -35,12 +36,21 @@ def shard_mesh(device_type: str, num_ranks: int, shard_size: int | None) -> Devi
     return init_device_mesh(device_type, (num_ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks: Ranks, seed: int) -> PreTrainedModel:
+def load_sharded(
+    model_path: str,
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    ranks: Ranks,
+    adapt: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
+) -> PreTrainedModel:
     """Loads the model, each rank its shards. Called by all ranks.
 
     What is trained is in float32; the base of an adapter, which is not, is in ``trainer.policy.dtype``.
 
     Only rank 0 reads the weights; it has the whole model in main memory while it does.
+
+    Args:
+        adapt: changes the whole model before it is sharded, with the same result on every rank.
 
     Raises:
         ModelError: the model folder cannot be used; through ``ranks``, on all of them.
@@ -52,10 +62,7 @@ def load_sharded(model_path: str, config: TrainerConfig, mesh: DeviceMesh, ranks
         with torch.device("meta"):
             empty = build_empty(model_path, dtype, "meta")
         source = load_model(model_path, dtype, "cpu") if mesh.get_rank() == 0 else None
-        if lora.rank:
-            for each in filter(None, (empty, source)):
-                add_adapter(each, lora, seed=seed, dtype=torch.float32)
-        return empty, source
+        return adapt(empty), None if source is None else adapt(source)
 
     model, source = ranks.together(built)
     if config.policy.compile:

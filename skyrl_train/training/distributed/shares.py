@@ -20,6 +20,8 @@ _FIELDS = (
     "versions",
     "proximal_logprobs",
     "reference_logprobs",
+    "values",
+    "returns",
 )
 _NUMBERS = ("group_index", "counted_tokens", "group_tokens", "group_sequences")
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError, SkyRLError
 from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transformers, resolve_device, resolve_dtype
-from skyrl_train.models.lora import adapter_of, merged_weights, policy_weights, write_adapter
+from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights, write_adapter
 from skyrl_train.training.backend import Minibatch
+from skyrl_train.training.critic import CriticTrainer
 from skyrl_train.training.distributed import checkpoint
 from skyrl_train.training.distributed.process_ranks import AgreedError, ProcessRanks
 from skyrl_train.training.distributed.sharding import load_sharded, shard_mesh, whole
@@ -35,6 +38,7 @@ from skyrl_train.training.distributed.shares import PackedSequences
 from skyrl_train.training.rank_trainer import RankTrainer
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.snapshots import Snapshots
+from skyrl_train.training.value_model import put_value_head
 
 if TYPE_CHECKING:
     from skyrl_train.inference.weight_update import WeightUpdate
@@ -53,6 +57,7 @@ class WorkerSettings:
     total_steps: int
     temperature: float
     seed: int
+    critic: bool = False  # a value model; ``trainer`` is of :func:`skyrl_train.config.derive.critic_trainer` then
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,15 @@ class TrainingWorker:
 
     def forward_logprobs(self, sequences: PackedSequences) -> Returned | Refused:
         """Log-probs of each token of this rank's sequences, float32 arrays ``[T]``."""
-        return _outcome(lambda: [row.numpy() for row in self._trainer.forward_logprobs(sequences.unpack())])
+        trainer = self._trainer
+        assert isinstance(trainer, RankTrainer), "these workers train a critic"
+        return _outcome(lambda: [row.numpy() for row in trainer.forward_logprobs(sequences.unpack())])
+
+    def forward_values(self, sequences: PackedSequences) -> Returned | Refused:
+        """Values of each token of this rank's sequences, float32 arrays ``[T]``; of a critic."""
+        trainer = self._trainer
+        assert isinstance(trainer, CriticTrainer), "these workers train a policy"
+        return _outcome(lambda: [row.numpy() for row in trainer.forward_values(sequences.unpack())])
 
     def update(self, sequences: PackedSequences, of: Minibatch) -> Returned | Refused:
         """A step on the minibatch ``of`` which these are this rank's sequences; its metrics."""
@@ -214,17 +227,17 @@ class TrainingWorker:
 
     def _build(self, settings: WorkerSettings) -> None:
         torch.manual_seed(settings.seed)
-        model = load_sharded(settings.model_path, settings.trainer, self._mesh, self._ranks, settings.seed)
-        self._trainer = self._ranks.together(
-            lambda: RankTrainer(
-                model,
-                settings.model_path,
-                settings.trainer,
-                settings.total_steps,
-                settings.temperature,
-                self._ranks,
-                self._snapshots,
-            )
+        model = load_sharded(
+            settings.model_path, settings.trainer, self._mesh, self._ranks, partial(_adapted, settings=settings)
+        )
+        self._trainer = self._ranks.together(lambda: self._trainer_of(model, settings))
+
+    def _trainer_of(self, model: PreTrainedModel, settings: WorkerSettings) -> RankTrainer | CriticTrainer:
+        trainer, steps = settings.trainer, settings.total_steps
+        if settings.critic:
+            return CriticTrainer(model, trainer, steps, self._ranks, self._snapshots)
+        return RankTrainer(
+            model, settings.model_path, trainer, steps, settings.temperature, self._ranks, self._snapshots
         )
 
     def _published(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -251,6 +264,14 @@ class TrainingWorker:
                 f"The policy cannot be exported to {folder} on {socket.gethostname()}: {error}. Free space or choose "
                 "another place; the run's checkpoints hold the same weights."
             ) from error
+
+
+def _adapted(model: PreTrainedModel, settings: WorkerSettings) -> PreTrainedModel:
+    """The model with what is trained of it: a critic's head, or the policy's adapter, if it has one."""
+    if settings.critic:
+        return put_value_head(model)
+    lora = settings.trainer.policy.model.lora
+    return add_adapter(model, lora, seed=settings.seed, dtype=torch.float32) if lora.rank else model
 
 
 def _sequence_ranks(size: int) -> SequenceRanks | None:

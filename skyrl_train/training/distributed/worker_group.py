@@ -118,7 +118,7 @@ class WorkerGroup:
 
     def _start(self, settings: WorkerSettings) -> None:
         trainer = settings.trainer
-        self._placement = _reserve(trainer)
+        self._placement = _reserve(trainer, "trainer.critic.fsdp" if settings.critic else "trainer.fsdp")
         actors = [_actor(trainer, self._placement, bundle) for bundle in range(trainer.fsdp.num_workers)]
         self._actors = actors
         places = _answers([actor.seat.remote() for actor in actors], trainer.fsdp.start_timeout_s)
@@ -175,7 +175,7 @@ class _Actor(TrainingWorker):
         return super().save(number, folder)
 
 
-def _reserve(trainer: TrainerConfig) -> PlacementGroup:
+def _reserve(trainer: TrainerConfig, key: str) -> PlacementGroup:
     bundles = [_bundle(trainer) for _ in range(trainer.fsdp.num_workers)]
     bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
     group = placement_group(bundles, strategy="PACK")
@@ -183,8 +183,8 @@ def _reserve(trainer: TrainerConfig) -> PlacementGroup:
         remove_placement_group(group)
         free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
         raise TrainingWorkerError(
-            f"The cluster has no room for the training workers after trainer.fsdp.start_timeout_s="
-            f"{trainer.fsdp.start_timeout_s:g}: trainer.fsdp.num_workers={trainer.fsdp.num_workers}, each with "
+            f"The cluster has no room for the training workers after {key}.start_timeout_s="
+            f"{trainer.fsdp.start_timeout_s:g}: {key}.num_workers={trainer.fsdp.num_workers}, each with "
             f"{_bundle(trainer)}, the first on this machine; free now: {free}. Free some, add nodes, or ask for less."
         )
     return group

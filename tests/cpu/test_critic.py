@@ -1,0 +1,263 @@
+"""The critic: its loss against the formula, its update against a loop, and that it learns, splits and resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from critic_worlds import actor_critic, critic, critic_config, off_zero, valued_minibatch, values_of, with_values
+from hypothesis import given
+from hypothesis import strategies as st
+from training_worlds import build_small_model, config, minibatch, one_thread, same, weights
+
+from skyrl_train.algorithms.values import value_loss, value_metrics, value_statistics
+from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, HalfStepError
+from skyrl_train.training.actor_critic import CRITIC_FOLDER, ActorCritic
+from skyrl_train.training.backend import Minibatch
+from skyrl_train.training.local_backend import LocalBackend, LocalCritic
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_small_model(tmp_path_factory.mktemp("models"))
+
+
+def parameters(of: LocalCritic) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in of.model.named_parameters()}
+
+
+def brute_force_loss(model: torch.nn.Module, batch: Minibatch, clip: float | None) -> torch.Tensor:
+    """The documented loss, token by token."""
+    total, count = torch.zeros(()).double(), 0
+    for s, values in zip(batch.sequences, values_of(batch.sequences, model), strict=True):
+        count += s.tokens_in_denominator
+        for t in s.loss_mask.nonzero().flatten().tolist():
+            old, target = s.values[t].double(), s.returns[t].double()
+            error = (values[t] - target) ** 2
+            if clip is not None:
+                error = torch.maximum(error, (values[t].clamp(old - clip, old + clip) - target) ** 2)
+            total = total + error / 2
+    return total / count
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+numbers = st.floats(-3, 3, allow_nan=False, width=32)
+tokens = st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=12)
+
+
+@given(tokens, st.one_of(st.none(), st.floats(0.01, 2)))
+def test_the_loss_is_the_larger_of_two_squared_errors(
+    tokens: list[tuple[float, float, float]], clip: float | None
+) -> None:
+    values, old, returns = torch.tensor(tokens, dtype=torch.float64).T
+    values = values.clone().requires_grad_()
+    losses, clipped = value_loss(values, old, returns, clip)
+    (gradient,) = torch.autograd.grad(losses.sum(), values)
+    for index, (v, v_old, target) in enumerate(tokens):
+        moved = v if clip is None else min(max(v, v_old - clip), v_old + clip)
+        expected = max((v - target) ** 2, (moved - target) ** 2) / 2
+        assert losses[index].item() == pytest.approx(expected, abs=1e-12)
+        without_gain = (moved - target) ** 2 > (v - target) ** 2
+        assert bool(clipped[index]) == without_gain
+        if without_gain:
+            assert gradient[index] == 0
+
+
+@given(tokens)
+def test_explained_variance_is_that_of_its_definition(tokens: list[tuple[float, float, float]]) -> None:
+    values, old, returns = torch.tensor(tokens, dtype=torch.float64).T
+    losses, clipped = value_loss(values, old, returns, 0.2)
+    metrics = value_metrics(value_statistics(losses, clipped, old, returns), 1 / len(tokens))
+    variance = returns.var(correction=0).item()
+    if variance > 1e-6:
+        expected = 1 - (returns - old).var(correction=0).item() / variance
+        assert metrics["critic/explained_variance"] == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    assert metrics["loss/value"] == pytest.approx(losses.mean().item())
+    assert metrics["critic/clip_fraction"] == pytest.approx(clipped.double().mean().item())
+
+
+def test_returns_that_are_all_the_same_have_no_variance_to_explain() -> None:
+    same_ = torch.full((3,), 0.1, dtype=torch.float32)
+    losses, clipped = value_loss(torch.zeros(3), same_ - 1, same_, None)
+    assert value_metrics(value_statistics(losses, clipped, same_ - 1, same_), 1 / 3)["critic/explained_variance"] == 0.0
+
+
+# Values and updates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [None, False])
+def test_values_are_those_of_each_sequence_alone(folder: str, packing: bool | None) -> None:
+    trained, batch = critic(folder, packing=packing, micro_batch_tokens=34), minibatch()
+    assert all(not bool(values.any()) for values in trained.forward_values(batch.sequences)), "it begins with zeros"
+    trained.update(valued_minibatch())
+    expected = values_of(batch.sequences, trained.model)
+    for ours, of_sequence in zip(trained.forward_values(batch.sequences), expected, strict=True):
+        torch.testing.assert_close(ours, of_sequence.detach(), atol=2e-6, rtol=0)
+        assert bool(ours[1:].any()) or len(ours) == 1
+    assert trained.forward_values([]) == []
+
+
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_an_update_descends_the_gradient_of_the_formula(folder: str, clip: float | None) -> None:
+    trained = off_zero(folder, algorithm__value_clip=clip, micro_batch_tokens=34)
+    batch = valued_minibatch()
+    masked = dataclasses.replace(batch.sequences[1], counted_tokens=9)  # some of its tokens were masked for their age
+    batch = dataclasses.replace(batch, sequences=[batch.sequences[0], masked, *batch.sequences[2:]])
+    loss = brute_force_loss(trained.model, batch, clip)
+    gradients = torch.autograd.grad(loss, list(trained.model.parameters()))
+    metrics = trained.update(batch)
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+    assert metrics["loss/value"] == pytest.approx(loss.item(), rel=1e-6)
+    assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=1e-6)
+    assert metrics["critic/lr"] == 1e-2
+    assert metrics["critic/skipped_nonfinite"] == 0
+
+
+def test_parts_give_the_gradient_of_the_whole(folder: str) -> None:
+    batch, gradients = valued_minibatch(), []
+    for budget, cuts in ((16384, [8]), (25, [3, 8]), (17, [1, 2, 8])):
+        trained = off_zero(folder, micro_batch_tokens=budget)
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            trained.accumulate(Minibatch(batch.sequences[start:end], 1, 1))
+        gradients.append([p.grad.clone() for p in trained.model.parameters() if p.grad is not None])
+    assert gradients[0]
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(b, a, atol=1e-12, rtol=1e-9)
+
+
+def test_it_learns_what_its_returns_are(folder: str) -> None:
+    trained, explained = critic(folder, update_epochs_per_batch=2, algorithm__value_clip=None), []
+    for step in range(1, 31):
+        metrics = trained.update(with_values(minibatch(seed=1, step=step), trained))
+        explained.append(metrics["critic/explained_variance"])
+    assert explained[0] == 0.0, "zeros explain nothing"
+    assert explained[-1] > 0.8
+
+
+def test_a_broken_number_moves_nothing_and_is_counted(folder: str) -> None:
+    trained, batch = critic(folder), valued_minibatch()
+    before = parameters(trained)
+    broken = dataclasses.replace(batch.sequences[1], returns=torch.full((9,), math.nan))
+    metrics = trained.update(dataclasses.replace(batch, sequences=[broken]))
+    assert metrics["critic/skipped_nonfinite"] == 1
+    silent = [dataclasses.replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in batch.sequences]
+    assert trained.update(dataclasses.replace(batch, sequences=silent))["loss/value"] == 0.0
+    assert same(before, parameters(trained))
+
+
+def test_sequences_without_values_are_refused(folder: str) -> None:
+    with pytest.raises(GeneratorOutputError, match="of 6 training sequences 0 have a value and 0 a return"):
+        critic(folder).update(minibatch())
+
+
+def test_a_model_of_another_vocabulary_is_refused(folder: str) -> None:
+    batch = minibatch()
+    alien = dataclasses.replace(batch.sequences[0], token_ids=torch.tensor([1, 99]))
+    with pytest.raises(GeneratorOutputError, match=r"token id 99 .* trainer\.critic\.model\.path"):
+        critic(folder).forward_values([alien])
+
+
+# Beside the policy ----------------------------------------------------------------------------------------------------
+
+
+def test_both_train_and_the_policy_alone_is_published_and_exported(folder: str, tmp_path: Path) -> None:
+    both, alone, own = actor_critic(folder), LocalBackend(folder, config(), 10, 1.0, 0), critic(folder)
+    for step in (1, 2):
+        batch = valued_minibatch(step, step)
+        expected = {**alone.update(batch), **own.update(batch)}
+        assert both.update(batch) == expected
+    assert same(dict(both.named_weights()), weights(alone))
+    values = both.submit_values(batch.sequences).result()
+    assert all(map(torch.equal, values, own.forward_values(batch.sequences)))
+    both.export_hf(tmp_path / "policy")
+    assert same(weights(LocalBackend(str(tmp_path / "policy"), config(), 10, 1.0, 0)), weights(alone))
+    both.close()
+
+
+def test_a_resumed_pair_goes_on_as_if_it_had_never_stopped(folder: str, tmp_path: Path) -> None:
+    first, second = actor_critic(folder), actor_critic(folder)
+    first.update(valued_minibatch(1, 1))
+    first.save(first.snapshot(), tmp_path)
+    second.accumulate(valued_minibatch(9, 1))
+    second.load(tmp_path)
+    for step in (2, 3):
+        batch = valued_minibatch(step, step)
+        assert first.update(batch) == second.update(batch)
+    last = [each.submit_values(batch.sequences).result() for each in (first, second)]
+    assert all(map(torch.equal, *last))
+    assert same(dict(first.named_weights()), dict(second.named_weights()))
+
+
+def test_a_checkpoint_without_a_critic_is_refused(folder: str, tmp_path: Path) -> None:
+    alone = LocalBackend(folder, config(), 10, 1.0, 0)
+    alone.save(alone.snapshot(), tmp_path)
+    both = actor_critic(folder)
+    before = {name: weight.clone() for name, weight in both.named_weights()}
+    with pytest.raises(CheckpointError, match="has no critic"):
+        both.load(tmp_path)
+    assert same(before, dict(both.named_weights()))
+    (tmp_path / CRITIC_FOLDER).mkdir()
+    with pytest.raises(CheckpointError, match="is incomplete"):
+        both.load(tmp_path)
+
+
+def test_what_both_refuse_has_moved_nothing_and_what_one_refuses_says_so(folder: str) -> None:
+    both, batch = actor_critic(folder, micro_batch_tokens=17), valued_minibatch()
+    before = {name: weight.clone() for name, weight in both.named_weights()}
+    long = valued_minibatch(lengths=(18, 2))
+    with pytest.raises(ConfigError, match="micro_batch_tokens"):
+        both.update(long)
+    with pytest.raises(ConfigError, match="micro_batch_tokens"):
+        both.accumulate(long)
+    assert same(before, dict(both.named_weights()))
+    with pytest.raises(HalfStepError, match="the critic refused: of 6"):
+        both.update(dataclasses.replace(batch, sequences=minibatch().sequences))
+    ragged = dataclasses.replace(batch.sequences[1], behaviour_logprobs=torch.zeros(1))
+    with pytest.raises(HalfStepError, match=r"the policy refused: training sequence 0 .* ragged"):
+        both.update(dataclasses.replace(batch, sequences=[ragged]))
+    with pytest.raises(GeneratorOutputError, match="ragged"):
+        both.accumulate(dataclasses.replace(batch, sequences=[ragged]))
+    with pytest.raises(ValueError, match="nothing accumulated"):
+        both.finish(1)
+
+
+def test_a_step_in_parts_is_the_whole_step(folder: str) -> None:
+    whole, parts = actor_critic(folder), actor_critic(folder)
+    batch = valued_minibatch()
+    for start, end in ((0, 3), (3, 8)):
+        parts.accumulate(Minibatch(batch.sequences[start:end], 1, 1))
+    assert parts.finish(1) == pytest.approx(whole.update(batch), rel=1e-5, abs=1e-6)
+    parts.accumulate(Minibatch(batch.sequences[:3], 1, 2))
+    parts.discard()
+    with pytest.raises(ValueError, match="nothing accumulated"):
+        parts.finish(2)
+
+
+def test_close_ends_both(folder: str) -> None:
+    closed: list[str] = []
+
+    class Policy(LocalBackend):
+        def close(self) -> None:
+            closed.append("policy")
+
+    class Critic(LocalCritic):
+        def close(self) -> None:
+            closed.append("critic")
+
+    both = ActorCritic(Policy(folder, config(), 10, 1.0, 0), Critic(folder, critic_config(), 10))
+    both.close()
+    assert closed == ["critic", "policy"]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        both.submit_values([])
