@@ -439,7 +439,7 @@ def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkey
     )
     monkeypatch.setattr(worker_group, "ray", SimpleNamespace(get=get, kill=lambda actor: None))
     monkeypatch.setattr(worker_group, "connect", lambda: None)
-    monkeypatch.setattr(worker_group, "_reserve", lambda trainer: None)
+    monkeypatch.setattr(worker_group, "_reserve", lambda trainer, key: None)
     monkeypatch.setattr(worker_group, "_actor", lambda *arguments: actor)
     with pytest.raises(TrainingWorkerError, match="The training workers did not start"):
         WorkerGroup(WorkerSettings("", settings(fsdp__num_workers=1), 10, 1.0, 0))

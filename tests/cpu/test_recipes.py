@@ -164,6 +164,7 @@ def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
     for name in {
         "gsm8k": ["gsm8k/train", "gsm8k/test"],
         "gsm8k_lora": ["gsm8k/train", "gsm8k/test"],
+        "critic_ppo": ["gsm8k/train", "gsm8k/test"],
         "dapo_math": ["dapo_math/train", "dapo_math/aime_2024"],
         "search": ["search/train"],
         "code": ["code/mbpp_train", "code/mbpp_test"],
