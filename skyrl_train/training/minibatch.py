@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards, normalized_over_minibatch
@@ -97,7 +98,7 @@ def _rows(
         for sequence, sequence_mask, sequence_advantage, sequence_value in of_sequences:
             trained = torch.zeros_like(sequence_mask) if untrained else sequence_mask
             if oldest_trained_version is not None:
-                trained = trained & (torch.tensor(sequence.versions, dtype=torch.int64) >= oldest_trained_version)
+                trained = trained & (_tensor(sequence.versions, np.int64) >= oldest_trained_version)
             rows.append(
                 _Row(
                     sequence,
@@ -121,7 +122,7 @@ def was_cut_off(sample: Sample) -> bool:
 
 def _loss_mask(sample: Sample) -> torch.Tensor:
     """Bool ``[T]`` over the response tokens of all its sequences in a row."""
-    return torch.tensor([value for sequence in sample.sequences for value in sequence.loss_mask], dtype=torch.bool)
+    return _tensor([value for sequence in sample.sequences for value in sequence.loss_mask], np.bool_)
 
 
 def _values(sample: Sample, group: RolloutGroup) -> torch.Tensor:
@@ -134,7 +135,7 @@ def _values(sample: Sample, group: RolloutGroup) -> torch.Tensor:
                 "adds them did not see it."
             )
         values += sequence.values or [0.0] * len(sequence.response_ids)
-    return torch.tensor(values, dtype=torch.float32)
+    return _tensor(values, np.float32)
 
 
 def _shaped_rewards(sample: Sample, group: RolloutGroup, algorithm: AlgorithmConfig, kl_factor: float) -> list[float]:
@@ -185,10 +186,10 @@ def _in_baseline(sample: Sample, algorithm: AlgorithmConfig) -> bool:
 def _kept(sequence: RolloutSequence, algorithm: AlgorithmConfig) -> bool:
     if sequence.proximal_logprobs is None:
         return True
-    mask = torch.tensor(sequence.loss_mask, dtype=torch.bool)
+    mask = _tensor(sequence.loss_mask, np.bool_)
     return keeps_sequence(
-        torch.tensor(sequence.logprobs, dtype=torch.float32)[mask],
-        torch.tensor(sequence.proximal_logprobs, dtype=torch.float32)[mask],
+        _tensor(sequence.logprobs, np.float32)[mask],
+        _tensor(sequence.proximal_logprobs, np.float32)[mask],
         algorithm.off_policy_correction.rejections,
     )
 
@@ -201,14 +202,14 @@ def _training_sequence(row: _Row) -> TrainingSequence:
         return torch.cat([response_part.new_full((prompt_len,), fill), response_part])
 
     def added_by_a_stage(logprobs: list[float] | None) -> torch.Tensor | None:
-        return None if logprobs is None else after_prompt(torch.tensor(logprobs, dtype=torch.float32), 0.0)
+        return None if logprobs is None else after_prompt(_tensor(logprobs, np.float32), 0.0)
 
     return TrainingSequence(
-        token_ids=torch.tensor(sequence.prompt_token_ids + sequence.response_ids, dtype=torch.int64),
+        token_ids=_tensor(sequence.prompt_token_ids + sequence.response_ids, np.int64),
         loss_mask=after_prompt(row.trained, False),
         advantages=after_prompt(row.advantages, 0.0),
-        behaviour_logprobs=after_prompt(torch.tensor(sequence.logprobs, dtype=torch.float32), 0.0),
-        versions=after_prompt(torch.tensor(sequence.versions, dtype=torch.int64), -1),
+        behaviour_logprobs=after_prompt(_tensor(sequence.logprobs, np.float32), 0.0),
+        versions=after_prompt(_tensor(sequence.versions, np.int64), -1),
         group_index=row.group_index,
         proximal_logprobs=added_by_a_stage(sequence.proximal_logprobs),
         counted_tokens=int(row.sampled.sum()),
@@ -218,3 +219,8 @@ def _training_sequence(row: _Row) -> TrainingSequence:
         values=None if row.values is None else after_prompt(row.values, 0.0),
         returns=None if row.returns is None else after_prompt(row.returns, 0.0),
     )
+
+
+def _tensor(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
+    """What ``torch.tensor`` makes of a list of Python numbers, in less than half of its time."""
+    return torch.from_numpy(np.array(values, dtype=dtype))
