@@ -3,8 +3,8 @@
     python benchmarks/driver_cost.py [--groups 5000] [--tokens 64 256 1024]
 
 The real trainer, workers, rules, buffer, client and fleet on a modelled engine, in virtual time: nothing is waited for, and all
-processor time is work. It includes the modelled engine, the checks of what the generator returns, and the minibatch;
-the prompt is one token, and nothing is rendered or decoded.
+processor time is work. It includes the modelled engine, the decoding of responses, the checks of what the generator
+returns, and the minibatch; the prompt is one token, and nothing is rendered.
 """
 
 from __future__ import annotations
