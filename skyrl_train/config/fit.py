@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from skyrl_train.config import derive
 from skyrl_train.config.machine import Machine
-from skyrl_train.config.plan import MemoryEstimate, Plan
+from skyrl_train.config.memory import MemoryEstimate
+from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import TrainerConfig, TrainingStrategy
 
 _GIB = 2**30
