@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,19 +85,12 @@ class CriticTrainer(RankSteps):
 
     def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         """See :meth:`CriticBackend.forward_values`."""
-        results = [torch.zeros(len(sequence)) for sequence in sequences]
-        micro_batches = self._ranks.together(lambda: self._all_tokens(sequences))
-        lacking = self._lacking(len(micro_batches))
         with torch.no_grad():  # not inference_mode: weights that a sharded model gathers here are kept for training
-            for micro_batch in micro_batches:
-                values = token_values(self.model, micro_batch).float().cpu()
-                counts = [len(sequences[index]) - 1 for index in micro_batch.indices]
-                for index, of_sequence in zip(micro_batch.indices, values.split(counts), strict=True):
-                    results[index][1:] = of_sequence
-            for _ in range(lacking):
-                token_values(self.model, smallest(self._layout))
+            values = self._of_every_token(
+                sequences, self._layout, self._check_tokens, partial(token_values, self.model)
+            )
         share_weights_again(self.model)
-        return results
+        return values
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """See :meth:`Training.update`; ``update_epochs_per_batch`` optimizer steps at the step's learning rate.
@@ -160,13 +154,6 @@ class CriticTrainer(RankSteps):
         opened.denominators.extend(part.denominators)
 
     # ---- batches
-
-    def _all_tokens(self, sequences: Sequence[TrainingSequence]) -> list[MicroBatch]:
-        """Micro-batches in which every token that something precedes is scored."""
-        self._check_tokens(sequences)
-        everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
-        scorable = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
-        return list(self._layout.micro_batches(sequences, scorable, everything))
 
     def _whole(self, minibatch: Minibatch) -> _Part:
         self._check_whole()

@@ -81,7 +81,7 @@ class FrozenPolicy:
         laid_out = [sequence.training_sequence() for sequence in sequences]
         masks = [sequence.loss_mask for sequence in laid_out]
         scored = [index for index, mask in enumerate(masks) if bool(mask.any())]
-        for micro_batch in self._scorer.micro_batches(laid_out, scored, masks):
+        for micro_batch in self._scorer.layout.micro_batches(laid_out, scored, masks):
             logprobs = self._scorer.logprobs(micro_batch).float().cpu()
             counts = [int(masks[index].sum()) for index in micro_batch.indices]
             for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):

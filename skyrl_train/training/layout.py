@@ -46,6 +46,12 @@ class RowLayout:
         for chosen in split(lengths, self.micro_batch_tokens):
             yield collate(sequences, [indices[position] for position in chosen], scored)
 
+    def every_token(self, sequences: Sequence[TrainingSequence]) -> list[MicroBatch]:
+        """Micro-batches in which every token that something precedes is scored; errors as of :meth:`micro_batches`."""
+        everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
+        scorable = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
+        return list(self.micro_batches(sequences, scorable, everything))
+
 
 def two_short_sequences(vocab_size: int) -> list[TrainingSequence]:
     """Sequences to try a model's ways on, whatever its vocabulary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,36 @@ class RankSteps:
         self._snapshots.copied()
         outcome = self.optimizer.step(rate, scale) if math.isfinite(loss) else None
         return (math.nan, True) if outcome is None else (outcome.grad_norm, not outcome.applied)
+
+    def _of_every_token(
+        self,
+        sequences: Sequence[TrainingSequence],
+        layout: RowLayout,
+        check: Callable[[Sequence[TrainingSequence]], None],
+        score: Callable[[MicroBatch], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """What ``score`` says of each token that something precedes: float32 ``[T]`` on the CPU per sequence, the first 0.
+
+        Args:
+            check: raises if the sequences cannot be scored.
+            score: the numbers of a micro-batch, one for each of its tokens.
+        """
+
+        def laid_out() -> list[MicroBatch]:
+            check(sequences)
+            return layout.every_token(sequences)
+
+        results = [torch.zeros(len(sequence)) for sequence in sequences]
+        micro_batches = self._ranks.together(laid_out)
+        lacking = self._lacking(len(micro_batches))
+        for micro_batch in micro_batches:
+            scores = score(micro_batch).float().cpu()
+            counts = [len(sequences[index]) - 1 for index in micro_batch.indices]
+            for index, of_sequence in zip(micro_batch.indices, scores.split(counts), strict=True):
+                results[index][1:] = of_sequence
+        for _ in range(lacking):
+            score(smallest(layout))
+        return results
 
     def _lacking(self, passes: int) -> int:
         """How many more passes another rank makes. Asked before the first one: between passes, ranks exchange nothing else."""

@@ -104,16 +104,7 @@ class RankTrainer(RankSteps):
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         """See :meth:`TrainingBackend.forward_logprobs`."""
-        results = [torch.zeros(len(sequence)) for sequence in sequences]
-        micro_batches = self._ranks.together(lambda: self._all_tokens(sequences))
-        lacking = self._lacking(len(micro_batches))
-        for micro_batch in micro_batches:
-            logprobs = self._scorer.logprobs(micro_batch).float().cpu()
-            counts = [len(sequences[index]) - 1 for index in micro_batch.indices]
-            for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):
-                results[index][1:] = values
-        self._idle_passes(lacking)
-        return results
+        return self._of_every_token(sequences, self._scorer.layout, self._check_sequences, self._scorer.logprobs)
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """See :meth:`TrainingBackend.update`; ``update_epochs_per_batch`` optimizer steps at the step's learning rate.
@@ -184,7 +175,7 @@ class RankTrainer(RankSteps):
                 loss, statistics = self._loss(scorable)
                 loss.backward()
                 opened.statistics.add(statistics)
-            self._idle_passes(lacking, backward=True)
+            self._idle_passes(lacking)
         except BaseException:
             self.discard()
             raise
@@ -196,25 +187,15 @@ class RankTrainer(RankSteps):
         )
         return self._objective.loss(logprobs, entropies, scorable.fields)
 
-    def _idle_passes(self, number: int, *, backward: bool = False) -> None:
-        """Passes on nothing and for nothing, beside which the other ranks make theirs."""
+    def _idle_passes(self, number: int) -> None:
+        """Forward and backward passes on nothing and for nothing, beside which the other ranks make theirs."""
         for _ in range(number):
-            if backward:
-                logprobs, _ = self._scorer.logprobs_and_entropies(
-                    smallest(self._scorer.layout), differentiate_entropy=False
-                )
-                (logprobs.sum() * 0.0).backward()
-            else:
-                self._scorer.logprobs(smallest(self._scorer.layout))
+            logprobs, _ = self._scorer.logprobs_and_entropies(
+                smallest(self._scorer.layout), differentiate_entropy=False
+            )
+            (logprobs.sum() * 0.0).backward()
 
     # ---- batches
-
-    def _all_tokens(self, sequences: Sequence[TrainingSequence]) -> list[MicroBatch]:
-        """Micro-batches in which every token that something precedes is scored."""
-        self._check_sequences(sequences)
-        everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
-        scorable = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
-        return list(self._scorer.micro_batches(sequences, scorable, everything))
 
     def _whole(self, minibatch: Minibatch) -> _Part:
         self._check_whole()
@@ -257,7 +238,7 @@ class RankTrainer(RankSteps):
         proximal = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
         reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
         device = compute_device(self.model)
-        for micro_batch in self._scorer.micro_batches(sequences, range(len(sequences)), masks):
+        for micro_batch in self._scorer.layout.micro_batches(sequences, range(len(sequences)), masks):
             rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.counts)
             fields = TokenFields(
                 advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
@@ -280,7 +261,8 @@ class RankTrainer(RankSteps):
         for scorable in derived:
             logprobs = self._scorer.logprobs(scorable.micro_batch).clone()
             scored.append(replace(scorable, fields=replace(scorable.fields, proximal_logprobs=logprobs)))
-        self._idle_passes(lacking)
+        for _ in range(lacking):
+            self._scorer.logprobs(smallest(self._scorer.layout))
         return replace(part, micro_batches=[*given, *scored])
 
     def _with_facts(self, part: _Part) -> _Part:

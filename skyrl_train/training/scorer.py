@@ -5,7 +5,6 @@ sequences ──micro_batches──> MicroBatch (within the token budget) ──
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.training.attention import keep_caps, packing_obstacle, use_segments
-from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded
 from skyrl_train.training.head import LogitRule
 from skyrl_train.training.layout import RowLayout, two_short_sequences
@@ -83,17 +81,6 @@ class Scorer:
     def packs(self) -> bool:
         """Whether several sequences share a row."""
         return self._way.packed
-
-    def micro_batches(
-        self, sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
-    ) -> Iterator[MicroBatch]:
-        """Splits the sequences at ``indices``; ``scored[i]`` (bool ``[T]``) marks the scored tokens of sequence ``i``.
-
-        Raises:
-            ConfigError: a sequence does not fit the token budget.
-            GeneratorOutputError: a sequence is longer than the model has positions.
-        """
-        return self.layout.micro_batches(sequences, indices, scored)
 
     # Not inference_mode: weights that a sharded model gathers here for the first time are kept for training.
     @torch.no_grad()

@@ -83,7 +83,7 @@ def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[TrainingSequence]:
 def scores(scorer: Scorer, of: list[TrainingSequence]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Log-probs per sequence, and a loss of all log-probs and entropies in which every token weighs differently."""
     masks, logprobs, loss = [s.loss_mask for s in of], {}, torch.zeros(())
-    for batch in scorer.micro_batches(of, range(len(of)), masks):
+    for batch in scorer.layout.micro_batches(of, range(len(of)), masks):
         values, entropies = scorer.logprobs_and_entropies(batch, differentiate_entropy=True)
         for index, own, entropy in zip(
             batch.indices, values.split(batch.counts.tolist()), entropies.split(batch.counts.tolist()), strict=True
@@ -153,7 +153,7 @@ def test_attention_scores_are_capped_as_the_model_says() -> None:
                 return model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)
         scorer, nothing = Scorer(model, temperature=1.0, micro_batch_tokens=64), torch.zeros(len(ids))
         sequence = TrainingSequence(ids, nothing == 0, nothing, nothing, ids, 0)
-        (batch,) = scorer.micro_batches([sequence], [0], [torch.arange(len(ids)) > 0])
+        (batch,) = scorer.layout.micro_batches([sequence], [0], [torch.arange(len(ids)) > 0])
         return scorer.logprobs(batch)
 
     ids = torch.arange(12) * 7 % VOCABULARY
@@ -244,7 +244,7 @@ def test_a_sharded_model_gives_the_same_numbers(tied: bool, checkpointed: bool) 
         for each in (policy, other):
             scorer = Scorer(each, temperature=1.0, micro_batch_tokens=40, fp32_head=True)  # refused of full logits
             assert scorer.packs
-            micro_batch = next(iter(scorer.micro_batches(batch, [0, 1, 2], [s.loss_mask for s in batch])))
+            micro_batch = next(iter(scorer.layout.micro_batches(batch, [0, 1, 2], [s.loss_mask for s in batch])))
             without_gradient = scorer.logprobs(micro_batch)
             assert all(isinstance(p, DTensor) for p in other.parameters())
             logprobs, loss = scores(scorer, batch)
