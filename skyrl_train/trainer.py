@@ -462,6 +462,7 @@ class PPOTrainer:
             "retries": self.runner.retries,
             "counts": self.staleness.state_dict(),
             "kl_factor": self.kl_control.factor,
+            "nonfinite_in_a_row": self.nonfinite.in_a_row,
         }
         return RolloutSnapshot(self.global_step, state, self.buffer.snapshot(), self.parts.client.recordings.snapshot())
 
@@ -498,6 +499,7 @@ class PPOTrainer:
         self.saving.step = self.global_step
         self._reported = dict(state.get("reported", {}))
         self.kl_control.factor = float(state.get("kl_factor", 1.0))
+        self.nonfinite.in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
     # The rest -----------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from skyrl_train.config.keys import did_you_mean
-from skyrl_train.config.limits import Problems, at_least, more_than_zero
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.limits import Problems, at_least, more_than_zero, setting
+from skyrl_train.config.schema import LoraConfig, RunConfig
 
 KEY = "trainer.policy.model.lora"
 ALL_LINEAR = "all-linear"
@@ -22,6 +22,10 @@ def _adapter(config: RunConfig) -> Problems:
     lora = config.trainer.policy.model.lora
     yield from at_least(config, 0, f"{KEY}.rank")
     if lora.rank < 1:
+        default = vars(LoraConfig(rank=lora.rank))
+        unused = [f"{KEY}.{name}" for name, value in default.items() if getattr(lora, name) != value]
+        if unused:
+            yield f"{', '.join(unused)} with {KEY}.rank={lora.rank}: there is no adapter. Set {KEY}.rank, or leave it out."
         return
     yield from more_than_zero(config, f"{KEY}.alpha")
     if lora.dropout != 0:
@@ -67,12 +71,10 @@ def _engines(config: RunConfig) -> Problems:
 
 
 def _rates(config: RunConfig) -> Problems:
-    for pattern, factor in config.trainer.policy.optimizer_config.lr_multipliers.items():
-        if not (math.isfinite(factor) and factor >= 0):
-            yield (
-                f"trainer.policy.optimizer_config.lr_multipliers[{pattern!r}]={factor:g}: must be finite and >= 0 (0 keeps the "
-                "parameters as they are)."
-            )
+    for key in ("trainer.policy.optimizer_config.lr_multipliers", "trainer.critic.optimizer_config.lr_multipliers"):
+        for pattern, factor in setting(config, key).items():
+            if not (math.isfinite(factor) and factor >= 0):
+                yield f"{key}[{pattern!r}]={factor:g}: must be finite and >= 0 (0 keeps the parameters as they are)."
 
 
 RULES: tuple[Callable[[RunConfig], Problems], ...] = (_adapter, _engines, _rates)

@@ -26,7 +26,6 @@ from skyrl_train.errors import ConfigError
 
 # Settings with a closed list of values. What users may register (losses, estimators, schedules, trackers) is passed in.
 CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
-    "data.sampler": ("shuffle", "sequential", "weighted"),
     "generator.pause_mode": ("keep", "recompute", "abort", "wait"),
     "generator.inference_engine.placement": ("process", "thread", "ray"),
     "generator.inference_engine.dtype": tuple(BYTES_PER_ELEMENT),
@@ -35,6 +34,7 @@ CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "trainer.critic.dtype": tuple(BYTES_PER_ELEMENT),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }
+_SAMPLERS = ("shuffle", "sequential", "weighted")  # or an import path
 
 
 def refuse(config: RunConfig, known_names: Mapping[str, Collection[str]] | None = None) -> None:
@@ -53,7 +53,11 @@ def refuse(config: RunConfig, known_names: Mapping[str, Collection[str]] | None 
 def problems(config: RunConfig, known_names: Mapping[str, Collection[str]] | None = None) -> list[str]:
     """What ``refuse`` would raise, one sentence per problem."""
     found = [problem for rule in _RULES for problem in rule(config)]
-    return found + list(_names(config, {**CLOSED_NAMES, **(known_names or {})}))
+    return [
+        *found,
+        *_names(config, CLOSED_NAMES, closed=True),
+        *_names(config, {"data.sampler": _SAMPLERS, **(known_names or {})}),
+    ]
 
 
 def raise_problems(found: list[str]) -> None:
@@ -160,11 +164,12 @@ def _lengths(config: RunConfig) -> Problems:
         )
 
 
-def _names(config: RunConfig, known_names: Mapping[str, Collection[str]]) -> Problems:
+def _names(config: RunConfig, known_names: Mapping[str, Collection[str]], *, closed: bool = False) -> Problems:
+    """Names that are none of those known, and unless the lists are closed no import path either."""
     for key, names in known_names.items():
         value = setting(config, key)
         for name in value if isinstance(value, list) else [value]:
-            if name is not None and name not in names and not is_import_path(name):
+            if name is not None and name not in names and (closed or not is_import_path(name)):
                 yield f"{key}={name} is unknown.{did_you_mean(name, names)}"
 
 

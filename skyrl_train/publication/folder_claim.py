@@ -1,13 +1,16 @@
 """Whose files are whose in a folder that trainers share, and which of them belong to nobody any more.
 
 A trainer that is killed cannot remove the weights that it has staged. Each one holds a record lock on a file of its own,
-which ends with its process; whoever comes next and gets the lock removes what the dead one has left.
+which ends with its process; whoever comes next and gets the lock removes what the dead one has left. Many shared folders
+keep locks within one machine, so that those of another machine say nothing: what it has left stays.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import os
+import platform
 import uuid
 from io import FileIO
 from pathlib import Path
@@ -32,12 +35,16 @@ class FolderClaim:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         _held_here.add(self.label)
-        self._lock = FileIO(_owner_file(folder, self.label), "w")
+        new = folder / f".{PREFIX}{self.label}.new"
+        self._lock = FileIO(new, "w")
+        self._lock.write(_machine())
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(new, _owner_file(folder, self.label))  # found by others only now that it is locked
             for owner in folder.glob(f".{PREFIX}*{_SUFFIX}"):
                 _remove_if_dead(folder, owner)
         except OSError as error:  # a file system without locks: nobody can be told dead
+            new.unlink(missing_ok=True)
             logger.warning("Weights that killed runs have left in %s are not removed: %s", folder, error)
 
     def path(self, name: str) -> Path:
@@ -55,6 +62,14 @@ def _owner_file(folder: Path, label: str) -> Path:
     return folder / f".{PREFIX}{label}{_SUFFIX}"
 
 
+def _machine() -> bytes:
+    """Of this kernel, which all containers of a machine share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return platform.node().encode()
+
+
 def _remove_if_dead(folder: Path, owner: Path) -> None:
     label = owner.name.removeprefix(f".{PREFIX}").removesuffix(_SUFFIX)
     if label in _held_here:  # opening and closing it would end its lock
@@ -62,6 +77,8 @@ def _remove_if_dead(folder: Path, owner: Path) -> None:
     try:
         with FileIO(owner, "r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.readall() != _machine():
+                return
             left = [*folder.glob(f"{PREFIX}{label}-*"), *folder.glob(f".{PREFIX}{label}-*")]
             for path in left:
                 path.unlink(missing_ok=True)

@@ -74,7 +74,7 @@ class CriticTrainer(RankSteps):
             ConfigError: an impossible number in ``trainer_config``, or ``packing`` is True and the model does not allow it.
             ModelError: the model has no body apart from its head.
         """
-        super().__init__(model, trainer_config, total_steps, ranks, snapshots)
+        super().__init__(model, trainer_config, total_steps, ranks, snapshots, whose="trainer.critic")
         packed = trainer_config.packing is not False and can_pack(model)
         if trainer_config.packing and not packed:
             raise ConfigError(

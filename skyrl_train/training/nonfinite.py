@@ -20,7 +20,7 @@ class NonFiniteSteps:
             limit: steps in a row that may be skipped; one more is an error.
         """
         self._limit = limit
-        self.in_a_row = 0
+        self.in_a_row = 0  # part of a checkpoint: a run that is stopped within a row goes on counting
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes note of a step. One of several passes counts as skipped if any of them was.
@@ -40,11 +40,12 @@ class NonFiniteSteps:
             "critic/grad_norm",
         )
         numbers = ", ".join(f"{name}={metrics[name]:g}" for name in known if name in metrics)
+        first = step - self.in_a_row + 1
         raise NonFiniteStepsError(
-            f"Steps {step - self.in_a_row + 1} to {step} were skipped, because their loss or gradient is not finite: more than "
+            f"Steps {first} to {step} were skipped, because their loss or gradient is not finite: more than "
             f"trainer.failures.max_nonfinite_steps={self._limit} in a row. The last one: {numbers}. Likely causes: a learning "
             "rate too high (trainer.policy.optimizer_config.lr, num_warmup_steps), gradients that are not clipped "
             "(max_grad_norm), weights too narrow (trainer.policy.dtype=bfloat16), huge advantages (rewards, "
-            "grpo_norm_by_std), or unbounded ratios (off_policy_correction). The last checkpoint is from before them: resume "
-            "from it with another setting under another trainer.run_dir, from its policy."
+            "grpo_norm_by_std), or unbounded ratios (off_policy_correction). Start from the policy of a "
+            f"checkpoint from before step {first}, with another setting under another trainer.run_dir."
         )

@@ -36,14 +36,23 @@ class PolicyOptimizer:
     rounding. Float32 weights are their own masters.
     """
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
-        _check(config)
+    def __init__(
+        self, model: torch.nn.Module, config: OptimizerConfig, where: str = "trainer.policy.optimizer_config"
+    ) -> None:
+        """
+        Args:
+            where: the setting that ``config`` comes from, for messages.
+
+        Raises:
+            ConfigError: an unknown schedule, an impossible number, or a pattern of ``lr_multipliers`` that matches nothing.
+        """
+        _check(config, where)
         self._max_grad_norm = config.max_grad_norm
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: _master_of(p) for name, p in self._weights.items()}
         beta1, beta2 = config.adam_betas
         self._adamw = torch.optim.AdamW(
-            _groups(self._masters, config),
+            _groups(self._masters, config, where),
             lr=config.lr,
             betas=(beta1, beta2),
             eps=config.adam_eps,
@@ -129,7 +138,7 @@ class PolicyOptimizer:
             self._masters[name].copy_(master)
 
 
-def _groups(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+def _groups(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, where: str) -> list[dict[str, Any]]:
     """AdamW's groups: the parameters of one rate and one decay.
 
     Norms and biases are not decayed: pulling them to 0 shrinks activations instead of bounding the weights.
@@ -150,7 +159,7 @@ def _groups(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfi
     for pattern in config.lr_multipliers:
         if not groups[pattern, True]["params"] and not groups[pattern, False]["params"]:
             raise ConfigError(
-                f"trainer.policy.optimizer_config.lr_multipliers: no trained parameter is the first that {pattern!r} matches; "
+                f"{where}.lr_multipliers: no trained parameter is the first that {pattern!r} matches; "
                 f"names look like {next(iter(parameters), '(there is none)')!r}. Change the pattern or remove it."
             )
     return [group for group in groups.values() if group["params"]]
@@ -171,9 +180,8 @@ def _master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
     return master
 
 
-def _check(config: OptimizerConfig) -> None:
+def _check(config: OptimizerConfig, where: str) -> None:
     SCHEDULES.get(config.scheduler)
-    where = "trainer.policy.optimizer_config"
     if not (math.isfinite(config.lr) and config.lr >= 0):
         raise ConfigError(f"{where}.lr must be finite and >= 0, got {config.lr}.")
     if len(config.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.adam_betas):

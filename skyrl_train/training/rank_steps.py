@@ -40,6 +40,7 @@ class RankSteps:
         trainer_config: with the settings of this model in ``policy``.
         total_steps: optimizer minibatches of the whole run, which the learning-rate decay spans.
         snapshots: of the model and its optimizer: neither moves while one is being copied.
+        whose: the section of the configuration with the optimizer's settings, for messages.
 
     Raises:
         ConfigError: an impossible number in ``trainer_config``.
@@ -52,6 +53,7 @@ class RankSteps:
         total_steps: int,
         ranks: Ranks,
         snapshots: Snapshots[Any],
+        whose: str = "trainer.policy",
     ) -> None:
         self.model: PreTrainedModel = model
         model.eval()
@@ -60,7 +62,7 @@ class RankSteps:
         self._ranks = ranks
         self._snapshots = snapshots
         self._vocab_size = int(model.config.get_text_config().vocab_size)
-        self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config)
+        self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config, f"{whose}.optimizer_config")
         self._open: OpenStep | None = None
 
     def discard(self) -> None:

@@ -61,6 +61,7 @@ class RemoteCheckpointStore:
         self._url = url.rstrip("/")
         self._config = config
         self._local = local
+        self._known: str | None = None  # what distinguishes the newest one, as this run has left or found it; "": none
         self._files: AbstractFileSystem
         self._root: str
         try:
@@ -98,6 +99,7 @@ class RemoteCheckpointStore:
         """
         with self._reached("read"):
             place = self._newest()
+            self._known = self._identity(place)
             if place is None:
                 return None
             if self._is_local(place):
@@ -108,7 +110,8 @@ class RemoteCheckpointStore:
         """Makes the checkpoint of ``step``; returns its copy on the local disk, which the next one replaces.
 
         Raises:
-            CheckpointError: see :meth:`CheckpointStore.write`; or the upload failed, and the one before stands.
+            CheckpointError: see :meth:`CheckpointStore.write`; or the upload failed, and the one before stands; or another
+                run writes there too.
         """
 
         def identified(folder: Path) -> None:
@@ -117,21 +120,33 @@ class RemoteCheckpointStore:
 
         folder = self._local.write(step, identified)
         with self._reached(f"take the checkpoint of step {step}"):
+            self._check_alone()
             places = self._places()
             place = _Place(step, 1 + max((p.attempt for p in places if p.step == step), default=-1))
             self._upload(folder, place)
+            self._known = (folder / IDENTITY).read_text("utf-8")
         try:
             self._remove_old(place)
         except Exception as error:  # the new one is safe; an old one that cannot be removed only costs space
             logger.warning("An old checkpoint in %s could not be removed: %s", self._url, error)
         return folder
 
+    def _check_alone(self) -> None:
+        """Each of two runs would remove what the other one has written, where it has come to a later step."""
+        newest = self._newest()
+        if self._known is not None and newest is not None and self._identity(newest) != self._known:
+            raise CheckpointError(
+                f"trainer.ckpt_path={self._url} has {newest.name} of another run, which is untouched. Stop one of the two, "
+                "or give it another trainer.ckpt_path."
+            )
+
     def _upload(self, folder: Path, place: _Place) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
         there = [self._path(place.name, path.relative_to(folder).as_posix()) for path in paths]
         for parent in sorted({path.rpartition("/")[0] for path in there}):
             self._files.makedirs(parent, exist_ok=True)
-        self._files.pipe_file(self._path(CONFIG), to_yaml(self._config).encode())
+        if self._newest() is None:  # else it is there; torn by a crash, it would cost the checkpoints that are
+            self._files.pipe_file(self._path(CONFIG), to_yaml(self._config).encode())
         self._files.put([str(path) for path in paths], there)
         self._files.pipe_file(self._path(place.name, MANIFEST), (folder / MANIFEST).read_bytes())
         if not self._is_complete(place):
@@ -139,10 +154,13 @@ class RemoteCheckpointStore:
         self._files.pipe_file(self._path(POINTER), f"{place.name}\n".encode())
 
     def _download(self, place: _Place, folder: Path) -> None:
-        names = [name for name in self._manifest(place) if name != MANIFEST]
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        self._files.get([self._path(place.name, name) for name in names], [str(folder / name) for name in names])
+        with self._reached("read"):  # or its outage would be taken for one of the local disk
+            sizes = {name: size for name, size in self._manifest(place).items() if name != MANIFEST}
+            for name in sizes:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            self._files.get([self._path(place.name, name) for name in sizes], [str(folder / name) for name in sizes])
+            if torn := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]:
+                raise OSError(f"{', '.join(torn)} of {place.name} did not arrive whole")
 
     def _remove_old(self, newest: _Place) -> None:
         """Keeps the newest ``max_ckpts_to_keep`` up to ``newest``; later steps belong to a history that was given up."""
@@ -184,11 +202,14 @@ class RemoteCheckpointStore:
         found = self._files.find(self._path(place.name), detail=True)
         return all(found.get(self._path(place.name, name), {}).get("size") == size for name, size in wanted.items())
 
+    def _identity(self, place: _Place | None) -> str:
+        return "" if place is None else self._text(place.name, IDENTITY)
+
     def _is_local(self, place: _Place) -> bool:
         """Whether the local disk has this very checkpoint."""
         folder = self._local.latest()
         try:
-            return folder is not None and (folder / IDENTITY).read_text("utf-8") == self._text(place.name, IDENTITY)
+            return folder is not None and (folder / IDENTITY).read_text("utf-8") == self._identity(place)
         except FileNotFoundError:
             return False
 

@@ -232,6 +232,12 @@ def test_names_of_registries_are_checked_against_what_is_registered() -> None:
     assert "my.Tracker" not in str(error.value)
 
 
+@pytest.mark.parametrize("key", sorted(CLOSED_NAMES))
+def test_an_import_path_is_in_no_closed_list(key: str) -> None:
+    (problem,) = [found for found in problems(settings(f"{key}=torch.bfloat16")) if "unknown" in found]
+    assert f"{key}=torch.bfloat16 is unknown." in problem
+
+
 def test_the_closed_lists_are_those_of_the_code_that_reads_them() -> None:
     assert set(CLOSED_NAMES["generator.pause_mode"]) == set(PauseMode)
     assert set(CLOSED_NAMES["trainer.policy.dtype"]) == set(DTYPES)

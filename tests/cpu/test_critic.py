@@ -50,6 +50,11 @@ def brute_force_loss(model: torch.nn.Module, batch: Minibatch, clip: float | Non
     return total / count
 
 
+def test_a_pattern_that_matches_nothing_is_named_as_the_critics(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.optimizer_config\.lr_multipliers: .*'nowhere'"):
+        critic(folder, critic__optimizer_config__lr_multipliers={"nowhere": 2.0})
+
+
 # The loss -------------------------------------------------------------------------------------------------------------
 
 numbers = st.floats(-3, 3, allow_nan=False, width=32)

@@ -38,12 +38,18 @@ ENGINE = "generator.inference_engine"
         ([f"{ENGINE}.backend=vllm", f"{LORA}.rank=1024"], "ranks up to 512"),
         ([f"{ENGINE}.backend=vllm", f"{ENGINE}.engine_args={{max_loras: 3}}"], "max_loras: follows from"),
         ([f"{ENGINE}.backend=vllm", f"{ENGINE}.engine_args={{load_format: dummy}}"], "load_format=dummy"),
-        (["trainer.policy.optimizer_config.lr_multipliers={a: -1}"], "lr_multipliers['a']=-1"),
+        (["trainer.policy.optimizer_config.lr_multipliers={a: -1}"], "policy.optimizer_config.lr_multipliers['a']=-1"),
+        (["trainer.critic.optimizer_config.lr_multipliers={a: -1}"], "critic.optimizer_config.lr_multipliers['a']=-1"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> None:
     found = problems(compose("quickstart", [f"{LORA}.rank=8", *overrides]))
     assert any(expected in problem for problem in found), found
+
+
+def test_settings_of_an_adapter_that_there_is_not_are_refused() -> None:
+    (problem,) = problems(compose("quickstart", [f"{LORA}.alpha=8", f"{LORA}.dropout=0.1"]))
+    assert f"{LORA}.alpha, {LORA}.dropout with {LORA}.rank=0" in problem and f"Set {LORA}.rank" in problem
 
 
 def test_without_peft_the_remedy_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,26 @@ async def test_a_run_stops_and_keeps_the_checkpoint_from_before(tmp_path: Path, 
     assert sorted(again.trained) == list(range(32))  # the prompts of the skipped steps came again
 
 
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+async def test_a_row_goes_on_in_a_run_that_was_stopped_within_it(tmp_path: Path, mode: str) -> None:
+    settings = [f"trainer.mode={mode}", "trainer.failures.max_nonfinite_steps=2"]
+    first = Harness(tmp_path, *settings)
+    breaks(first, 4, 8)
+    finish = first.backend.finish
+
+    def stopping(step: int) -> dict[str, float]:
+        if step == 5:
+            first.trainer.request_stop()
+        return finish(step)
+
+    first.backend.finish = stopping  # type: ignore[method-assign]
+    await first.train()
+    again = Harness(tmp_path, *settings)
+    breaks(again, 4, 8)
+    with pytest.raises(NonFiniteStepsError, match=r"Steps 4 to 6 .*before step 4"):
+        await again.train()
+
+
 async def test_a_run_outlives_a_few_steps_that_are_skipped(tmp_path: Path) -> None:
     h = Harness(tmp_path, "trainer.failures.max_nonfinite_steps=2")
     breaks(h, 4, 5)

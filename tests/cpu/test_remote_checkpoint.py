@@ -161,7 +161,7 @@ def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(
         returned.write(3, writing("next"))
         assert content(store(tmp_path / f"next-{at}", keep).latest()) == "next"
         assert len([name for name in there() if name.startswith("global_step")]) <= max_to_keep
-    assert at > 6  # configuration, three files, manifest, pointer
+    assert at > 5 + (not existing)  # three files, manifest, pointer; before the first one the configuration
 
 
 @pytest.mark.parametrize("damage", ["delete", "truncate", "manifest", "pointer"])
@@ -197,6 +197,56 @@ def test_an_outage_is_an_error_and_never_a_new_beginning(tmp_path: Path, monkeyp
     monkeypatch.setattr(MemoryFileSystem, "ls", out)
     with pytest.raises(CheckpointError, match=r"does not read.*reached"):
         first.latest()
+
+
+def test_a_crash_at_any_instant_leaves_the_configuration(tmp_path: Path) -> None:
+    at, survived = 0, False
+    store(tmp_path / "a").write(1, writing("one"))
+    while not survived:
+        at += 1
+        with pytest.MonkeyPatch.context() as patch:
+            Interruption(at, midway=True).install(patch)
+            try:
+                store(tmp_path / f"new-{at}").write(1 + at, writing("more"))
+                survived = True
+            except Crash:
+                pass
+        store(tmp_path / "b").check()
+    assert at > 5
+
+
+@pytest.mark.parametrize("outage", ["torn", "out"])
+def test_what_does_not_arrive_whole_is_not_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outage: str
+) -> None:
+    store(tmp_path / "a").write(1, writing("one"))
+    get = MemoryFileSystem.get
+
+    def torn(of: MemoryFileSystem, there: list[str], here: list[str]) -> None:
+        get(of, there, here)
+        Path(here[-1]).write_text("t")
+        if outage == "out":
+            raise ConnectionResetError
+
+    monkeypatch.setattr(MemoryFileSystem, "get", torn)
+    with pytest.raises(CheckpointError, match=r"trainer.ckpt_path=.* does not read"):
+        store(tmp_path / "b").latest()
+    monkeypatch.undo()
+    assert content(store(tmp_path / "b").latest()) == "one"
+
+
+def test_two_runs_do_not_remove_each_others(tmp_path: Path) -> None:
+    one, other = store(tmp_path / "a"), store(tmp_path / "b")
+    assert one.latest() is None and other.latest() is None
+    one.write(5, writing("one"))
+    with pytest.raises(
+        CheckpointError, match=r"global_step_5 of another run, which is untouched.*another trainer.ckpt_path"
+    ):
+        other.write(3, writing("other"))
+    assert content(store(tmp_path / "c").latest()) == "one"
+    one.write(6, writing("one more"))
+    assert content(other.latest()) == "one more"
+    other.write(7, writing("other"))  # in the place of the first one
 
 
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,12 @@ from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.inference.receivers import WeightReceiver
 from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.publication import folder_claim
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.delta import DeltaTransport
 from skyrl_train.publication.disk import DiskTransport
 from skyrl_train.publication.factory import build_transport
+from skyrl_train.publication.folder_claim import FolderClaim
 from skyrl_train.publication.process_group import GlooTransport
 from skyrl_train.publication.safetensors_file import write_weights
 from skyrl_train.publication.shared_memory import SharedMemoryTransport
@@ -241,6 +245,38 @@ def test_what_a_killed_trainer_has_left_is_removed_and_nothing_else(
         with closing(kind(str(tmp_path))) as following:
             gather(following)
         assert set(tmp_path.iterdir()) - living == {tmp_path / ".skyrl-weights-half.tmp"}
+
+
+def in_a_child_that_is_killed(do: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        do()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_who_starts_at_the_same_time_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = fcntl.lockf
+
+    def late(file: FileIO, kind: int) -> None:
+        monkeypatch.undo()
+        in_a_child_that_is_killed(lambda: FolderClaim(tmp_path))
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    claim = FolderClaim(tmp_path)
+    claim.path("1").touch()
+    in_a_child_that_is_killed(lambda: FolderClaim(tmp_path))
+    assert claim.path("1").exists() and len(list(tmp_path.glob(f".*{claim.label}*"))) == 1
+    claim.release()
+
+
+def test_locks_of_another_machine_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_claim, "_machine", lambda: b"another")
+    in_a_child_that_is_killed(lambda: FolderClaim(tmp_path).path("1").touch())
+    monkeypatch.undo()
+    FolderClaim(tmp_path).release()
+    assert len(list(tmp_path.glob("*-1.safetensors"))) == 1
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
