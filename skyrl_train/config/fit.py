@@ -39,13 +39,14 @@ def fit(plan: Plan, machine: Machine) -> Fit:
         state, there = need.state_bytes, need.there_bytes
         if state > there:
             impossible.append(
-                f"{need.what}: weights, gradients and moments take {_gib(state)}, and there are {_gib(there)}. {need.remedy}"
+                f"{need.what}: weights, gradients, moments and snapshots take {_gib(state)}, and there are {_gib(there)}. "
+                f"{need.remedy}"
             )
         elif state + need.activation_bytes > there:
             tight.append(
-                f"{need.what}: {_gib(state)} of weights, gradients and moments, and up to {_gib(need.activation_bytes)} of "
-                f"activations, but there are {_gib(there)}. Set trainer.policy.gradient_checkpointing=true, lower "
-                f"trainer.micro_batch_tokens, or: {need.remedy}"
+                f"{need.what}: {_gib(state)} of weights, gradients, moments and snapshots, and up to "
+                f"{_gib(need.activation_bytes)} of activations, but there are {_gib(there)}. Set "
+                f"trainer.policy.gradient_checkpointing=true, lower trainer.micro_batch_tokens, or: {need.remedy}"
             )
     return Fit(impossible, tight)
 
@@ -57,9 +58,10 @@ def _needs(plan: Plan, machine: Machine) -> list[_Need]:
     sharded = trainer.strategy is TrainingStrategy.fsdp2
     on_gpu = trainer.device != "cpu"
     critic_beside = not sharded and derive.critic_trainer(trainer).device == trainer.device
+    snapshot = 0 if sharded or on_gpu else memory.snapshot_bytes  # else it lies elsewhere, or is one of several there
     of_rank = _Need(
         f"Each of {trainer.fsdp.num_workers} ranks" if sharded else f"Training on {trainer.device}",
-        memory.rank_bytes + (memory.critic_bytes if critic_beside else 0),
+        memory.rank_bytes + (memory.critic_bytes if critic_beside else 0) + snapshot,
         memory.activation_bytes,
         min(machine.gpu_bytes, default=0) if on_gpu else machine.main_memory_bytes,
         _remedy(trainer),

@@ -26,6 +26,7 @@ class MemoryEstimate:
     engine_weight_bytes: int  # all engines together
     kv_cache_bytes: int  # all embedded engines together, every slot full
     critic_bytes: int = 0  # weights, gradients and moments of a critic of the policy's size, over all its ranks
+    snapshot_bytes: int = 0  # in main memory from the first checkpoint on: weights and moments, the critic's too
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
     activation_bytes: int = 0  # of each rank, at most, beside what stays
 
@@ -60,6 +61,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
     base = parameters if lora.rank else 0
     trained = _weight_bytes(config.trainer.policy.dtype, sharded)
     of_critic = _weight_bytes(config.trainer.critic.dtype, sharded) + 3 * _FLOAT32_BYTES
+    critic = parameters if derive.needs_critic(config.trainer.algorithm) else 0
     slots = engine.num_engines * engine.max_num_seqs
     return MemoryEstimate(
         num_parameters=parameters,
@@ -70,7 +72,8 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         staging_bytes=staging_copies(config) * learning * served,
         engine_weight_bytes=engine.num_engines * (base + learning) * served,
         kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
-        critic_bytes=parameters * of_critic if derive.needs_critic(config.trainer.algorithm) else 0,
+        critic_bytes=critic * of_critic,
+        snapshot_bytes=learning * (trained + 2 * _FLOAT32_BYTES) + critic * (of_critic - _FLOAT32_BYTES),
         num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
         activation_bytes=activation_bytes(config.trainer, shape, _micro_batch_tokens(config, max_model_len)),
     )

@@ -100,6 +100,21 @@ def test_ten_gib_of_state_and_five_of_activations(
         assert expected is None or expected in said[0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_snapshot_takes_what_the_plan_says(dtype: str, tmp_path: Path) -> None:
+    plan = planned(f"trainer.policy.dtype={dtype}")
+    assert plan.memory is not None
+    build_model_folder(plan.config.trainer.policy.model.build, tmp_path / "model", seed=0)
+    trained = backend(str(tmp_path / "model"), policy__dtype=dtype)
+    trained.update(minibatch())
+    trained.snapshot()
+    copied = sum(buffer.nbytes for name, buffer in trained._snapshots._buffers.items() if not name.endswith("step"))
+    rng = torch.get_rng_state().nbytes
+    assert copied - rng == plan.memory.snapshot_bytes
+    machine = Machine(plan.memory.rank_bytes + plan.memory.snapshot_bytes - 1)
+    assert "snapshots" in fit(plan, machine).impossible[0]
+
+
 def test_a_copy_is_split_over_the_ranks_of_its_shards() -> None:
     whole = planned().memory
     halves = planned("trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4", "trainer.fsdp.shard_size=2").memory
