@@ -169,10 +169,14 @@ def _checkpoints(config: RunConfig) -> Problems:
             f"leave {key} out."
         )
         return
+    protocol, _, folder = url.partition("://")
+    if not protocol or not folder.strip("/"):
+        yield f"{key}={url} names no folder. Set it to one for this run alone, such as s3://bucket/folder."
+        return
     from fsspec import get_filesystem_class
 
     try:
-        get_filesystem_class(url.partition("://")[0])
+        get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         yield f"{key}={url} cannot be opened: {error}. Name a protocol that fsspec knows, and install its package."
 

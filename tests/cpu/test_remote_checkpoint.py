@@ -260,7 +260,15 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     store(tmp_path / "a", "trainer.resume=never").check()  # its own: the run goes on after a worker has died
 
 
-@pytest.mark.parametrize(("url", "remedy"), [("checkpoints", "trainer.run_dir"), ("nowhere://a/b", "fsspec knows")])
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("checkpoints", "trainer.run_dir"),
+        ("nowhere://a/b", "fsspec knows"),
+        ("://a", "no folder"),
+        ("file:///", "no folder"),
+    ],
+)
 def test_what_is_no_url_is_refused(url: str, remedy: str) -> None:
     (problem,) = problems(compose("quickstart", [f"trainer.ckpt_path={url}"]))
     assert remedy in problem
