@@ -298,6 +298,6 @@ def build_policy_backend(config: RunConfig, plan: Plan, model_path: str) -> Trai
         from skyrl_train.training.distributed.ray_backend import RayBackend
     except ImportError as error:
         raise ConfigError(
-            "trainer.strategy=fsdp2 needs Ray: install the extra `ray` (uv run --extra ray ...)."
+            "trainer.strategy=fsdp2 needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
         ) from error
     return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed)

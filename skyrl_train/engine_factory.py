@@ -118,7 +118,7 @@ def _in_ray(engine: InferenceEngineConfig, factory: str, arguments: dict[str, An
         from skyrl_train.inference.engines.ray_actor import RayEngine, RayPlacement
     except ImportError as error:
         raise ConfigError(
-            "generator.inference_engine.placement=ray needs Ray: install the extra `ray` (uv run --extra ray ...)."
+            "generator.inference_engine.placement=ray needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
         ) from error
     placement = RayPlacement(num_cpus=engine.ray_num_cpus, num_gpus=engine.ray_num_gpus, environment=engine.environment)
     return RayEngine(factory, arguments, placement)

@@ -1,6 +1,6 @@
 """Learns to guess a number from "higher" and "lower" over several turns, fully asynchronously.
 
-uv run examples/async/multi_turn.py [key=value ...]
+./uvw run examples/async/multi_turn.py [key=value ...]
 """
 
 import sys

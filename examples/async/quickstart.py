@@ -1,6 +1,6 @@
 """Learns run-length expansion ("07c=" -> "ccccccc") from random weights, fully asynchronously.
 
-uv run examples/async/quickstart.py [key=value ...]
+./uvw run examples/async/quickstart.py [key=value ...]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Kills a training run with SIGKILL, gives the same command again, and counts the prompts: none lost, none twice.
 
-uv run examples/async/resume.py [key=value ...]
+./uvw run examples/async/resume.py [key=value ...]
 """
 
 import json

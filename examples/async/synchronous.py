@@ -1,6 +1,6 @@
 """The quickstart's task with the synchronous trainer: one word of the configuration is another.
 
-uv run examples/async/synchronous.py [key=value ...]
+./uvw run examples/async/synchronous.py [key=value ...]
 """
 
 import sys

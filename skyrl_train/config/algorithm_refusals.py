@@ -116,9 +116,13 @@ def _whole_minibatch(config: RunConfig) -> Problems:
     if algorithm.off_policy_correction.m2po_threshold is not None:
         asked.append(f"off_policy_correction.m2po_threshold={algorithm.off_policy_correction.m2po_threshold}")
     for setting in asked:
+        may_do_without = (
+            setting.startswith("advantage_batch_normalize") and algorithm.advantage_estimator != "reinforce++"
+        )
+        instead = f", or {KEY}.advantage_batch_normalize=false" if may_do_without else ""
         yield (
             f"{KEY}.{setting} looks at all groups of a step before it trains on any, which "
-            f"trainer.fully_async.streaming_min_groups={groups} does not wait for. Set streaming_min_groups=null."
+            f"trainer.fully_async.streaming_min_groups={groups} does not wait for. Set streaming_min_groups=null{instead}."
         )
 
 

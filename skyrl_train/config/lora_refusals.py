@@ -44,7 +44,7 @@ def _adapter(config: RunConfig) -> Problems:
     if config.trainer.policy.compile:
         yield f"{KEY}.rank={lora.rank} and trainer.policy.compile=true: layers with adapters are not compiled. Set it to false."
     if find_spec("peft") is None:
-        yield f"{KEY}.rank={lora.rank} needs peft: install the extra `lora` (uv run --extra lora ...), or set it to 0."
+        yield f"{KEY}.rank={lora.rank} needs peft: install the extra `lora` (./uvw run --extra lora ...), or set it to 0."
 
 
 def _engines(config: RunConfig) -> Problems:

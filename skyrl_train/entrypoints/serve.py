@@ -37,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(_serve(options, _settings(options), console))
     except SkyRLError as error:
-        text = f"{type(error).__name__}: {error}"
+        told = str(error).replace(
+            "trainer.policy.model.path", "--model"
+        )  # what the folder is called on this command line
+        text = f"{type(error).__name__}: {told}"
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | ModelError) else 1
     return 0
@@ -57,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--open", action="store_true", help="serve this machine's programs without keys")
     add("--docs", action="store_true", help="a page about the API at /docs")
     add("--backend", choices=("embedded", "vllm"), default="embedded", help="default: embedded")
-    add("--num-engines", type=int, default=1)
+    add("--num-engines", type=int, default=1, help="engines that share the requests; default: 1")
     add("--max-num-seqs", type=int, default=128, help="requests decoded at once, per engine; default: 128")
     add("--max-model-len", type=int, help=f"tokens per request; default: the model's, at most {DEFAULT_CONTEXT}")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -47,7 +47,7 @@ def add_adapter(
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"{_SETTING}.rank={lora.rank} needs peft: {error}. Install the extra `lora` (uv run --extra lora ...)."
+            f"{_SETTING}.rank={lora.rank} needs peft: {error}. Install the extra `lora` (./uvw run --extra lora ...)."
         ) from error
     fingerprint = (
         torch.empty(32, dtype=torch.uint8, device="meta") if model.device.type == "meta" else _digest(model, lora)

@@ -230,7 +230,7 @@ def test_a_group_without_values_is_refused_and_a_masked_one_needs_none() -> None
         ([GAE, "trainer.algorithm.value_clip=0"], "trainer.algorithm.value_clip=0"),
         ([GAE, "trainer.critic.dtype=float16"], "trainer.critic.dtype=float16 is unknown"),
         ([GAE, "trainer.critic.optimizer_config.lr=0"], "trainer.critic.optimizer_config.lr=0"),
-        ([GAE, "trainer.fully_async.streaming_min_groups=1"], "Set streaming_min_groups=null"),
+        ([GAE, "trainer.fully_async.streaming_min_groups=1"], "advantage_batch_normalize=false"),
         ([GAE, "trainer.strategy=fsdp2", "trainer.critic.fsdp.num_workers=0"], "trainer.critic.fsdp.num_workers=0"),
         ([GAE, "trainer.strategy=fsdp2", "trainer.critic.fsdp.sequence_parallel_size=2"], "Set it to 1"),
         (

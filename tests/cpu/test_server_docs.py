@@ -108,7 +108,7 @@ def test_the_commands_of_the_page_run(base: str, tmp_path: Path) -> None:
     [
         (["--model", "nowhere"], None, "SKYRL_ADMIN_KEY"),
         (["--model", "nowhere", "--host", "0.0.0.0", "--open"], None, "without keys"),
-        (["--model", "./nowhere", "--open"], None, "nowhere"),
+        (["--model", "./nowhere", "--open"], None, "'./nowhere' is not there. Point --model at"),
         (["--model", "x"], "short", "16 characters"),
     ],
 )

@@ -1,7 +1,7 @@
 """The quickstart's task in decoupled stages: as soon as a group is generated, the reward function below scores it in a
 process of its own, and a frozen copy of the first policy, in another process, adds the log-probs for a KL term.
 
-uv run examples/async/modes/decoupled_stages.py [key=value ...]
+./uvw run examples/async/modes/decoupled_stages.py [key=value ...]
 """
 
 import sys

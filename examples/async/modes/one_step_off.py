@@ -1,6 +1,6 @@
 """The quickstart's task, one step off: a batch is generated while the policy trains on the one before; weights change in between.
 
-uv run examples/async/modes/one_step_off.py [key=value ...]
+./uvw run examples/async/modes/one_step_off.py [key=value ...]
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The quickstart's task with publications beside training: the next step begins when the weights are copied, not when they
 are served.
 
-uv run examples/async/modes/overlap_publication.py [key=value ...]
+./uvw run examples/async/modes/overlap_publication.py [key=value ...]
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The quickstart's task for a trainer and engines that share their devices: twice the groups are begun, the unfinished ones
 are interrupted while the policy trains, and go on under the new weights.
 
-uv run examples/async/modes/partial_rollout.py [key=value ...]
+./uvw run examples/async/modes/partial_rollout.py [key=value ...]
 """
 
 import sys

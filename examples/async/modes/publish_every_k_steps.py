@@ -1,7 +1,7 @@
 """The quickstart's task with a publication after every fourth step: several minibatches per policy version, as verl's
 ``trigger_parameter_sync_step`` has it.
 
-uv run examples/async/modes/publish_every_k_steps.py [key=value ...]
+./uvw run examples/async/modes/publish_every_k_steps.py [key=value ...]
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The quickstart's task with streaming minibatches: a step trains on its first groups while the last ones are generated, and
 makes one optimizer step with the same gradient.
 
-uv run examples/async/modes/streaming_minibatches.py [key=value ...]
+./uvw run examples/async/modes/streaming_minibatches.py [key=value ...]
 """
 
 import sys

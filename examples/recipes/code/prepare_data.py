@@ -1,6 +1,6 @@
 """Programming tasks as prompts: MBPP (google-research-datasets/mbpp, assertions) or CodeContests (stdin and stdout).
 
-uv run examples/recipes/code/prepare_data.py [--source mbpp|code_contests] [--output data/code]
+./uvw run examples/recipes/code/prepare_data.py [--source mbpp|code_contests] [--output data/code]
 
 MBPP (arXiv 2108.07732) has 374 tasks to train on and 500 to evaluate on; CodeContests (deepmind/code_contests, arXiv
 2203.07814) has more than 13,000, of which those without tests by stdin and stdout are left out.

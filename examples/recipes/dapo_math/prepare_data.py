@@ -1,7 +1,7 @@
 """DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k, arXiv 2503.14476) as prompts, each problem once; AIME 2024 to
 evaluate on.
 
-uv run examples/recipes/dapo_math/prepare_data.py [--output data/dapo_math]
+./uvw run examples/recipes/dapo_math/prepare_data.py [--output data/dapo_math]
 
 The published files repeat each problem many times; the copies have the same ``extra_info.index``.
 """

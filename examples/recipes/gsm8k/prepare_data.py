@@ -1,6 +1,6 @@
 """GSM8K (openai/gsm8k, arXiv 2110.14168) as prompts: 7,473 to train on, 1,319 to evaluate on.
 
-uv run examples/recipes/gsm8k/prepare_data.py [--output data/gsm8k]
+./uvw run examples/recipes/gsm8k/prepare_data.py [--output data/gsm8k]
 """
 
 from __future__ import annotations

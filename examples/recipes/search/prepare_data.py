@@ -1,6 +1,6 @@
 """Natural Questions and HotpotQA as Search-R1 mixed them (PeterJinGo/nq_hotpotqa_train, arXiv 2503.09516) as prompts.
 
-uv run examples/recipes/search/prepare_data.py [--output data/search]
+./uvw run examples/recipes/search/prepare_data.py [--output data/search]
 """
 
 from __future__ import annotations

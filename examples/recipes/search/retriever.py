@@ -1,6 +1,6 @@
 """A small search engine over a file of passages: BM25 behind the HTTP protocol of Search-R1's retrieval server.
 
-uv run examples/recipes/search/retriever.py --corpus passages.jsonl [--port 8000]
+./uvw run examples/recipes/search/retriever.py --corpus passages.jsonl [--port 8000]
 
 Each line of the corpus is ``{"id": ..., "contents": text}``, as in ``wiki-18.jsonl``. The index is a dictionary in
 memory: right for thousands of passages. For all of Wikipedia start Search-R1's own server, which speaks the same
