@@ -300,4 +300,8 @@ def build_policy_backend(config: RunConfig, plan: Plan, model_path: str) -> Trai
         raise ConfigError(
             "trainer.strategy=fsdp2 needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
         ) from error
-    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed)
+    reference = None
+    if derive.reference_is_colocated(config):
+        fsdp = dataclasses.replace(trainer.fsdp, cpu_offload=derive.reference_offload(config))
+        reference = dataclasses.replace(trainer, fsdp=fsdp)
+    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed, reference)

@@ -56,7 +56,7 @@ def build_stages(
                 on_failure=on_failure,
             )
         )
-    if derive.needs_reference(config.trainer.algorithm):
+    if derive.needs_reference(config.trainer.algorithm) and not derive.reference_is_colocated(config):
         stages.append(
             ReferenceStage(
                 _reference_place(config, model_path),
@@ -76,6 +76,7 @@ def _reference_place(config: RunConfig, model_path: str) -> Place:
         num_workers=reference.num_workers,
         sequence_parallel_size=1,
         shard_size=None,
+        cpu_offload=derive.reference_offload(config),
         ray_num_cpus=reference.ray_num_cpus,
         ray_num_gpus=derive.reference_num_gpus(config),
     )

@@ -91,3 +91,24 @@ class LeavableThreads(ThreadPoolExecutor):
             self._started -= 1
             self._state.notify_all()
             return None
+
+
+def in_lasting_thread(function: Callable[[], object]) -> None:
+    """Runs ``function`` in a thread that, if it succeeds, is there as long as this process.
+
+    For what asks the kernel to end a process with the thread that started it, as Ray does of a cluster on this machine: started
+    by an event loop's pool, it would be gone with that loop, and a run that starts again would look for it.
+    """
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+            threading.Event().wait()
+
+    threading.Thread(target=run, name="ray", daemon=True).start()
+    ended.result()

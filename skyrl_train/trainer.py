@@ -40,7 +40,7 @@ from skyrl_train.rollout.checkpoint import read_recordings, read_rollout_state
 from skyrl_train.rollout.dataloader import build_loader
 from skyrl_train.rollout.filters import groups_to_train, make_filter
 from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.logprob_stages import proximal_stages
+from skyrl_train.rollout.logprob_stages import backend_stages
 from skyrl_train.rollout.reward_stage import RewardStage
 from skyrl_train.rollout.runner import GroupRunner
 from skyrl_train.rollout.stages import StagePipeline
@@ -97,10 +97,12 @@ class PPOTrainer:
         )
         self.kl_control = KlControl(trainer.algorithm)
         self.nonfinite = NonFiniteSteps(trainer.failures.max_nonfinite_steps)
-        proximal = proximal_stages(
-            trainer.algorithm, lambda sequences: self.off_loop(parts.backend.forward_logprobs, sequences)
+        in_backend = backend_stages(
+            config,
+            reference=lambda sequences: self.off_loop(parts.backend.reference_logprobs, sequences),
+            current=lambda sequences: self.off_loop(parts.backend.forward_logprobs, sequences),
         )
-        self.stages = StagePipeline([*parts.stages, *proximal])
+        self.stages = StagePipeline([*parts.stages, *in_backend])
         self.runner = GroupRunner(
             parts.generator,
             self.prompts,

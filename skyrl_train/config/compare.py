@@ -52,6 +52,7 @@ NOT_PART_OF_THE_RUN = frozenset(
         "rollout.stages.reference.placement",
         "rollout.stages.reference.max_parallel",
         "rollout.stages.reference.num_workers",
+        "rollout.stages.reference.cpu_offload",
         "rollout.stages.reference.ray_num_cpus",
         "rollout.stages.reference.ray_num_gpus",
         "generator.pause_timeout_s",

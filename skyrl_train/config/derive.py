@@ -158,6 +158,17 @@ def total_steps(config: RunConfig, dataset_len: int | None) -> int:
     return config.trainer.epochs * dataset_len // config.trainer.policy_mini_batch_size
 
 
+def reference_is_colocated(config: RunConfig) -> bool:
+    """Whether the ranks that train the policy hold the reference policy too."""
+    return needs_reference(config.trainer.algorithm) and config.rollout.stages.reference.placement == "colocated"
+
+
+def reference_offload(config: RunConfig) -> bool:
+    """Whether the weights of a sharded reference policy stay in main memory."""
+    wanted = config.rollout.stages.reference.cpu_offload
+    return config.trainer.fsdp.cpu_offload if wanted is None else wanted
+
+
 def reference_device(config: RunConfig) -> str:
     """Where the reference policy computes."""
     return config.rollout.stages.reference.device or config.trainer.device

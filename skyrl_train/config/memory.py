@@ -29,16 +29,21 @@ class MemoryEstimate:
     snapshot_bytes: int = 0  # in main memory from the first checkpoint on: weights and moments, the critic's too
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
     activation_bytes: int = 0  # of each rank, at most, beside what stays
+    reference_bytes: int = 0  # of a reference that the same ranks hold in the same memory
 
     @property
     def trainer_bytes(self) -> int:
         """What the training backend holds, all its ranks together."""
-        return self.policy_bytes + self.gradient_bytes + self.optimizer_bytes + self.staging_bytes + self.critic_bytes
+        return self._shared_bytes + self.staging_bytes + self.critic_bytes
 
     @property
     def rank_bytes(self) -> int:
-        """What each rank holds of the policy's state; the layer that it computes with comes whole on top."""
-        return -(-(self.policy_bytes + self.gradient_bytes + self.optimizer_bytes) // self.num_ranks)
+        """What each rank holds of the policy's state and of a reference; the layer that it computes with comes whole on top."""
+        return -(-self._shared_bytes // self.num_ranks)
+
+    @property
+    def _shared_bytes(self) -> int:
+        return self.policy_bytes + self.gradient_bytes + self.optimizer_bytes + self.reference_bytes
 
     @property
     def engine_bytes(self) -> int:
@@ -76,7 +81,16 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         snapshot_bytes=learning * (trained + 2 * _FLOAT32_BYTES) + critic * (of_critic - _FLOAT32_BYTES),
         num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
         activation_bytes=activation_bytes(config.trainer, shape, _micro_batch_tokens(config, max_model_len)),
+        reference_bytes=_reference_bytes(config, parameters),
     )
+
+
+def _reference_bytes(config: RunConfig, parameters: int) -> int:
+    trainer = config.trainer
+    moved = derive.reference_offload(config) != trainer.fsdp.cpu_offload and trainer.device != "cpu"
+    if moved or not derive.reference_is_colocated(config):
+        return 0
+    return parameters * (BYTES_PER_ELEMENT[trainer.policy.dtype] if trainer.policy.model.lora.rank else _FLOAT32_BYTES)
 
 
 def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:

@@ -128,6 +128,9 @@ def _reference_device(config: RunConfig) -> Problems:
     key, reference = "rollout.stages.reference", config.rollout.stages.reference
     if not derive.needs_reference(config.trainer.algorithm):
         return
+    yield from _sharded_reference(config)
+    if reference.placement == "colocated":
+        return
     on_gpu = derive.reference_device(config).startswith("cuda")
     in_actors = reference.placement in ("ray", "workers")
     if on_gpu and in_actors and not derive.reference_num_gpus(config) > 0:
@@ -138,7 +141,33 @@ def _reference_device(config: RunConfig) -> Problems:
     if on_gpu and not in_actors and reference.device is None and config.trainer.strategy is TrainingStrategy.fsdp2:
         yield (
             f"{key}.placement={reference.placement} with trainer.strategy=fsdp2 on cuda: the GPUs are those that Ray gave to the "
-            f"workers. Set {key}.placement=workers, or name a GPU of its own in {key}.device."
+            f"workers. Set {key}.placement=workers or colocated, or name a GPU of its own in {key}.device."
+        )
+
+
+def _sharded_reference(config: RunConfig) -> Problems:
+    key, reference = "rollout.stages.reference", config.rollout.stages.reference
+    if reference.cpu_offload is not None and reference.placement not in ("workers", "colocated"):
+        yield (
+            f"{key}.cpu_offload with {key}.placement={reference.placement}: only sharded weights are moved as they are needed. "
+            f"Set {key}.cpu_offload=null, or {key}.placement=workers."
+        )
+    if reference.placement != "colocated":
+        return
+    if config.trainer.strategy is TrainingStrategy.local:
+        yield (
+            f"{key}.placement=colocated with trainer.strategy=local: there are no ranks that could hold it. Set "
+            f"{key}.placement=process, or trainer.strategy=fsdp2."
+        )
+    if reference.max_parallel != 1:
+        yield (
+            f"{key}.max_parallel={reference.max_parallel} with {key}.placement=colocated: the ranks do one thing at a time. Set "
+            f"{key}.max_parallel=1."
+        )
+    if reference.device is not None:
+        yield (
+            f"{key}.device={reference.device} with {key}.placement=colocated: it computes where the policy does. Set "
+            f"{key}.device=null."
         )
 
 

@@ -246,7 +246,8 @@ def _transport_row(plan: Plan) -> str:
 def _memory_rows(memory: MemoryEstimate | None) -> Rows:
     if memory is None:
         return [("estimate", "unknown until the model is loaded")]
-    critic = f", critic {_mib(memory.critic_bytes)}" if memory.critic_bytes else ""
+    beside = f", critic {_mib(memory.critic_bytes)}" if memory.critic_bytes else ""
+    beside += f", reference {_mib(memory.reference_bytes)}" if memory.reference_bytes else ""
     return [
         ("parameters", _parameters_row(memory)),
         *([("each rank", f"{_mib(memory.rank_bytes)} of {memory.num_ranks}")] if memory.num_ranks > 1 else []),
@@ -254,7 +255,7 @@ def _memory_rows(memory: MemoryEstimate | None) -> Rows:
             "trainer",
             f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
             f"gradients {_mib(memory.gradient_bytes)}, optimizer {_mib(memory.optimizer_bytes)}, "
-            f"staging {_mib(memory.staging_bytes)}{critic})",
+            f"staging {_mib(memory.staging_bytes)}{beside})",
         ),
         ("snapshot", f"{_mib(memory.snapshot_bytes)} of main memory, from the first checkpoint on"),
         (

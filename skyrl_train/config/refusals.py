@@ -29,7 +29,7 @@ CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "generator.pause_mode": ("keep", "recompute", "abort", "wait"),
     "generator.inference_engine.placement": ("process", "thread", "ray"),
     "generator.inference_engine.dtype": tuple(BYTES_PER_ELEMENT),
-    "rollout.stages.reference.placement": ("process", "thread", "ray", "workers"),
+    "rollout.stages.reference.placement": ("process", "thread", "ray", "workers", "colocated"),
     "rollout.stages.reward.placement": ("loop", "thread", "process", "ray"),
     "trainer.critic.dtype": tuple(BYTES_PER_ELEMENT),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),

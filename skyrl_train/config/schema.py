@@ -365,11 +365,14 @@ class RewardStageConfig:
 class ReferenceStageConfig:
     """Log-probs under the policy that the run starts from; with ``trainer.algorithm.kl_loss_coef`` or ``kl_reward_coef``."""
 
-    placement: str = (
-        "process"  # process | thread | ray | workers (one model sharded over Ray actors, as of strategy=fsdp2)
-    )
+    # process | thread | ray | workers (one model sharded over Ray actors, as of strategy=fsdp2) |
+    # colocated (beside the policy, in the ranks of strategy=fsdp2)
+    placement: str = "process"
     max_parallel: int = 1  # groups scored at once, each by a copy of the model of its own
     num_workers: int = 2  # that share the model of placement=workers
+    cpu_offload: bool | None = (
+        None  # of workers and colocated: weights stay in main memory; None: trainer.fsdp.cpu_offload
+    )
     device: str | None = None  # None: trainer.device
     ray_num_cpus: float = 1.0  # reserved for each actor
     ray_num_gpus: float = 0.0

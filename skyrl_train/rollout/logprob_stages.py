@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, ProximalPolicy
+from skyrl_train.config import derive
+from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, ProximalPolicy, RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import StageError, TrainingWorkerError
 from skyrl_train.rollout.filters import has_signal
@@ -82,10 +83,10 @@ class ReferenceStage(_ScoringStage):
         return scores
 
 
-class _TrainedModelStage(_ScoringStage):
-    """Scores of a model that is being trained, as it is when the group is finished.
+class _BackendStage(_ScoringStage):
+    """Scores of a model that the training backend holds.
 
-    It computes where that model is, between two steps, so that it needs no weights of its own.
+    It computes where that model is, between two calls of the trainer's, so that it needs no resources of its own.
 
     Args:
         forward: what the backend computes of each token ``[T]``, in the backend's thread.
@@ -110,19 +111,7 @@ class _TrainedModelStage(_ScoringStage):
         ]
 
 
-class ProximalStage(_TrainedModelStage):
-    """Log-probs of the policy that is being trained.
-
-    Args:
-        forward: the backend's ``forward_logprobs`` in its thread.
-        needed: whether a group is going to be trained; the others pass unscored.
-    """
-
-    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
-        super().__init__("proximal", "proximal_logprobs", forward, needed)
-
-
-class ValueStage(_TrainedModelStage):
+class ValueStage(_BackendStage):
     """Values of the states that tokens were sampled in, by the critic that is being trained: advantages and the bound on
     the critic's next move are taken from them, however many steps it makes until the group trains.
 
@@ -135,18 +124,45 @@ class ValueStage(_TrainedModelStage):
         super().__init__("values", "values", forward, needed)
 
 
-def proximal_stages(
-    algorithm: AlgorithmConfig,
-    forward: Forward,
-) -> list[Stage]:
-    """The proximal stage where ``trainer.algorithm.proximal_policy=arrival`` asks for it; else none.
+class ColocatedReferenceStage(_BackendStage):
+    """What :class:`ReferenceStage` adds, by the ranks that train the policy.
 
     Args:
-        forward: see :class:`ProximalStage`.
+        forward: the backend's ``reference_logprobs`` in its thread.
+        needed: whether a group is going to be trained; the others pass unscored.
     """
-    if algorithm.proximal_policy is not ProximalPolicy.arrival:
-        return []
-    return [ProximalStage(forward, needed=worth_scoring(algorithm))]
+
+    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
+        super().__init__("reference", "reference_logprobs", forward, needed)
+
+
+class ProximalStage(_BackendStage):
+    """Log-probs of the policy that is being trained, as it is when the group is finished.
+
+    Args:
+        forward: the backend's ``forward_logprobs`` in its thread.
+        needed: whether a group is going to be trained; the others pass unscored.
+    """
+
+    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
+        super().__init__("proximal", "proximal_logprobs", forward, needed)
+
+
+def backend_stages(config: RunConfig, reference: Forward, current: Forward) -> list[Stage]:
+    """The stages that compute in the training backend, in their order: the reference where it is colocated, and the proximal
+    log-probs where ``trainer.algorithm.proximal_policy=arrival`` asks for them.
+
+    Args:
+        reference: see :class:`ColocatedReferenceStage`.
+        current: see :class:`ProximalStage`.
+    """
+    algorithm, stages = config.trainer.algorithm, list[Stage]()
+    needed = worth_scoring(algorithm)
+    if derive.reference_is_colocated(config):
+        stages.append(ColocatedReferenceStage(reference, needed=needed))
+    if algorithm.proximal_policy is ProximalPolicy.arrival:
+        stages.append(ProximalStage(current, needed=needed))
+    return stages
 
 
 def worth_scoring(algorithm: AlgorithmConfig) -> Callable[[RolloutGroup], bool]:

@@ -140,6 +140,11 @@ class TrainingBackend(Training):
             One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
         """
 
+    def reference_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """As :meth:`forward_logprobs`, under the policy that the run started from, by a backend that was built to hold it
+        too (``rollout.stages.reference.placement=colocated``)."""
+        raise NotImplementedError(f"{type(self).__name__} holds no reference policy")
+
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify.

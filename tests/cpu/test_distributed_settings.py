@@ -18,6 +18,7 @@ from skyrl_train.errors import CheckpointError, TrainingWorkerError
 
 FSDP = "trainer.strategy=fsdp2"
 KL = "trainer.algorithm.kl_loss_coef=0.1"
+COLOCATED = "rollout.stages.reference.placement=colocated"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,13 @@ KL = "trainer.algorithm.kl_loss_coef=0.1"
             "Set generator.weight_transport=shared_memory",
         ),
         (["trainer.max_restarts=1"], "Set trainer.max_restarts=0, or trainer.strategy=fsdp2"),
+        ([KL, COLOCATED], "Set rollout.stages.reference.placement=process, or trainer.strategy=fsdp2"),
+        ([FSDP, KL, COLOCATED, "rollout.stages.reference.device=cpu"], "Set rollout.stages.reference.device=null"),
+        (
+            [FSDP, KL, COLOCATED, "rollout.stages.reference.max_parallel=2"],
+            "Set rollout.stages.reference.max_parallel=1",
+        ),
+        ([KL, "rollout.stages.reference.cpu_offload=true"], "Set rollout.stages.reference.cpu_offload=null"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
@@ -63,6 +71,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy:
     reference = [KL, "rollout.stages.reference.placement=workers"]
     assert problems(compose("quickstart", [FSDP, "trainer.device=cuda", *reference])) == []
     assert problems(compose("quickstart", [*reference, "trainer.max_restarts=1"])) == []
+    assert problems(compose("quickstart", [FSDP, KL, COLOCATED, "trainer.device=cuda"])) == []
 
 
 def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:
@@ -73,6 +82,14 @@ def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:
     assert "4 Ray actors (FSDP2, gloo), each with 1 CPUs; up to 2 restarts" in plan.describe()
     assert "each rank" in plan.describe()
     assert "Ray actors" not in resolve(compose("quickstart", []), 512).describe()
+
+
+@pytest.mark.parametrize(("device", "offloaded", "copies"), [("cpu", True, 5), ("cuda", False, 5), ("cuda", True, 4)])
+def test_the_plan_counts_a_reference_that_lies_where_the_policy_does(device: str, offloaded: bool, copies: int) -> None:
+    reference = [COLOCATED, f"rollout.stages.reference.cpu_offload={offloaded}", f"trainer.device={device}"]
+    memory = resolve(compose("quickstart", [FSDP, KL, *reference, "trainer.fsdp.num_workers=4"]), 512).memory
+    assert memory is not None
+    assert memory.rank_bytes == copies * memory.num_parameters * 4 // 4
 
 
 class Runs:

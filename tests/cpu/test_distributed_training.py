@@ -115,7 +115,7 @@ def rejoined(
             """They are those of the module."""
 
     monkeypatch.setattr(ray_backend, "WorkerGroup", Group)
-    yield lambda model=folder, **changes: RayBackend(model, settings(**changes), 10, 1.0, 0)
+    yield lambda model=folder, reference=None, **changes: RayBackend(model, settings(**changes), 10, 1.0, 0, reference)
     RayBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
 
 
@@ -223,6 +223,26 @@ def test_a_sharded_reference_scores_as_one_on_one_device(folder: str, rejoined: 
     reference = ShardedReference(folder, settings(), temperature=0.5)
     for ours, expected in zip(reference(sequences), frozen(sequences), strict=True):
         assert ours == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"fsdp__sequence_parallel_size": 2}], ids=str)
+def test_a_reference_beside_the_policy_stays_as_it_is(
+    folder: str, rejoined: Callable[..., RayBackend], changes: dict[str, int], tmp_path: Path
+) -> None:
+    reference = settings(fsdp__cpu_offload=True, **changes)
+    ours, alone, first = rejoined(reference=reference, **changes), local(folder), local(folder)
+    sequences = minibatch(lengths=LENGTHS).sequences
+    for step in (1, 2):
+        batch = minibatch(step, step, LENGTHS)
+        ours.accumulate(batch)
+        for scored, expected in zip(ours.reference_logprobs(sequences), first.forward_logprobs(sequences), strict=True):
+            torch.testing.assert_close(scored, expected, atol=1e-5, rtol=0)
+        assert ours.finish(step) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        ours.save(ours.snapshot(), tmp_path)
+        ours.load(tmp_path)
+    assert apart(weights(ours), weights(alone)) < 1e-6
+    moved = ours.forward_logprobs(sequences)[3] - ours.reference_logprobs(sequences)[3]
+    assert moved.abs().max() > 1e-4, "else the same policy was scored twice"
 
 
 class TestWhereTheStateLies:

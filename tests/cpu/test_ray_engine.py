@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,7 @@ from skyrl_train.publication.shared_memory import SharedMemoryTransport
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
+from skyrl_train.inference.engines import ray_actor  # noqa: E402
 from skyrl_train.inference.engines.ray_actor import RayEngine, RayPlacement, connect  # noqa: E402
 
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
@@ -493,3 +496,21 @@ async def test_vllm_in_an_actor_is_updated_in_flight_and_its_processes_end_with_
         await asyncio.wait_for(_ended(watch), timeout=20)
         os.close(watch)
     await engine.teardown()
+
+
+def test_what_ray_starts_lives_longer_than_the_thread_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends Ray's processes with the thread that started them, and each run of an event loop ends its own."""
+    started: list[threading.Thread] = []
+
+    def init() -> None:
+        started.append(threading.current_thread())
+        if len(started) == 2:
+            raise RuntimeError("no such cluster")
+
+    monkeypatch.setattr(ray_actor, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    asking = threading.Thread(target=connect)
+    asking.start()
+    asking.join()
+    assert started[0] is not asking and started[0].is_alive()
+    with pytest.raises(ConfigError, match="no such cluster"):
+        connect()

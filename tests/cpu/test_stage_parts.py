@@ -21,6 +21,7 @@ from skyrl_train.rollout.group_json import decode_group, encode_group, from_line
 from skyrl_train.rollout.logprob_stages import (
     ProximalStage,
     ReferenceStage,
+    backend_stages,
     tokens_to_score,
     with_scores,
     worth_scoring,
@@ -284,6 +285,30 @@ def test_a_reference_of_several_workers_has_a_group_of_its_own(folder: str) -> N
     assert isinstance(worker, ThreadWorker)
     fsdp = worker._work.arguments["trainer"].fsdp
     assert (fsdp.num_workers, fsdp.shard_size, fsdp.ray_num_gpus) == (3, None, 0.0)
+
+
+async def test_a_colocated_reference_is_scored_by_the_backend_before_the_proximal_policy(folder: str) -> None:
+    async def reference(sequences: Any) -> list[torch.Tensor]:
+        return [torch.full((len(s),), -1.0) for s in sequences]
+
+    async def current(sequences: Any) -> list[torch.Tensor]:
+        return [torch.full((len(s),), -2.0) for s in sequences]
+
+    beside = [
+        "trainer.strategy=fsdp2",
+        "rollout.stages.reference.placement=colocated",
+        "trainer.algorithm.kl_loss_coef=0.1",
+    ]
+    config = configured(*beside, "trainer.algorithm.proximal_policy=arrival")
+    assert build_stages(config, folder, decode, lambda ordinal, reason: None) == [], "it has no resources of its own"
+    scored = with_rewards_of(group())
+    stages = backend_stages(config, reference, current)
+    for stage in stages:
+        scored = await stage.run(scored, RECORD)
+    assert [stage.name for stage in stages] == ["reference", "proximal"]
+    first = scored.samples[0].sequences[0]
+    assert (first.reference_logprobs, first.proximal_logprobs) == ([-1.0, -1.0], [-2.0, -2.0])
+    assert backend_stages(configured(), reference, current) == []
 
 
 async def test_a_work_that_holds_something_lets_go_of_it_with_its_thread() -> None:

@@ -48,6 +48,7 @@ from skyrl_train.inference.interface import (
     TokenChunk,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.threads import in_lasting_thread
 
 # One part of an update on its way to another node: passes through the object store, which may be small.
 RELAY_PART_BYTES = 32 << 20
@@ -368,7 +369,7 @@ def connect() -> None:
         if ray.is_initialized():
             return
         try:
-            ray.init()
+            in_lasting_thread(ray.init)  # what it starts on this machine ends with the thread that has started it
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"Ray cannot be reached: {_first_line(error)}. Look at RAY_ADDRESS, or start a cluster with ray start."

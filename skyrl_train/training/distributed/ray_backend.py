@@ -107,16 +107,30 @@ class RayBackend(RayTraining, TrainingBackend):
     """
 
     def __init__(
-        self, model_path: str, trainer_config: TrainerConfig, total_steps: int, temperature: float, seed: int
+        self,
+        model_path: str,
+        trainer_config: TrainerConfig,
+        total_steps: int,
+        temperature: float,
+        seed: int,
+        reference: TrainerConfig | None = None,
     ) -> None:
         """Starts ``trainer.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalBackend`, and those of
         :class:`WorkerGroup`; ``model_path`` is opened on every node.
+
+        Args:
+            reference: how the ranks hold and score the model of ``model_path`` as it is, beside the policy; None: they do not.
         """
-        super().__init__(WorkerSettings(model_path, trainer_config, total_steps, temperature, seed))
+        super().__init__(
+            WorkerSettings(model_path, trainer_config, total_steps, temperature, seed, reference=reference)
+        )
         self._transports: list[WeightTransport] = []
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return self._forward("forward_logprobs", sequences)
+
+    def reference_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return self._forward("reference_logprobs", sequences)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; each travels here as it is asked for."""

@@ -58,6 +58,7 @@ class WorkerSettings:
     temperature: float
     seed: int
     critic: bool = False  # a value model; ``trainer`` is of :func:`skyrl_train.config.derive.critic_trainer` then
+    reference: TrainerConfig | None = None  # of a copy of the policy that stays as it is, beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,12 @@ class TrainingWorker:
         trainer = self._trainer
         assert isinstance(trainer, CriticTrainer), "these workers train a policy"
         return _outcome(lambda: [row.numpy() for row in trainer.forward_values(sequences.unpack())])
+
+    def reference_logprobs(self, sequences: PackedSequences) -> Returned | Refused:
+        """As :meth:`forward_logprobs`, of the model as it was loaded."""
+        reference = self._reference
+        assert isinstance(reference, RankTrainer), "these workers train a critic"
+        return _outcome(lambda: [row.numpy() for row in reference.forward_logprobs(sequences.unpack())])
 
     def update(self, sequences: PackedSequences, of: Minibatch) -> Returned | Refused:
         """A step on the minibatch ``of`` which these are this rank's sequences; its metrics."""
@@ -227,18 +234,22 @@ class TrainingWorker:
 
     def _build(self, settings: WorkerSettings) -> None:
         torch.manual_seed(settings.seed)
-        model = load_sharded(
-            settings.model_path, settings.trainer, self._mesh, self._ranks, partial(_adapted, settings=settings)
-        )
-        self._trainer = self._ranks.together(lambda: self._trainer_of(model, settings))
+        self._trainer = self._trainer_of(settings, self._snapshots)
+        if settings.reference is not None:  # never trained: no rank holds gradients or moments of it
+            self._reference = self._trainer_of(replace(settings, trainer=settings.reference), Snapshots())
 
-    def _trainer_of(self, model: PreTrainedModel, settings: WorkerSettings) -> RankTrainer | CriticTrainer:
-        trainer, steps = settings.trainer, settings.total_steps
-        if settings.critic:
-            return CriticTrainer(model, trainer, steps, self._ranks, self._snapshots)
-        return RankTrainer(
-            model, settings.model_path, trainer, steps, settings.temperature, self._ranks, self._snapshots
-        )
+    def _trainer_of(
+        self, settings: WorkerSettings, snapshots: Snapshots[checkpoint.State]
+    ) -> RankTrainer | CriticTrainer:
+        path, trainer, steps = settings.model_path, settings.trainer, settings.total_steps
+        model = load_sharded(path, trainer, self._mesh, self._ranks, partial(_adapted, settings=settings))
+
+        def built() -> RankTrainer | CriticTrainer:
+            if settings.critic:
+                return CriticTrainer(model, trainer, steps, self._ranks, snapshots)
+            return RankTrainer(model, path, trainer, steps, settings.temperature, self._ranks, snapshots)
+
+        return self._ranks.together(built)
 
     def _published(self, parameter: torch.Tensor) -> torch.Tensor:
         """The weight that the policy computes with: the parameter, or its rounding."""
