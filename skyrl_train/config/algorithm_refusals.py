@@ -73,7 +73,7 @@ def _advantages(config: RunConfig) -> Problems:
             f"{KEY}.advantage_estimator=maxrl divides by the mean return, which penalties may bring to 0 and below. Set "
             "overlong.buffer_len=0 and kl_reward_coef=0, or another estimator."
         )
-    if not algorithm.grpo_norm_by_std and algorithm.advantage_estimator in ("rloo", "maxrl", "reinforce++"):
+    if not algorithm.grpo_norm_by_std and algorithm.advantage_estimator in ("rloo", "maxrl", "reinforce++", "gae"):
         yield (
             f"{KEY}.grpo_norm_by_std=false with advantage_estimator={algorithm.advantage_estimator}, which has no such division "
             "in it. Leave it out, or set advantage_estimator=grpo."

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from skyrl_train.config import derive
 from skyrl_train.config.activation_memory import activation_bytes
-from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape
-from skyrl_train.config.schema import RunConfig, TrainingStrategy
+from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
+from skyrl_train.config.schema import ModelConfig, RunConfig, TrainerConfig, TrainingStrategy
 from skyrl_train.config.transports import staging_copies
 
 _FLOAT32_BYTES = 4
@@ -25,7 +25,7 @@ class MemoryEstimate:
     staging_bytes: int  # copies of the weights on their way to the engines
     engine_weight_bytes: int  # all engines together
     kv_cache_bytes: int  # all embedded engines together, every slot full
-    critic_bytes: int = 0  # weights, gradients and moments of a critic of the policy's size, over all its ranks
+    critic_bytes: int = 0  # weights, gradients and moments of a critic, over all its ranks; 0 where its size is unknown
     snapshot_bytes: int = 0  # in main memory from the first checkpoint on: weights and moments, the critic's too
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
     activation_bytes: int = 0  # of each rank, at most, beside what stays
@@ -66,7 +66,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
     base = parameters if lora.rank else 0
     trained = _weight_bytes(config.trainer.policy.dtype, sharded)
     of_critic = _weight_bytes(config.trainer.critic.dtype, sharded) + 3 * _FLOAT32_BYTES
-    critic = parameters if derive.needs_critic(config.trainer.algorithm) else 0
+    critic = _critic_parameters(config.trainer, shape)
     slots = engine.num_engines * engine.max_num_seqs
     return MemoryEstimate(
         num_parameters=parameters,
@@ -97,6 +97,12 @@ def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
     """Of the largest micro-batch that the run can have."""
     sequences = config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
     return min(config.trainer.micro_batch_tokens, sequences * max_model_len)
+
+
+def _critic_parameters(trainer: TrainerConfig, of_policy: ModelShape) -> int:
+    path = trainer.critic.model.path
+    shape = of_policy if path is None else model_shape(ModelConfig(path=path))
+    return shape.num_parameters if shape is not None and derive.needs_critic(trainer.algorithm) else 0
 
 
 def _weight_bytes(dtype: str, sharded: bool) -> int:

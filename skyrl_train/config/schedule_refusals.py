@@ -125,6 +125,11 @@ def _signal(config: RunConfig) -> Problems:
             f"generator.n_samples_per_prompt=1 with the {estimator} estimator: a group of one has nothing to be compared "
             "with, so every advantage is 0. Set n_samples_per_prompt=8, or advantage_estimator=reinforce++."
         )
+    if config.trainer.algorithm.zero_variance_filter and samples == 1:
+        yield (
+            "trainer.algorithm.zero_variance_filter=true with generator.n_samples_per_prompt=1: a group of one is never worth "
+            "different things, so all would train with loss mask 0. Set n_samples_per_prompt=8 or zero_variance_filter=false."
+        )
     if temperature < 0:
         yield f"generator.sampling_params.temperature={temperature}: must be at least 0."
     elif temperature == 0 and samples > 1:

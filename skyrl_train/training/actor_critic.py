@@ -127,8 +127,11 @@ class ActorCritic(TrainingBackend):
         try:
             policy = of_policy()
         except _REFUSALS as error:
-            if critic.exception() is None:
+            of_other = critic.exception()
+            if of_other is None:
                 raise HalfStepError(f"The critic made a step that the policy refused: {error}") from error
+            if not isinstance(of_other, _REFUSALS):  # it broke, and may have moved
+                raise of_other from error
             raise
         except BaseException:
             critic.exception()  # both have ended

@@ -98,7 +98,7 @@ def scored_hidden(
     body = model.base_model
     if body is model:
         raise ModelError(f"{type(model).__name__} has no body apart from its head; name another model.")
-    outputs = micro_batch.outputs.to(model.device)
+    outputs = micro_batch.outputs.to(compute_device(model))
 
     def of_model(**inputs: Any) -> torch.Tensor:
         return then(body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, outputs))

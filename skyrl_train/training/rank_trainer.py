@@ -24,6 +24,7 @@ from skyrl_train.algorithms.reductions import reduction_scale
 from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.models.folder import resolve_dtype
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.logprobs import compute_device
@@ -98,6 +99,7 @@ class RankTrainer(RankSteps):
             packing=trainer_config.packing,
             fp32_head=trainer_config.policy.fp32_head,
             sequence_ranks=ranks.sequence_ranks,
+            dtype=resolve_dtype(trainer_config.policy.dtype),
         )
 
     # ---- numbers

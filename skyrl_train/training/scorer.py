@@ -44,6 +44,7 @@ class Scorer:
         packing: bool | None = None,
         fp32_head: bool = False,
         sequence_ranks: SequenceRanks | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
@@ -51,6 +52,7 @@ class Scorer:
             packing: several sequences in a row instead of padding; None: where the model allows it.
             fp32_head: the head's products in float32, whatever the dtype of the model.
             sequence_ranks: those that score every micro-batch together, a slice of its tokens each; None: this one alone.
+            dtype: what the model computes in; None: that of its parameters. A sharded one may have wider ones.
 
         Raises:
             ConfigError: ``packing`` or ``fp32_head`` is True, or there are ``sequence_ranks``, and the model does not allow it.
@@ -61,7 +63,7 @@ class Scorer:
         self._sequence_ranks = sequence_ranks
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
         keep_caps(model)
-        self._way = self._fastest_right_way(packing)
+        self._way = self._fastest_right_way(packing, dtype or model.dtype)
         if not self._way.packed and (packing or sequence_ranks is not None):
             obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"
             asked, remedy = "trainer.packing=true", "trainer.packing=null"
@@ -121,14 +123,14 @@ class Scorer:
         return scores
 
     @torch.no_grad()
-    def _fastest_right_way(self, packing: bool | None) -> _Way:
+    def _fastest_right_way(self, packing: bool | None, dtype: torch.dtype) -> _Way:
         """The first way that agrees with the model's own logits of padded sequences."""
         sequences = two_short_sequences(self._model.config.get_text_config().vocab_size)
         everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         plain = _Way(packed=False, chunked=False)
         padded = collate_padded(sequences, [0, 1], everything)
         expected = self._scores(padded, plain, differentiate_entropy=False)[0]
-        tolerance = 0.1 if self._model.dtype.itemsize < 4 else 2e-3
+        tolerance = 0.1 if dtype.itemsize < 4 else 2e-3
         packable = packing is not False and use_segments(self._model)
         ways = [_Way(packed, chunked) for packed in (True, False) for chunked in (True, False)]
         for way in ways[:-1]:

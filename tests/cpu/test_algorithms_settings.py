@@ -39,6 +39,7 @@ RULES = "off_policy_correction.rejections"
         (["overlong.buffer_len=8", "overlong.max_response_len=9", "overlong.penalty_factor=0"], "above 0"),
         (["max_seq_len=8"], "max_seq_len=null"),
         (["advantage_estimator=rloo", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
+        (["advantage_estimator=gae", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
         ([f"{RULES}=[{{statistic:k3}}]"], "Set low, high, or both"),
         ([f"{RULES}=[{{statistic:k1,low:2,high:1}}]"], "Exchange them"),
         ([f"{RULES}=[{{statistic:ratio,high:0}}]"], "rejects every token"),

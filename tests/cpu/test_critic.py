@@ -12,13 +12,15 @@ import torch
 from critic_worlds import actor_critic, critic, critic_config, off_zero, valued_minibatch, values_of, with_values
 from hypothesis import given
 from hypothesis import strategies as st
-from training_worlds import build_small_model, config, minibatch, one_thread, same, weights
+from training_worlds import backend, build_small_model, config, minibatch, one_thread, same, weights
 
 from skyrl_train.algorithms.values import value_loss, value_metrics, value_statistics
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, HalfStepError
 from skyrl_train.training.actor_critic import CRITIC_FOLDER, ActorCritic
 from skyrl_train.training.backend import Minibatch
+from skyrl_train.training.batch import MicroBatch
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
+from skyrl_train.training.value_model import can_pack
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -236,6 +238,38 @@ def test_what_both_refuse_has_moved_nothing_and_what_one_refuses_says_so(folder:
         both.accumulate(dataclasses.replace(batch, sequences=[ragged]))
     with pytest.raises(ValueError, match="nothing accumulated"):
         both.finish(1)
+
+
+def test_a_refusal_does_not_hide_that_the_other_broke(folder: str) -> None:
+    """Of a refusal alone a run is told that nothing has moved, and it saves what it has."""
+
+    class Broken(LocalCritic):
+        def update(self, minibatch: Minibatch) -> dict[str, float]:
+            raise RuntimeError("no memory in the optimizer's step")
+
+    both = ActorCritic(backend(folder, micro_batch_tokens=17), Broken(folder, critic_config(), 10))
+    with pytest.raises(RuntimeError, match="no memory"):
+        both.update(valued_minibatch(lengths=(18, 2)))
+
+
+def test_values_are_computed_where_the_model_computes(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters may wait elsewhere (``trainer.critic.fsdp.cpu_offload``)."""
+    trained, sequences = off_zero(folder), minibatch().sequences
+    expected = trained.forward_values(sequences)
+    here = torch.device("cpu")
+    monkeypatch.setattr("skyrl_train.training.logprobs.compute_device", lambda model: here)
+    monkeypatch.setattr(type(trained.model), "device", property(lambda model: torch.device("meta")))
+    assert all(map(torch.equal, trained.forward_values(sequences), expected))
+
+
+def test_what_bfloat16_rounds_is_not_another_value(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharded critic of that dtype has float32 parameters, and computes in bfloat16."""
+
+    def rounded(model: object, micro_batch: MicroBatch, then: object) -> torch.Tensor:
+        return torch.full((3, 4), 3.0 if micro_batch.segments is None else 3.0 + 2**-6, dtype=torch.bfloat16)
+
+    monkeypatch.setattr("skyrl_train.training.value_model.scored_hidden", rounded)
+    assert can_pack(critic(folder).model)
 
 
 def test_a_step_in_parts_is_the_whole_step(folder: str) -> None:

@@ -187,6 +187,14 @@ def test_without_a_setting_everything_trains_as_it_is() -> None:
             "streaming_min_groups=null",
         ),
         (["trainer.algorithm.dynamic_sampling=filter", "generator.n_samples_per_prompt=1"], "a group of one"),
+        (
+            [
+                "trainer.algorithm.advantage_estimator=gae",
+                "trainer.algorithm.zero_variance_filter=true",
+                "generator.n_samples_per_prompt=1",
+            ],
+            "zero_variance_filter=true with generator.n_samples_per_prompt=1",
+        ),
         (["trainer.failures.max_engine_failures=-1"], "max_engine_failures"),
         (["trainer.failures.stuck_after_s=0"], "stuck_after_s"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_worlds import LARGER, backend, minibatch
+from training_worlds import LARGER, SMALL, backend, minibatch
 
 from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.compose import compose
@@ -15,7 +15,7 @@ from skyrl_train.config.fit import fit
 from skyrl_train.config.machine import Machine, visible_gpus
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import Plan, resolve
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.schema import BuildModelConfig, ModelConfig
 from skyrl_train.models.tiny import build_model_folder
 
 GIB = 2**30
@@ -127,6 +127,17 @@ def test_a_slice_of_the_tokens_has_a_share_of_the_activations() -> None:
     apart, together = planned(*ranks).memory, planned(*ranks, "trainer.fsdp.sequence_parallel_size=2").memory
     assert apart is not None and together is not None
     assert together.activation_bytes == apart.activation_bytes // 2
+
+
+@pytest.mark.parametrize("build", [LARGER, SMALL])
+def test_a_critic_counts_with_the_size_of_its_own_model(tmp_path: Path, build: BuildModelConfig) -> None:
+    build_model_folder(build, tmp_path / "critic", seed=0)
+    shape, gae = model_shape(ModelConfig(build=build)), "trainer.algorithm.advantage_estimator=gae"
+    own = planned(gae, f"trainer.critic.model.path={tmp_path / 'critic'}").memory
+    of_policy, unknown = planned(gae).memory, planned(gae, "trainer.critic.model.path=some/where").memory
+    assert shape is not None and own is not None and of_policy is not None and unknown is not None
+    assert own.critic_bytes == shape.num_parameters * 16
+    assert of_policy.critic_bytes == of_policy.num_parameters * 16 and unknown.critic_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,12 @@ from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training import head as of_head
 from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.backend import TrainingSequence
+from skyrl_train.training.batch import MicroBatch
+from skyrl_train.training.rank_trainer import RankTrainer
+from skyrl_train.training.ranks import OneRank
 from skyrl_train.training.scorer import Scorer
-from tests.cpu.training_worlds import one_thread
+from skyrl_train.training.snapshots import Snapshots
+from tests.cpu.training_worlds import config, one_thread
 
 VOCABULARY = 29
 LENGTHS = (3, 14, 2, 9, 14, 21)
@@ -231,6 +235,21 @@ def sharded(policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield fully_shard(policy, mesh=mesh, reshard_after_forward=True)
     finally:
         dist.destroy_process_group()
+
+
+def test_what_bfloat16_rounds_is_not_another_log_prob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharded policy of that dtype has float32 parameters, and computes in bfloat16."""
+    exact = Scorer._scores
+
+    def rounded(self: Scorer, micro_batch: MicroBatch, way: Any, **how: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies = exact(self, micro_batch, way, **how)
+        return logprobs + 0.02 * (way.packed or way.chunked), entropies
+
+    monkeypatch.setattr(Scorer, "_scores", rounded)
+    wide = model("qwen3").float()
+    for dtype, packs in (("bfloat16", True), ("float32", False)):
+        trainer = RankTrainer(wide, "", config(policy__dtype=dtype), 10, 1.0, OneRank(), Snapshots())
+        assert trainer._scorer.packs is packs
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

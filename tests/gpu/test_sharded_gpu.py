@@ -98,8 +98,7 @@ def test_a_rank_on_a_gpu_trains_as_the_local_backend_and_resumes(
         torch.testing.assert_close(value(rank.weight(name)), weight.cpu(), atol=1e-4, rtol=0, msg=name)
     where = {p.to_local().device.type for p in rank._trainer.model.parameters()}  # type: ignore[attr-defined]
     assert where == {"cpu" if fsdp else "cuda"}
-    value(rank.snapshot(1))
-    value(rank.save(1, tmp_path))
+    value(rank.save(value(rank.snapshot()), tmp_path))
     batch = minibatch(4, LENGTHS)
     after = value(rank.update(PackedSequences.of(batch.sequences), batch))
     value(rank.load(tmp_path))
