@@ -103,6 +103,7 @@ def run(
         started: when the command was, on the monotonic clock.
     """
     with engine_workers(config) as workers:  # first: their imports take as long as the ones here
+        console.print("Starting: libraries, model, engines.", highlight=False)
         check_implementations(config)
         abandoned = left_behind(config)  # looked for before the new run's own folder is there
         choice = choose_run_folder(config)
