@@ -143,7 +143,7 @@ class TestRegistries:
     @pytest.mark.parametrize(
         ("registry", "known"),
         [
-            (ADVANTAGE_ESTIMATORS, ["grpo", "maxrl", "reinforce++", "rloo"]),
+            (ADVANTAGE_ESTIMATORS, ["gae", "grpo", "maxrl", "reinforce++", "rloo"]),
             (
                 POLICY_LOSSES,
                 ["cispo", "clip_cov", "dual_clip", "gspo", "importance_sampling", "kl_cov", "ppo_clip", "sapo"],

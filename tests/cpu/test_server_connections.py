@@ -28,6 +28,23 @@ async def connect(world: World) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     return await asyncio.open_connection(url.host, url.port)
 
 
+async def stand_still(world: World, **asked: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+    """Asks and reads nothing. The kernel holds little for this connection: left to itself it takes megabytes, at times all
+    of an answer, and nobody would have to wait. Returns both sides of it."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    url = world.http.base_url
+    await asyncio.get_running_loop().sock_connect(sock, (url.host, url.port))
+    reader, writer = await asyncio.open_connection(sock=sock)
+    writer.transport.pause_reading()
+    writer.write(raw_request(**asked))
+    await world.engine.holds(1)
+    [connection] = [c for c in connections(world) if c.client == writer.get_extra_info("sockname")]
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return reader, writer, connection
+
+
 @pytest.mark.parametrize("key", [ADMIN_KEY, None], ids=["without a session", "with a session"])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("streamed", [False, True])
@@ -81,12 +98,8 @@ async def test_a_caller_that_resets_the_connection_cancels_too() -> None:
 async def test_a_reader_that_takes_nothing_of_its_answer_is_cut_off(streamed: bool) -> None:
     """The sampling has long ended; what waits for the reader is the end of a stream, or all of a whole answer."""
     async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), write_timeout_s=0.2) as world:
-        _, writer = await connect(world)
-        writer.transport.pause_reading()
         asked = {"stream": streamed, "logprobs": True, "max_tokens": 40_000, "ignore_eos": True}
-        writer.write(raw_request(**asked, return_token_ids=True))
-        await world.engine.holds(1)
-        [connection] = [c for c in connections(world) if c.client == writer.get_extra_info("sockname")]
+        _, writer, connection = await stand_still(world, **asked, return_token_ids=True)
         async with asyncio.timeout(30):
             await world.gateway.changed.wait_until(lambda: world.gateway.in_flight == 0)
             while connection in connections(world):
@@ -98,13 +111,11 @@ async def test_a_reader_that_takes_nothing_of_its_answer_is_cut_off(streamed: bo
 
 async def test_a_whole_answer_keeps_its_place_until_the_reader_has_taken_it() -> None:
     async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), max_in_flight=1) as world:
-        reader, writer = await connect(world)
-        writer.transport.pause_reading()
-        writer.write(raw_request(logprobs=True, max_tokens=40_000, ignore_eos=True, return_token_ids=True))
-        await world.engine.holds(1)
+        asked = {"logprobs": True, "max_tokens": 40_000, "ignore_eos": True, "return_token_ids": True}
+        reader, writer, connection = await stand_still(world, **asked)
         await world.engine.holds(0)
         async with asyncio.timeout(30):
-            while not any(c.transport.get_write_buffer_size() for c in connections(world)):
+            while not connection.transport.get_write_buffer_size():
                 await settle()
         assert (await world.http.post(CHAT, json=ASK)).status_code == 429
         writer.transport.resume_reading()
@@ -231,22 +242,30 @@ async def test_a_cancelled_sdk_call_cancels_its_generation() -> None:
 async def test_a_reader_that_stands_still_is_given_up_and_holds_little() -> None:
     # Every token comes with its log-prob: some 150 bytes, so that the sockets' buffers are soon full.
     async with endpoint(WatchedEngine(lambda tokens, seed: 5), write_timeout_s=0.2) as world:
-        _, writer = await connect(world)
-        writer.transport.pause_reading()
-        writer.write(raw_request(stream=True, logprobs=True, max_tokens=4000))
-        await world.engine.holds(1)
-        url = world.http.base_url
-        for connection in list(world.server._server.server_state.connections):  # type: ignore[union-attr]
-            if connection.client == writer.get_extra_info("sockname"):
-                sock = connection.transport.get_extra_info("socket")
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-                server_side = connection
+        _, writer, connection = await stand_still(world, stream=True, logprobs=True, max_tokens=4000)
         async with asyncio.timeout(20):
             while world.engine.running:
                 world.engine.tick()
                 await settle(4)
-                assert server_side.transport.get_write_buffer_size() < 200_000, url
+                assert connection.transport.get_write_buffer_size() < 200_000
         assert len(world.engine.requests) == 1
+        writer.transport.abort()
+
+
+async def test_a_reader_that_comes_back_is_not_given_all_at_once() -> None:
+    """What was sampled meanwhile waits as tokens, not as bytes that the connection holds."""
+    async with endpoint(WatchedEngine(lambda tokens, seed: 5), write_timeout_s=30) as world:
+        reader, writer, connection = await stand_still(world, stream=True, logprobs=True, max_tokens=4000)
+        for _ in range(3900):
+            world.engine.tick()
+            await settle(2)
+        writer.transport.resume_reading()
+        held, taken = 0, 0
+        async with asyncio.timeout(30):
+            while taken < 200_000:
+                taken += len(await reader.read(1 << 16))
+                held = max(held, connection.transport.get_write_buffer_size())
+        assert held < 200_000
         writer.transport.abort()
 
 
