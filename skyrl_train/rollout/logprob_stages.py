@@ -30,21 +30,21 @@ class _ScoringStage(ABC):
     """Scores all sequences of a group together.
 
     Args:
-        adds: the field of the sequences in which the scores are put.
         needed: whether a group is going to be trained; the others pass unscored.
     """
 
-    def __init__(self, name: str, adds: str, max_parallel: int, needed: Callable[[RolloutGroup], bool]) -> None:
-        self.name = name
+    name: str
+    adds: str  # the field of the sequences in which the scores are put
+
+    def __init__(self, max_parallel: int, needed: Callable[[RolloutGroup], bool]) -> None:
         self.max_parallel = max_parallel
-        self._adds = adds
         self._needed = needed
 
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
         """See :class:`Stage`."""
         if not self._needed(group):
             return group
-        return with_scores(group, self._adds, await self._score(tokens_to_score(group)))
+        return with_scores(group, self.adds, await self._score(tokens_to_score(group)))
 
     @abstractmethod
     async def _score(self, sequences: list[TokensToScore]) -> Scores:
@@ -59,10 +59,13 @@ class ReferenceStage(_ScoringStage):
         needed: whether a group is going to be trained; the others pass unscored.
     """
 
+    name = "reference"
+    adds = "reference_logprobs"
+
     def __init__(
         self, place: Place, *, max_parallel: int, needed: Callable[[RolloutGroup], bool] = lambda group: True
     ) -> None:
-        super().__init__("reference", "reference_logprobs", max_parallel, needed)
+        super().__init__(max_parallel, needed)
         self._place = place
 
     async def start(self) -> None:
@@ -89,11 +92,12 @@ class _BackendStage(_ScoringStage):
     It computes where that model is, between two calls of the trainer's, so that it needs no resources of its own.
 
     Args:
-        forward: what the backend computes of each token ``[T]``, in the backend's thread.
+        forward: what the backend computes of each token ``[T]``.
+        needed: whether a group is going to be trained; the others pass unscored.
     """
 
-    def __init__(self, name: str, adds: str, forward: Forward, needed: Callable[[RolloutGroup], bool]) -> None:
-        super().__init__(name, adds, 1, needed)
+    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
+        super().__init__(1, needed)
         self._forward = forward
 
     async def start(self) -> None:
@@ -115,37 +119,31 @@ class ValueStage(_BackendStage):
     """Values of the states that tokens were sampled in, by the critic that is being trained: advantages and the bound on
     the critic's next move are taken from them, however many steps it makes until the group trains.
 
-    Args:
-        forward: the critic's ``forward_values`` in its thread.
-        needed: whether a group is going to be trained; the others pass unscored.
+    ``forward`` is the critic's ``forward_values`` in its thread.
     """
 
-    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
-        super().__init__("values", "values", forward, needed)
+    name = "values"
+    adds = "values"
 
 
 class ColocatedReferenceStage(_BackendStage):
     """What :class:`ReferenceStage` adds, by the ranks that train the policy.
 
-    Args:
-        forward: the backend's ``reference_logprobs`` in its thread.
-        needed: whether a group is going to be trained; the others pass unscored.
+    ``forward`` is the backend's ``reference_logprobs`` in its thread.
     """
 
-    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
-        super().__init__("reference", "reference_logprobs", forward, needed)
+    name = "reference"
+    adds = "reference_logprobs"
 
 
 class ProximalStage(_BackendStage):
     """Log-probs of the policy that is being trained, as it is when the group is finished.
 
-    Args:
-        forward: the backend's ``forward_logprobs`` in its thread.
-        needed: whether a group is going to be trained; the others pass unscored.
+    ``forward`` is the backend's ``forward_logprobs`` in its thread.
     """
 
-    def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
-        super().__init__("proximal", "proximal_logprobs", forward, needed)
+    name = "proximal"
+    adds = "proximal_logprobs"
 
 
 def backend_stages(config: RunConfig, reference: Forward, current: Forward) -> list[Stage]:

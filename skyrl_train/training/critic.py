@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.algorithms.values import value_loss, value_metrics, value_statistics
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError
@@ -23,7 +24,7 @@ from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.layout import RowLayout
 from skyrl_train.training.logprobs import compute_device, share_weights_again
-from skyrl_train.training.rank_steps import OpenStep, RankSteps, smallest
+from skyrl_train.training.rank_steps import Part, RankSteps, smallest
 from skyrl_train.training.ranks import Ranks
 from skyrl_train.training.snapshots import Snapshots
 from skyrl_train.training.value_model import can_pack, token_values
@@ -36,15 +37,6 @@ class _Trainable:
     micro_batch: MicroBatch
     old_values: torch.Tensor
     returns: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some groups of a step, ready to be trained."""
-
-    step: int
-    micro_batches: list[_Trainable]  # of this rank's sequences that have trained tokens
-    denominators: list[float]  # of all its sequences
 
 
 class CriticTrainer(RankSteps):
@@ -106,7 +98,7 @@ class CriticTrainer(RankSteps):
         part = self._ranks.together(lambda: self._whole(minibatch))
         outcomes = []
         for _ in range(self._config.update_epochs_per_batch):
-            self._add(part)
+            self._add(part, self._loss, self._idle)
             outcomes.append(self.finish(minibatch.step))
         metrics = {key: sum(outcome[key] for outcome in outcomes) / len(outcomes) for key in outcomes[0]}
         metrics["critic/skipped_nonfinite"] *= len(outcomes)
@@ -115,7 +107,7 @@ class CriticTrainer(RankSteps):
     def accumulate(self, part: Minibatch) -> None:
         """See :meth:`Training.accumulate`; errors as of :meth:`update`. One that fails on its way forgets everything
         accumulated."""
-        self._add(self._ranks.together(lambda: self._further(part)))
+        self._add(self._ranks.together(lambda: self._further(part)), self._loss, self._idle)
 
     def finish(self, step: int) -> dict[str, float]:
         """See :meth:`Training.finish`; what moves nothing is described at :meth:`update`."""
@@ -135,35 +127,26 @@ class CriticTrainer(RankSteps):
         }
         return metrics | of_update
 
-    def _add(self, part: _Part) -> None:
-        """Adds the part's gradients to those of its step."""
-        opened = self._open = self._open or OpenStep(part.step)
-        try:
-            lacking = self._lacking(len(part.micro_batches))
-            for trainable in part.micro_batches:
-                values = token_values(self.model, trainable.micro_batch)
-                clip = self._config.algorithm.value_clip
-                losses, clipped = value_loss(values, trainable.old_values, trainable.returns, clip)
-                losses.sum().backward()
-                opened.statistics.add(value_statistics(losses, clipped, trainable.old_values, trainable.returns))
-            for _ in range(lacking):
-                (token_values(self.model, smallest(self._layout)).sum() * 0.0).backward()
-        except BaseException:
-            self.discard()
-            raise
-        opened.denominators.extend(part.denominators)
+    def _loss(self, trainable: _Trainable) -> tuple[torch.Tensor, TokenStatistics]:
+        values = token_values(self.model, trainable.micro_batch)
+        clip = self._config.algorithm.value_clip
+        losses, clipped = value_loss(values, trainable.old_values, trainable.returns, clip)
+        return losses.sum(), value_statistics(losses, clipped, trainable.old_values, trainable.returns)
+
+    def _idle(self) -> torch.Tensor:
+        return token_values(self.model, smallest(self._layout))
 
     # ---- batches
 
-    def _whole(self, minibatch: Minibatch) -> _Part:
+    def _whole(self, minibatch: Minibatch) -> Part[_Trainable]:
         self._check_whole()
         return self._part(minibatch)
 
-    def _further(self, part: Minibatch) -> _Part:
+    def _further(self, part: Minibatch) -> Part[_Trainable]:
         self._check_further(part.step)
         return self._part(part)
 
-    def _part(self, minibatch: Minibatch) -> _Part:
+    def _part(self, minibatch: Minibatch) -> Part[_Trainable]:
         """Checks the sequences and lays out those that have trained tokens; the others count in the denominator only."""
         self._check_tokens(minibatch.sequences)
         trained = [s for s in minibatch.sequences if bool(s.loss_mask.any())]
@@ -181,7 +164,7 @@ class CriticTrainer(RankSteps):
             )
             for micro_batch in self._layout.micro_batches(trained, range(len(trained)), masks)
         ]
-        return _Part(minibatch.step, micro_batches, [float(s.tokens_in_denominator) for s in minibatch.sequences])
+        return Part(minibatch.step, micro_batches, [float(s.tokens_in_denominator) for s in minibatch.sequences])
 
     def _check_tokens(self, sequences: Sequence[TrainingSequence]) -> None:
         for index, s in enumerate(sequences):

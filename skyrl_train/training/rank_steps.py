@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,8 @@ from skyrl_train.training.ranks import Ranks
 from skyrl_train.training.schedule import learning_rate
 from skyrl_train.training.snapshots import Snapshots
 
+M = TypeVar("M")  # a micro-batch, and what is known about its tokens
+
 
 @dataclass(frozen=True, slots=True)
 class OpenStep:
@@ -29,6 +31,15 @@ class OpenStep:
     step: int
     statistics: TokenStatistics = field(default_factory=TokenStatistics)
     denominators: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[M]):
+    """Some groups of a step, ready to be trained."""
+
+    step: int
+    micro_batches: list[M]  # of this rank's sequences that have trained tokens
+    denominators: list[float]  # of all its sequences
 
 
 class RankSteps:
@@ -118,6 +129,29 @@ class RankSteps:
         for _ in range(lacking):
             score(smallest(layout))
         return results
+
+    def _add(
+        self, part: Part[M], loss: Callable[[M], tuple[torch.Tensor, TokenStatistics]], idle: Callable[[], torch.Tensor]
+    ) -> None:
+        """Adds the part's gradients to those of its step; where that fails on its way, everything accumulated is forgotten.
+
+        Args:
+            loss: of a micro-batch, with what is counted of its tokens.
+            idle: what the model says of the smallest micro-batch, for passes on nothing beside the other ranks' passes.
+        """
+        opened = self._open = self._open or OpenStep(part.step)
+        try:
+            lacking = self._lacking(len(part.micro_batches))
+            for micro_batch in part.micro_batches:
+                of_tokens, statistics = loss(micro_batch)
+                of_tokens.backward()
+                opened.statistics.add(statistics)
+            for _ in range(lacking):
+                (idle().sum() * 0.0).backward()
+        except BaseException:
+            self.discard()
+            raise
+        opened.denominators.extend(part.denominators)
 
     def _lacking(self, passes: int) -> int:
         """How many more passes another rank makes. Asked before the first one: between passes, ranks exchange nothing else."""

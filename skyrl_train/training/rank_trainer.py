@@ -29,7 +29,7 @@ from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.logprobs import compute_device
 from skyrl_train.training.objective import Objective, TokenFields
-from skyrl_train.training.rank_steps import OpenStep, RankSteps, smallest
+from skyrl_train.training.rank_steps import Part, RankSteps, smallest
 from skyrl_train.training.ranks import Ranks
 from skyrl_train.training.scorer import Scorer
 from skyrl_train.training.snapshots import Snapshots
@@ -41,15 +41,6 @@ class _Scorable:
 
     micro_batch: MicroBatch
     fields: TokenFields
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some groups of a step, ready to be trained."""
-
-    step: int
-    micro_batches: list[_Scorable]  # of this rank's sequences that have trained tokens
-    denominators: list[float]  # of all its sequences
 
 
 class RankTrainer(RankSteps):
@@ -125,7 +116,7 @@ class RankTrainer(RankSteps):
             part = self._with_facts(self._with_proximal(part))
         outcomes = []
         for _ in range(passes):
-            self._add(part)
+            self._add(part, self._loss, self._idle)
             outcomes.append(self.finish(minibatch.step))
         same_in_all = {k: v for k, v in outcomes[0].items() if k.startswith("policy/lr") or k == "policy/tokens"}
         metrics = {key: sum(outcome[key] for outcome in outcomes) / passes for key in outcomes[0]} | same_in_all
@@ -144,7 +135,7 @@ class RankTrainer(RankSteps):
             GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
             ValueError: the part is of another step than the ones before it.
         """
-        self._add(self._ranks.together(lambda: self._further(part)))
+        self._add(self._ranks.together(lambda: self._further(part)), self._loss, self._idle)
 
     def finish(self, step: int) -> dict[str, float]:
         """See :meth:`TrainingBackend.finish`; what moves nothing is described at :meth:`update`."""
@@ -168,42 +159,23 @@ class RankTrainer(RankSteps):
             "policy/tokens": float(statistics.tokens),
         }
 
-    def _add(self, part: _Part) -> None:
-        """Adds the part's gradients to those of its step."""
-        opened = self._open = self._open or OpenStep(part.step)
-        try:
-            lacking = self._lacking(len(part.micro_batches))
-            for scorable in part.micro_batches:
-                loss, statistics = self._loss(scorable)
-                loss.backward()
-                opened.statistics.add(statistics)
-            self._idle_passes(lacking)
-        except BaseException:
-            self.discard()
-            raise
-        opened.denominators.extend(part.denominators)
-
     def _loss(self, scorable: _Scorable) -> tuple[torch.Tensor, TokenStatistics]:
         logprobs, entropies = self._scorer.logprobs_and_entropies(
             scorable.micro_batch, differentiate_entropy=self._objective.differentiates_entropy
         )
         return self._objective.loss(logprobs, entropies, scorable.fields)
 
-    def _idle_passes(self, number: int) -> None:
-        """Forward and backward passes on nothing and for nothing, beside which the other ranks make theirs."""
-        for _ in range(number):
-            logprobs, _ = self._scorer.logprobs_and_entropies(
-                smallest(self._scorer.layout), differentiate_entropy=False
-            )
-            (logprobs.sum() * 0.0).backward()
+    def _idle(self) -> torch.Tensor:
+        layout = self._scorer.layout
+        return self._scorer.logprobs_and_entropies(smallest(layout), differentiate_entropy=False)[0]
 
     # ---- batches
 
-    def _whole(self, minibatch: Minibatch) -> _Part:
+    def _whole(self, minibatch: Minibatch) -> Part[_Scorable]:
         self._check_whole()
         return self._part(minibatch)
 
-    def _further(self, part: Minibatch) -> _Part:
+    def _further(self, part: Minibatch) -> Part[_Scorable]:
         self._check_further(part.step)
         if self._objective.needs_minibatch_facts:
             raise ConfigError(
@@ -212,7 +184,7 @@ class RankTrainer(RankSteps):
             )
         return self._part(part)
 
-    def _part(self, minibatch: Minibatch) -> _Part:
+    def _part(self, minibatch: Minibatch) -> Part[_Scorable]:
         """Checks the sequences and packs those that have trained tokens; the others count in the denominators only.
 
         Sequences with and without given proximal log-probs are packed apart, so that a mixture does not matter.
@@ -227,7 +199,7 @@ class RankTrainer(RankSteps):
             )
         given = [s for s in trained if s.proximal_logprobs is not None]
         derived = [s for s in trained if s.proximal_logprobs is None]
-        return _Part(
+        return Part(
             step=minibatch.step,
             micro_batches=[*self._scorable(given, minibatch), *self._scorable(derived, minibatch)],
             denominators=[self._objective.share(s.counts).denominator for s in minibatch.sequences],
@@ -255,7 +227,7 @@ class RankTrainer(RankSteps):
             )
             yield _Scorable(micro_batch, fields)
 
-    def _with_proximal(self, part: _Part) -> _Part:
+    def _with_proximal(self, part: Part[_Scorable]) -> Part[_Scorable]:
         """The part with the log-probs of the policy as it is now wherever the trainer gave none."""
         derived = [scorable for scorable in part.micro_batches if scorable.fields.proximal_logprobs is None]
         given = [scorable for scorable in part.micro_batches if scorable.fields.proximal_logprobs is not None]
@@ -267,7 +239,7 @@ class RankTrainer(RankSteps):
             self._scorer.logprobs(smallest(self._scorer.layout))
         return replace(part, micro_batches=[*given, *scored])
 
-    def _with_facts(self, part: _Part) -> _Part:
+    def _with_facts(self, part: Part[_Scorable]) -> Part[_Scorable]:
         """The part, which is a whole minibatch with its proximal log-probs, with what its loss needs to know about all of it."""
         if not self._objective.needs_minibatch_facts:
             return part
