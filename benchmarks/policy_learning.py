@@ -1,12 +1,13 @@
 """What each straggler policy learns and how fast: real policies trained in virtual time (docs/benchmarks.md).
 
     python benchmarks/policy_learning.py --out rows.jsonl [--tasks run_length] [--policies accept wait] [--bounds 1 4] [--seeds 0]
+    python benchmarks/policy_learning.py --out rows.jsonl --policies mask --bounds 4 --depths 1 2     D instead of D = S
     python benchmarks/policy_learning.py --out rows.jsonl --uncorrected     without token TIS
     python benchmarks/policy_learning.py --out rows.jsonl --table           the table of what is there
 
-A cell is a task, a policy, a bound S, with or without correction, and a seed. A cell that is in the file already is not run
-again, so the table can be made in pieces; a run is the same whatever the load of the machine. D = S: the pipeline is kept as
-full as the bound allows, so that groups are as old as they may be and the slow ones older.
+A cell is a task, a policy, a bound S, a depth D, with or without correction, and a seed. A cell that is in the file already is not run
+again, so the table can be made in pieces; a run is the same whatever the load of the machine. With D = S, where nothing else is said,
+the pipeline is kept as full as the bound allows, so that groups are as old as they may be and the slow ones older.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,18 +65,20 @@ class Cell:
 
     task: str
     bound: int
+    depth: float
     policy: str
     corrected: bool
     seed: int
     workload: str
 
 
-def cell(task: str, bound: int, policy: str, corrected: bool, seed: int) -> Cell:
+def cell(task: str, bound: int, depth: float | None, policy: str, corrected: bool, seed: int) -> Cell:
     """The cell of the task as it is now."""
     work = TASKS[task]
     tools = b"" if work.tools_s is None else work.tools_s.values.tobytes()
     settings = repr((work.recipe, work.settings, work.engine, work.training)).encode()
-    return Cell(task, bound, policy, corrected, seed, hashlib.sha256(settings + tools).hexdigest()[:8])
+    depth = float(bound if depth is None else depth)
+    return Cell(task, bound, depth, policy, corrected, seed, hashlib.sha256(settings + tools).hexdigest()[:8])
 
 
 def overrides(work: Cell) -> list[str]:
@@ -86,7 +89,7 @@ def overrides(work: Cell) -> list[str]:
         f"data.seed={work.seed}",
         f"{asynchrony}.straggler_policy={work.policy}",
         f"{asynchrony}.max_staleness_steps={work.bound}",
-        f"{asynchrony}.pipeline_depth={work.bound}",
+        f"{asynchrony}.pipeline_depth={work.depth}",
         *(() if work.corrected else (f"{correction}.tis_ratio_type=null", f"{correction}.allow_uncorrected=true")),
     ]
 
@@ -122,42 +125,45 @@ def finished(path: Path) -> dict[Cell, dict[str, Any]]:
 def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
     """Runs what the file lacks; each row is in it, and on the screen, as soon as it is there."""
     missing = [each for each in cells if each not in finished(path)]
-    print("| task | S | policy | TIS | seed | reward | step | mean lag | max trained lag | over S | masked | dropped |")
-    print("|---" * 12 + "|", flush=True)
+    print(
+        "| task | S | D | policy | TIS | seed | reward | step | mean lag | max trained lag | over S | masked | dropped |"
+    )
+    print("|---" * 13 + "|", flush=True)
     with multiprocessing.get_context("spawn").Pool(jobs) as pool, path.open("a", encoding="utf-8") as file:
         for row in pool.imap_unordered(run, missing):
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(
-                f"| `{row['task']}` | {row['bound']} | `{row['policy']}` | {_yes_no(row['corrected'])} | {row['seed']} "
-                f"| {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} | {row['max_trained_lag']} "
+                f"| `{row['task']}` | {row['bound']} | {row['depth']:g} | `{row['policy']}` | {_yes_no(row['corrected'])} "
+                f"| {row['seed']} | {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} | {row['max_trained_lag']} "
                 f"| {row['over_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
                 flush=True,
             )
 
 
 def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
-    """A line per setting, over its seeds: medians of rewards, means of the rest; speeds over those of ``accept`` with the same
-    seeds."""
+    """A line per setting, over its seeds: medians of rewards, means of the rest; speeds over those of ``accept`` with D = S
+    and the same seeds."""
     yield (
-        "| task | TIS | S | policy | seeds | reward, median | lowest .. highest | steps/s over `accept` "
+        "| task | TIS | S | D | policy | seeds | reward, median | lowest .. highest | steps/s over `accept` "
         "| reward in `accept`'s time | mean lag | max trained lag | over S | masked | dropped |"
     )
-    yield "|---" * 14 + "|"
-    settings = dict.fromkeys((each.task, each.corrected, each.bound, each.policy) for each in cells)
-    for task, corrected, bound, policy in sorted(settings, key=lambda s: (s[0], not s[1], s[2], POLICIES.index(s[3]))):
-        own = [r for c, r in rows.items() if c in cells and _setting(c) == (task, corrected, bound, policy)]
-        if not own:
-            continue
-        accept = {
-            c.seed: r for c, r in rows.items() if c in cells and _setting(c) == (task, corrected, bound, "accept")
-        }
+    yield "|---" * 15 + "|"
+    by_setting: dict[Setting, dict[int, dict[str, Any]]] = {}
+    for each in cells:
+        if each in rows:
+            by_setting.setdefault(_setting(each), {})[each.seed] = rows[each]
+    for setting in sorted(
+        by_setting, key=lambda s: (s.task, not s.corrected, s.bound, -s.depth, POLICIES.index(s.policy))
+    ):
+        own = list(by_setting[setting].values())
+        accept = by_setting.get(setting._replace(policy="accept", depth=float(setting.bound)), {})
         pairs = [(row, accept[row["seed"]]) for row in own if row["seed"] in accept]
         speed = f"{fmean(a['step_s'] / row['step_s'] for row, a in pairs):.2f}" if pairs else ""
         timely = f"{median(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
         rewards = [row["reward"] for row in own]
         yield (
-            f"| `{task}` | {_yes_no(corrected)} | {bound} | `{policy}` | {len(own)} | **{median(rewards):.3f}** "
+            f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.bound} | {setting.depth:g} | `{setting.policy}` | {len(own)} | **{median(rewards):.3f}** "
             f"| {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} | {_mean(own, 'mean_lag'):.2f} "
             f"| {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'over_bound'):.3f} "
             f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
@@ -170,8 +176,18 @@ def reward_within(row: dict[str, Any], limit_s: float) -> float:
     return fmean(row["rewards"][max(0, steps - round(LAST * len(row["rewards"]))) : steps])
 
 
-def _setting(each: Cell) -> tuple[str, bool, int, str]:
-    return each.task, each.corrected, each.bound, each.policy
+class Setting(NamedTuple):
+    """A cell without its seed."""
+
+    task: str
+    corrected: bool
+    bound: int
+    depth: float
+    policy: str
+
+
+def _setting(each: Cell) -> Setting:
+    return Setting(each.task, each.corrected, each.bound, each.depth, each.policy)
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
@@ -188,17 +204,20 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--bounds", nargs="+", type=int, default=[1, 4, 8], help="S")
+    parser.add_argument("--depths", nargs="+", type=float, default=[None], help="D; D = S where none is given")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--uncorrected", action="store_true", help="without token TIS, instead of with it")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--table", action="store_true", help="print the table of what the file has; run nothing")
     options = parser.parse_args()
     if options.table:
-        grid = itertools.product(options.tasks, options.bounds, options.policies, (True, False), options.seeds)
+        grid = itertools.product(
+            options.tasks, options.bounds, options.depths, options.policies, (True, False), options.seeds
+        )
         print("\n".join(table(finished(options.out), [cell(*values) for values in grid])))
         return
-    order = itertools.product(options.seeds, options.bounds, options.tasks, options.policies)
-    cells = [cell(task, bound, policy, not options.uncorrected, seed) for seed, bound, task, policy in order]
+    order = itertools.product(options.seeds, options.bounds, options.depths, options.tasks, options.policies)
+    cells = [cell(task, bound, d, policy, not options.uncorrected, seed) for seed, bound, d, task, policy in order]
     run_missing(cells, options.out, options.jobs)
 
 

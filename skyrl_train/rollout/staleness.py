@@ -173,12 +173,19 @@ class StalenessManager:
 
     def capacity(self) -> int:
         """How many groups may be admitted now."""
-        seats = self._acceptable - self.counts.accepted - self.counts.running
-        return max(0, min(self.max_running - self.counts.running, seats))
+        accepted, running = self.counts.accepted, self.counts.running
+        paced = self._acceptable - accepted - (running - self._late)
+        return max(0, min(self.max_running - running, paced, self._total_groups - accepted - running))
+
+    @property
+    def _late(self) -> int:
+        """Running groups whose deadline has passed with the policy that is served: what is admitted now takes their places in
+        the pipeline. (None under a policy that keeps every deadline, or gives such groups up.)"""
+        return sum(groups for version, groups in self._running.counts.items() if self.deadline(version) <= self._published)
 
     @property
     def _acceptable(self) -> int:
-        """Groups that may ever be accepted before the next publication."""
+        """Groups that may be accepted before the next publication, beside those that are late."""
         ahead = int(self.pipeline_depth * self.batch_groups + 1e-9)  # 0.29 * 100 is a little less than 29
         whole_steps = self._published + self.steps_per_publication
         return min(ahead + whole_steps * self.batch_groups, self._total_groups)
