@@ -5,9 +5,9 @@
     python benchmarks/policy_learning.py --out rows.jsonl --uncorrected     without token TIS
     python benchmarks/policy_learning.py --out rows.jsonl --table           the table of what is there
 
-A cell is a task, a policy, a bound S, a depth D, with or without correction, and a seed. A cell that is in the file already is not run
-again, so the table can be made in pieces; a run is the same whatever the load of the machine. With D = S, where nothing else is said,
-the pipeline is kept as full as the bound allows, so that groups are as old as they may be and the slow ones older.
+A cell is a task, a policy, a bound S, a depth D, with or without correction, and a seed. A cell that is in the file already is
+not run again, so the table can be made in pieces; a run is the same whatever the load of the machine. With D = S, where nothing
+else is said, the pipeline is kept as full as the bound allows: groups are as old as they may be, and the slow ones older.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
             file.flush()
             print(
                 f"| `{row['task']}` | {row['bound']} | {row['depth']:g} | `{row['policy']}` | {_yes_no(row['corrected'])} "
-                f"| {row['seed']} | {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} | {row['max_trained_lag']} "
-                f"| {row['over_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
+                f"| {row['seed']} | {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} "
+                f"| {row['max_trained_lag']} | {row['over_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
                 flush=True,
             )
 
@@ -163,9 +163,9 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
         timely = f"{median(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
         rewards = [row["reward"] for row in own]
         yield (
-            f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.bound} | {setting.depth:g} | `{setting.policy}` | {len(own)} | **{median(rewards):.3f}** "
-            f"| {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} | {_mean(own, 'mean_lag'):.2f} "
-            f"| {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'over_bound'):.3f} "
+            f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.bound} | {setting.depth:g} | `{setting.policy}` "
+            f"| {len(own)} | **{median(rewards):.3f}** | {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} "
+            f"| {_mean(own, 'mean_lag'):.2f} | {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'over_bound'):.3f} "
             f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
         )
 

@@ -6,17 +6,18 @@
                            ├──filter─> filtered│
                            └──drop───> dropped <── drop
 
-Two numbers, both in steps. The *depth* ``D`` (any fraction) paces generation: while version ``v`` is published, at most
-``(D + v + k) * B`` groups are ever accepted, with ``k`` the steps from one publication to the next; so a group typically lags
-``D``. The *bound* ``S >= D + k - 1`` is the promise: a group whose oldest token has version ``v`` may train at the latest in
-step ``v + S + 1``, its *deadline*. Selection is earliest deadline first. What gives way where a group needs more time than
-that is the straggler policy's choice (``rollout/stragglers``).
+Two numbers, both in steps. The *depth* ``D`` (any fraction) paces generation: while version ``v`` is published, groups are
+admitted until ``(D + v + k) * B`` are accepted or run, with ``k`` the steps from one publication to the next; so a group
+typically lags ``D``. The *bound* ``S >= D + k - 1`` is the promise: a group whose oldest token has version ``v`` may train at
+the latest in step ``v + S + 1``, its *deadline*. Selection is earliest deadline first. What gives way where a group needs
+more time than that is the straggler policy's choice (``rollout/stragglers``); where the bound or the signal does, such a
+group loses its place in the pipeline to the next one, and is trained when it comes.
 
 Why ``wait`` keeps the bound (``docs/design/staleness.md`` has the proof): call a state *feasible* before step ``t``, of which
 ``c`` seats are taken, when for every ``d >= t`` at most ``(d - t + 1) * B - c`` outstanding groups have a deadline of ``d`` or
 earlier. Admission keeps it, because a new group's deadline is the latest of all and ``S >= D + k - 1``; ``wait`` gives out
-seats only if the rest stays feasible. Earliest-deadline-first makes that true once all outstanding groups have finished, so
-waiting always ends.
+seats only if the rest stays feasible, so that none of its groups is ever late. Earliest-deadline-first makes that true once all
+outstanding groups have finished, so waiting always ends.
 
 Pure: no task, no clock, no torch. Everything is called from the control loop, except where a method says otherwise.
 """
@@ -181,7 +182,9 @@ class StalenessManager:
     def _late(self) -> int:
         """Running groups whose deadline has passed with the policy that is served: what is admitted now takes their places in
         the pipeline. (None under a policy that keeps every deadline, or gives such groups up.)"""
-        return sum(groups for version, groups in self._running.counts.items() if self.deadline(version) <= self._published)
+        return sum(
+            groups for version, groups in self._running.counts.items() if self.deadline(version) <= self._published
+        )
 
     @property
     def _acceptable(self) -> int:

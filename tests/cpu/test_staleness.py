@@ -126,6 +126,32 @@ def test_the_budget_is_spent_when_all_that_may_be_accepted_has_finished_and_open
     assert not m.budget_spent
 
 
+@pytest.mark.parametrize("policy", ["accept", "mask"])
+def test_a_late_group_leaves_its_place_in_the_pipeline_to_another_and_takes_one_when_it_ends(policy: str) -> None:
+    m = manager(2, 1, 1, policy=policy)
+    m.admit(0, 0)  # its deadline is step 2, and it will run until step 3
+    buffer = train(m, finish(m, [1, 2, 3]))
+    assert m.capacity() == 2, "it may still come in time, so it counts"
+    buffer = train(m, [*buffer, *finish(m, [4, 5], 1)])
+    assert m.capacity() == 3, "step 3 is too late for it"
+    buffer += finish(m, [6, 7, 8], 2)
+    assert m.capacity() == 0
+    assert m.budget_spent
+    m.finish(0)
+    buffer = train(m, [*buffer, Finished(0, 0)])
+    assert [group.ordinal for group in buffer] == [6, 7, 8], "it had the earliest deadline"
+    assert m.capacity() == 1, "it was one more than the pace"
+
+
+@pytest.mark.parametrize(("w", "steps", "capacity"), [(100, 100, 2), (2, 100, 1), (100, 3, 0)])
+def test_a_late_group_still_is_one_that_runs_and_one_that_the_run_trains(w: int, steps: int, capacity: int) -> None:
+    m = manager(1, 1, 1, w=w, steps=steps, policy="mask")
+    m.admit(0, 0)
+    train(m, finish(m, [1]))
+    train(m, finish(m, [2], 1))
+    assert m.capacity() == capacity
+
+
 @pytest.mark.parametrize(("s", "d", "k"), [(0, 0.5, 1), (1, 2, 1), (2, 1, 3), (1, 0, 3), (1, -0.5, 1), (-1, 0, 1)])
 def test_sizes_under_which_the_bound_could_not_hold_are_refused(s: int, d: float, k: int) -> None:
     with pytest.raises(ValueError, match="need 0 <= D and S >= D"):
