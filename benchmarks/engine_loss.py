@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.fleet import FleetLimits

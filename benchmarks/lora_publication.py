@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema import BuildModelConfig, LoraConfig
+from skyrl_train.config.schema.model import BuildModelConfig, LoraConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.vllm import VLLMEngine

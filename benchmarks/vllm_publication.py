@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.vllm import VLLMEngine
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode

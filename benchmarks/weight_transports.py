@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from skyrl_train.config.compose import compose
-    from skyrl_train.config.schema import RunConfig
+    from skyrl_train.config.schema.run import RunConfig
     from skyrl_train.errors import SkyRLError
     from skyrl_train.fully_async_trainer import FullyAsyncTrainer
     from skyrl_train.generators.base import (
@@ -63,7 +63,7 @@ _HOME = {
     "InferenceEngineInterface": "inference.interface",
     "InferenceEngineOutput": "inference.interface",
     "PPOTrainer": "trainer",
-    "RunConfig": "config.schema",
+    "RunConfig": "config.schema.run",
     "SamplingParams": "inference.interface",
     "SkyRLError": "errors",
     "TrajectoryID": "generators.base",

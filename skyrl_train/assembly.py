@@ -24,7 +24,9 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import RunConfig, TrainerMode, TrainingStrategy
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerMode
+from skyrl_train.config.schema.training import TrainingStrategy
 from skyrl_train.config.transports import TRANSPORTS
 from skyrl_train.engine_factory import build_engine, fleet_limits
 from skyrl_train.environments.base import PromptRecord

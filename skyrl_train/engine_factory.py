@@ -11,7 +11,9 @@ from typing import Any
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import InferenceEngineConfig, LoraConfig, RunConfig
+from skyrl_train.config.schema.inference_engine import InferenceEngineConfig
+from skyrl_train.config.schema.model import LoraConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess

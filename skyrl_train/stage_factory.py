@@ -9,7 +9,9 @@ from dataclasses import replace
 import torch
 
 from skyrl_train.config import derive
-from skyrl_train.config.schema import AlgorithmConfig, ReferenceStageConfig, RewardStageConfig, RunConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema.rollout import ReferenceStageConfig, RewardStageConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.logprob_stages import ReferenceStage, ValueStage, worth_scoring
 from skyrl_train.rollout.placement.base import Place, Work

@@ -23,7 +23,7 @@ from skyrl_train.algorithms.kl_control import KlControl
 from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, RolloutSnapshot
 from skyrl_train.concurrency import Signal, close_within
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import (
     CheckpointError,
     ConfigError,

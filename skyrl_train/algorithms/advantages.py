@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
 
 STD_EPSILON = 1e-6  # added to the standard deviation: bounds the advantage of a group whose returns hardly differ

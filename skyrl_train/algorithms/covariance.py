@@ -15,7 +15,7 @@ import torch
 from skyrl_train.algorithms.losses import POLICY_LOSSES, TokenLosses, importance_sampling, ppo_clip
 from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS, MinibatchTokens, centred_covariance
 from skyrl_train.algorithms.tokens import PolicyTokens
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 
 MEANS = ("mean_logprob", "mean_advantage")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_train.config.schema import AlgorithmConfig, KlControlType
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, KlControlType
 
 MAX_ERROR = 0.2  # the relative error that one step reacts to
 

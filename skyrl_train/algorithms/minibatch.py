@@ -15,7 +15,7 @@ import torch
 
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.algorithms.tokens import PolicyTokens
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 
 
 class MinibatchTokens(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.config.schema import AlgorithmConfig, OverlongConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, OverlongConfig
 
 
 def overlong_penalty(sampled_tokens: int, config: OverlongConfig) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape
-from skyrl_train.config.schema import TrainerConfig, TrainingStrategy
+from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema.training import TrainingStrategy
 
 _FLOAT32_BYTES = 4
 _TOKEN_BYTES = 64  # ids, log-probs and what the loss keeps of them

@@ -7,13 +7,8 @@ from collections.abc import Callable
 
 from skyrl_train.config import derive
 from skyrl_train.config.limits import Problems, at_least, more_than_zero
-from skyrl_train.config.schema import (
-    KlControlType,
-    ProximalPolicy,
-    RejectionConfig,
-    RejectionLevel,
-    RunConfig,
-)
+from skyrl_train.config.schema.algorithm import KlControlType, ProximalPolicy, RejectionConfig, RejectionLevel
+from skyrl_train.config.schema.run import RunConfig
 
 KEY = "trainer.algorithm"
 CORRECTION = f"{KEY}.off_policy_correction"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 
 _OF_WORKERS = (  # settings of fsdp
     "num_workers",

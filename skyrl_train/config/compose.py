@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, nearest
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"

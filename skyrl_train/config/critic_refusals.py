@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from skyrl_train.config import derive
 from skyrl_train.config.limits import Problems, at_least, more_than_zero
-from skyrl_train.config.schema import AlgorithmConfig, CriticConfig, RunConfig, TrainingStrategy
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.training import CriticConfig, TrainingStrategy
 
 KEY = "trainer.critic"
 ALGORITHM = "trainer.algorithm"

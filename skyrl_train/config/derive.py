@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from skyrl_train.config.model_shape import ModelShape
-from skyrl_train.config.schema import AlgorithmConfig, PolicyConfig, RunConfig, TrainerConfig, TrainerMode
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerConfig, TrainerMode
+from skyrl_train.config.schema.training import PolicyConfig
 
 
 def is_async(config: RunConfig) -> bool:

@@ -12,9 +12,7 @@ from skyrl_train.config.keys import did_you_mean, known_keys
 from skyrl_train.config.limits import Problems, at_least, impossible_sampling
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.placement_refusals import endpoint_port
-from skyrl_train.config.schema import (
-    RunConfig,
-)
+from skyrl_train.config.schema.run import RunConfig
 
 
 def _evaluation(config: RunConfig) -> Problems:

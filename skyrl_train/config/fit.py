@@ -8,7 +8,8 @@ from skyrl_train.config import derive
 from skyrl_train.config.machine import Machine
 from skyrl_train.config.memory import MemoryEstimate
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import TrainerConfig, TrainingStrategy
+from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema.training import TrainingStrategy
 
 _GIB = 2**30
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 
 _PLAIN = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from skyrl_train.config.schema import RunConfig, SamplingConfig
+from skyrl_train.config.schema.generator import SamplingConfig
+from skyrl_train.config.schema.run import RunConfig
 
 Problems = Iterator[str]  # one sentence per problem
 

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.limits import Problems, at_least, more_than_zero, setting
-from skyrl_train.config.schema import LoraConfig, RunConfig
+from skyrl_train.config.schema.model import LoraConfig
+from skyrl_train.config.schema.run import RunConfig
 
 KEY = "trainer.policy.model.lora"
 ALL_LINEAR = "all-linear"

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from skyrl_train.config import derive
 from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema import ModelConfig, RunConfig, TrainerConfig, TrainingStrategy
+from skyrl_train.config.schema.model import ModelConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema.training import TrainingStrategy
 from skyrl_train.config.transports import staging_copies
 
 _FLOAT32_BYTES = 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema import BuildModelConfig, LoraConfig, ModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig, LoraConfig, ModelConfig
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 NUM_SPECIAL_TOKENS = 3  # <pad>, <eos>, <unk> of a tokenizer made on the spot

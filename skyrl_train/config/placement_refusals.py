@@ -9,10 +9,8 @@ from skyrl_train.config import derive
 from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.limits import Problems, at_least, more_than_zero
 from skyrl_train.config.model_shape import model_shape
-from skyrl_train.config.schema import (
-    RunConfig,
-    TrainingStrategy,
-)
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.training import TrainingStrategy
 
 
 def _engines(config: RunConfig) -> Problems:

@@ -9,7 +9,8 @@ from skyrl_train.config import derive, plan_rows, refusals
 from skyrl_train.config.limits import Problems
 from skyrl_train.config.memory import MemoryEstimate, estimate_memory
 from skyrl_train.config.model_shape import model_shape
-from skyrl_train.config.schema import RunConfig, TrainerMode
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.config import derive
 from skyrl_train.config.memory import MemoryEstimate
-from skyrl_train.config.schema import (
-    AlgorithmConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainerConfig,
-    TrainerMode,
-    TrainingStrategy,
-)
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerConfig, TrainerMode
+from skyrl_train.config.schema.training import OptimizerConfig, TrainingStrategy
 
 if TYPE_CHECKING:
     from skyrl_train.config.plan import Plan

@@ -21,7 +21,8 @@ from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.limits import Problems, at_least, impossible_sampling, more_than_zero, setting
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, model_shape
-from skyrl_train.config.schema import OptimizerConfig, RunConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.training import OptimizerConfig
 from skyrl_train.errors import ConfigError
 
 # Settings with a closed list of values. What users may register (losses, estimators, schedules, trackers) is passed in.

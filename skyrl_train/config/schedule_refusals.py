@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 from skyrl_train.config import derive
 from skyrl_train.config.limits import Problems, at_least, setting
-from skyrl_train.config.schema import (
-    DynamicSampling,
-    FailurePolicy,
-    RunConfig,
-    TrainerMode,
-)
+from skyrl_train.config.schema.algorithm import DynamicSampling
+from skyrl_train.config.schema.failures import FailurePolicy
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerMode
 
 
 def _batches(config: RunConfig) -> Problems:

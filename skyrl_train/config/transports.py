@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from skyrl_train.config import derive
-from skyrl_train.config.schema import RunConfig, TrainingStrategy
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.training import TrainingStrategy
 
 _KEY = "generator.weight_transport"
 

@@ -24,7 +24,7 @@ from skyrl_train.config.fit import fit
 from skyrl_train.config.machine import this_machine
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.refusals import raise_problems, refuse
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError, TrainingWorkerError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from skyrl_train.config.import_path import import_name, is_import_path
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
 from skyrl_train.environments.base import Environment, PromptRecord, TextEnvironment
 from skyrl_train.errors import ConfigError
 

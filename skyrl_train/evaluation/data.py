@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from skyrl_train.config.schema import DataConfig, RunConfig
+from skyrl_train.config.schema.data import DataConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollout.dataset import check_alphabet, load_dataset

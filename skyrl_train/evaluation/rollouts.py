@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.concurrency import cancel_within, gather_or_cancel
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import EngineError, EvaluationError, NoEngineError, RolloutError
 from skyrl_train.evaluation.data import sampling_params

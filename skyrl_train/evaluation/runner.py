@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skyrl_train.concurrency import Signal, gather_or_cancel
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import EngineError, PublicationError
 from skyrl_train.evaluation.engines import EvaluationEngines

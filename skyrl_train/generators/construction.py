@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.import_path import import_name
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import RequestClient

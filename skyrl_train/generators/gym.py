@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.concurrency import gather_or_cancel
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema.generator import GeneratorConfig
 from skyrl_train.environments.episode import Episode
 from skyrl_train.environments.registry import EnvironmentFactory, resolve_environment
 from skyrl_train.errors import EngineError, RolloutError

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from skyrl_train.config.lora_refusals import ALL_LINEAR
-from skyrl_train.config.schema import LoraConfig
+from skyrl_train.config.schema.model import LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.adapter_spec import AdapterSpec
 

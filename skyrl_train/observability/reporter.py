@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.evaluation.metrics import EvaluationResult
 from skyrl_train.observability.live import Failures, StepReport, View, make_view, shortened
 from skyrl_train.observability.run_folder import RunFolder

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from skyrl_train.config.compare import differences, same_run
 from skyrl_train.config.compose import from_yaml, to_yaml
-from skyrl_train.config.schema import ResumeMode, RunConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import ResumeMode
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.jsonl import JsonlFile, read_jsonl, replace_file
 

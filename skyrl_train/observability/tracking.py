@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_train.config import derive
 from skyrl_train.config.import_path import import_name
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.transports import TRANSPORTS
 from skyrl_train.errors import ConfigError
 from skyrl_train.publication.base import WeightTransport

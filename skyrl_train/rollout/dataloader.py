@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyrl_train.config.schema import DataConfig
+from skyrl_train.config.schema.data import DataConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.rollout.dataset import PromptDataset

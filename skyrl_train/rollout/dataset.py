@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from skyrl_train.config.schema import DataConfig, EnvironmentConfig, RunConfig
+from skyrl_train.config.schema.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.environments.registry import EnvironmentFactory, resolve_environment
 from skyrl_train.errors import ConfigError, DataError

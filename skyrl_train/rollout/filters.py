@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling
 from skyrl_train.errors import RolloutError
 from skyrl_train.inference.randomness import mix
 from skyrl_train.rollout.group import RolloutGroup

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from skyrl_train.config import derive
-from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, ProximalPolicy, RunConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling, ProximalPolicy
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import StageError, TrainingWorkerError
 from skyrl_train.rollout.filters import has_signal

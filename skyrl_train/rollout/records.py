@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError, DataError

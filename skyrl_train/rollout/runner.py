@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_train.concurrency import cancel_within
-from skyrl_train.config.schema import FailureConfig
+from skyrl_train.config.schema.failures import FailureConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import (
     ConfigError,

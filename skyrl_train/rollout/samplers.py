@@ -14,7 +14,7 @@ import numpy as np
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.keys import did_you_mean
-from skyrl_train.config.schema import DataConfig
+from skyrl_train.config.schema.data import DataConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollout.dataset import PromptDataset

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from skyrl_train.concurrency import Signal, cancel_within
-from skyrl_train.config.schema import FailureConfig, FailurePolicy
+from skyrl_train.config.schema.failures import FailureConfig, FailurePolicy
 from skyrl_train.errors import RolloutError
 from skyrl_train.observability.slot_time import SlotTimeIntegral
 from skyrl_train.rollout.buffer import RolloutBuffer

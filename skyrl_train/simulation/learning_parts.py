@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine

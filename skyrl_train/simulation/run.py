@@ -14,7 +14,7 @@ from rich.console import Console
 from skyrl_train.assembly import trainer_class
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import Plan, resolve
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.models.tiny import character_tokenizer

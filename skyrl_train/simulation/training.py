@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.simulation.engine import TRANSPORT

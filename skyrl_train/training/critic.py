@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.algorithms.values import value_loss, value_metrics, value_statistics
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens

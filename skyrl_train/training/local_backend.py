@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.folder import build_empty, load_model, load_tokenizer, quiet_transformers

@@ -15,7 +15,7 @@ from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
 from skyrl_train.algorithms.off_policy.rejections import keeps_sequence
 from skyrl_train.algorithms.rewards import kl_penalties, overlong_penalty
 from skyrl_train.config import derive
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample

@@ -26,7 +26,7 @@ from skyrl_train.algorithms.reductions import REDUCTIONS, SequenceCounts, Share
 from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.algorithms.tokens import PolicyTokens
 from skyrl_train.config.derive import clip_bounds
-from skyrl_train.config.schema import AlgorithmConfig, ProximalPolicy
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, ProximalPolicy
 from skyrl_train.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.config.schema.training import OptimizerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.schedule import SCHEDULES
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.statistics import TokenStatistics
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import MicroBatch

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from skyrl_train.algorithms.minibatch import MinibatchTokens
 from skyrl_train.algorithms.reductions import reduction_scale
 from skyrl_train.algorithms.statistics import TokenStatistics
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.models.folder import resolve_dtype
 from skyrl_train.training.backend import Minibatch, TrainingSequence

@@ -24,7 +24,8 @@ from fsspec.core import url_to_fs
 
 from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import from_yaml, to_yaml
-from skyrl_train.config.schema import ResumeMode, RunConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import ResumeMode
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training.checkpoint import MANIFEST, POINTER, CheckpointStore
 

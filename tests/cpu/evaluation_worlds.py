@@ -9,7 +9,7 @@ from typing import Any
 from scripted import ScriptedEngine, scripted_update
 
 from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import PublicationError
 from skyrl_train.evaluation.engines import EvaluationEngines, OwnEngines, SharedEngines

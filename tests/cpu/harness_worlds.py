@@ -10,7 +10,7 @@ from harness import TOKENIZER
 from scripted import ScriptedEngine, scripted_update
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.config.schema import GeneratorConfig, SamplingConfig
+from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples, validate_generator_output

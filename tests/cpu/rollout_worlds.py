@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema import DataConfig, FailureConfig, FailurePolicy
+from skyrl_train.config.schema.data import DataConfig
+from skyrl_train.config.schema.failures import FailureConfig, FailurePolicy
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import NoEngineError
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput

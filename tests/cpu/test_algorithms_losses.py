@@ -16,7 +16,7 @@ from skyrl_train.algorithms.losses import POLICY_LOSSES, ppo_clip
 from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS, MinibatchTokens
 from skyrl_train.algorithms.tokens import MAX_LOG_RATIO, bounded_ratio
 from skyrl_train.config.derive import clip_bounds
-from skyrl_train.config.schema import AlgorithmConfig, CispoConfig, ClipCovConfig, KlCovConfig, SapoConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, CispoConfig, ClipCovConfig, KlCovConfig, SapoConfig
 
 low_bounds, high_bounds = st.floats(0, 0.9), st.floats(0, 3)
 

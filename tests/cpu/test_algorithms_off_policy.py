@@ -17,7 +17,7 @@ from skyrl_train.algorithms.off_policy.correction import OffPolicyCorrection, mi
 from skyrl_train.algorithms.off_policy.m2po import m2po_facts, m2po_rejected
 from skyrl_train.algorithms.off_policy.proximal import interpolated_logprobs
 from skyrl_train.algorithms.off_policy.rejections import rejected_tokens
-from skyrl_train.config.schema import (
+from skyrl_train.config.schema.algorithm import (
     AlgorithmConfig,
     OffPolicyCorrectionConfig,
     RejectionConfig,

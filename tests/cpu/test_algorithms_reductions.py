@@ -27,7 +27,7 @@ from skyrl_train.algorithms.reductions import (
     token_mean,
 )
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.objective import Objective
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skyrl_train.algorithms.advantages import STD_EPSILON
 from skyrl_train.algorithms.kl_control import KlControl
 from skyrl_train.algorithms.rewards import overlong_penalty
-from skyrl_train.config.schema import (
+from skyrl_train.config.schema.algorithm import (
     AlgorithmConfig,
     KlControlConfig,
     KlControlType,

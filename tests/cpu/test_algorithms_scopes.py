@@ -10,7 +10,13 @@ import pytest
 import torch
 from training_worlds import backend, build_small_model, minibatch, one_thread, weights
 
-from skyrl_train.config.schema import ClipCovConfig, KlCovConfig, ProximalPolicy, RejectionConfig, RejectionLevel
+from skyrl_train.config.schema.algorithm import (
+    ClipCovConfig,
+    KlCovConfig,
+    ProximalPolicy,
+    RejectionConfig,
+    RejectionLevel,
+)
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.backend import Minibatch
 

@@ -14,7 +14,7 @@ from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS
 from skyrl_train.assembly import check_objective, known_names
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 STREAMING = ("trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1")

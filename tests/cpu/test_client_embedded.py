@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.interface import PauseMode, SamplingParams

@@ -14,7 +14,9 @@ from skyrl_train.config.compare import NOT_PART_OF_THE_RUN, differences, same_ru
 from skyrl_train.config.compose import compose, from_yaml, recipe_names, to_yaml
 from skyrl_train.config.keys import known_keys, nearest
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.schema import FailurePolicy, RunConfig, TrainerMode
+from skyrl_train.config.schema.failures import FailurePolicy
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerMode
 from skyrl_train.errors import ConfigError
 
 

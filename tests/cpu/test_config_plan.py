@@ -21,7 +21,9 @@ from skyrl_train.config.keys import known_keys
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.refusals import CLOSED_NAMES, problems, refuse
-from skyrl_train.config.schema import FullyAsyncConfig, ModelConfig, RunConfig, TrainerMode
+from skyrl_train.config.schema.model import ModelConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import FullyAsyncConfig, TrainerMode
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.models.folder import DTYPES

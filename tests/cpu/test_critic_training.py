@@ -20,7 +20,7 @@ from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError, StageError
 from skyrl_train.rollout.buffer import size_bytes
 from skyrl_train.rollout.group import RolloutGroup, Sample

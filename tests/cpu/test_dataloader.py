@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema import DataConfig
+from skyrl_train.config.schema.data import DataConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.rollout import streaming

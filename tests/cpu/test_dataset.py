@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from skyrl_train.config.schema import DataConfig, EnvironmentConfig
+from skyrl_train.config.schema.data import DataConfig, EnvironmentConfig
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollout.dataset import PromptDataset, PromptRecord, check_alphabet, load_dataset
 

@@ -32,7 +32,7 @@ from training_worlds import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_train.config.schema import ClipCovConfig, KlCovConfig
+from skyrl_train.config.schema.algorithm import ClipCovConfig, KlCovConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
 from skyrl_train.inference.shared_weights import SharedMemoryReceiver
 from skyrl_train.models.adapter_spec import AdapterSpec

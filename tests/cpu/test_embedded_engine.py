@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.entrypoints.train import main
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput

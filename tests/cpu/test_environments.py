@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.guess_number import GuessNumber
 from skyrl_train.environments.positional_match import positional_match

@@ -13,7 +13,7 @@ import torch
 from evaluation_worlds import OneTurn, World, forever, prompts_of
 from scripted import settle
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import EngineError, EvaluationError, RolloutError
 from skyrl_train.evaluation.engines import OwnEngines

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from skyrl_train.config.compare import same_run
 from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema import EnvironmentConfig, RunConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.evaluation.metrics import (

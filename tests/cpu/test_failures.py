@@ -25,7 +25,7 @@ from rollout_worlds import (
 from scripted import ScriptedEngine, settle
 from training_worlds import backend, build_small_model, one_thread
 
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import EngineError, GeneratorOutputError, NoEngineError, RolloutError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.inference.fleet import FleetLimits

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling
 from skyrl_train.errors import ConfigError, RolloutError
 from skyrl_train.rollout.filters import (
     SignalFilter,

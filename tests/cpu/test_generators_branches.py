@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.advantages import STD_EPSILON
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.validation import to_samples, validate_generator_output

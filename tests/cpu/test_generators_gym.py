@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
+from skyrl_train.config.schema.inference_engine import InferenceEngineConfig
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.errors import ConfigError, EngineError, RolloutError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID

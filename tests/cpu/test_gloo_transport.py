@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.config.schema import InferenceEngineConfig
+from skyrl_train.config.schema.inference_engine import InferenceEngineConfig
 from skyrl_train.entrypoints import serve
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.harness import process

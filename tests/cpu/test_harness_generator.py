@@ -16,7 +16,7 @@ from harness import TOKENIZER, Harness
 from harness_worlds import CURRENT, batch, harness
 from scripted import ScriptedEngine, scripted_update, settle
 
-from skyrl_train.config.schema import GeneratorConfig
+from skyrl_train.config.schema.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RolloutError
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.harness.agent import AgentTask

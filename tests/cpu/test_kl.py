@@ -25,7 +25,7 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
 from skyrl_train.algorithms.tokens import MAX_LOG_RATIO
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.local_backend import LocalBackend

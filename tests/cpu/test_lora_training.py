@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from training_worlds import SMALL, backend, build_small_model, minibatch, one_thread, same, weights
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.config.schema import LoraConfig, OptimizerConfig
+from skyrl_train.config.schema.model import LoraConfig
+from skyrl_train.config.schema.training import OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.models.tiny import build_model_folder

@@ -15,7 +15,7 @@ from skyrl_train.config.fit import fit
 from skyrl_train.config.machine import Machine, visible_gpus
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import Plan, resolve
-from skyrl_train.config.schema import BuildModelConfig, ModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig, ModelConfig
 from skyrl_train.models.tiny import build_model_folder
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.staleness import StalenessManager
 from skyrl_train.rollout.stragglers import resolve_straggler_policy

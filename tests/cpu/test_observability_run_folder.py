@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.config.compose import from_yaml
-from skyrl_train.config.schema import ResumeMode, RunConfig, TrainerConfig
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import ResumeMode, TrainerConfig
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.observability import jsonl
 from skyrl_train.observability.jsonl import JsonlFile, read_jsonl
@@ -269,7 +270,7 @@ def test_a_full_disk_is_one_clear_message_and_the_old_file_stays(
 HOLD = """
 import os, sys
 from pathlib import Path
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.observability.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]), RunConfig())
 child = os.fork() if sys.argv[2] == "with a child" else 1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability import tracking
 from skyrl_train.observability.live import (

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, settle
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine

@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training import remote_checkpoint
 from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, is_complete

@@ -15,7 +15,8 @@ import pytest
 from harness_worlds import HarnessWorld, batch, harness
 from replay_worlds import CountingEngine, World, checkpoint, tokens_in, world
 
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, SamplingConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.gym import GymGenerator

@@ -21,7 +21,8 @@ from test_sync_equivalence import train
 from skyrl_train.concurrency import Signal
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, SamplingConfig
+from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.errors import (
     ConfigError,
     EngineError,

@@ -10,7 +10,7 @@ import pytest
 from harness import Harness
 
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema import DataConfig
+from skyrl_train.config.schema.data import DataConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.observability.run_folder import RunFolder, choose_run_folder

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.config.compose import compose
 from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema import DataConfig
+from skyrl_train.config.schema.data import DataConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.dataset import PromptDataset

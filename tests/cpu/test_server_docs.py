@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from endpoint_worlds import ADMIN_KEY
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.entrypoints import serve
 from skyrl_train.inference.dialects import anthropic_messages, openai_chat, openai_completions, openai_responses
 from skyrl_train.inference.dialects.fields import Field

@@ -13,7 +13,8 @@ from training_worlds import backend, build_small_model, one_thread
 
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, RunConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError, RolloutError, StageError, TrainingWorkerError
 from skyrl_train.rollout.buffer import size_bytes
 from skyrl_train.rollout.group import RolloutGroup, Sample

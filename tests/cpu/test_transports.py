@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError, EngineError, PublicationError
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
 from skyrl_train.inference.interface import PauseMode

@@ -10,7 +10,7 @@ import torch
 from vllm_engines import ALPHABET, CONTEXT, TOLERANCE, Served, greedy_after, request, tiny_model
 from vllm_engines import token_logprobs as reference
 
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import InferenceEngineOutput, PauseMode
 from skyrl_train.models.tiny import character_tokenizer

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scripted import settle
 from vllm_servers import KEY, FakeServer, VLLMServer, event, free_port, get, saying, whole
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
 from skyrl_train.inference.engines.vllm.remote_flight import RemoteFlight

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
 from skyrl_train.models.folder import load_model

@@ -12,7 +12,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from skyrl_train.config.schema import BuildModelConfig, TrainerConfig, TrainingStrategy
+from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema.training import TrainingStrategy
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.distributed.shares import PackedSequences

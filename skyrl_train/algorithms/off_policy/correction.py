@@ -13,7 +13,7 @@ from skyrl_train.algorithms.off_policy.rejections import REJECTION_STATISTICS, l
 from skyrl_train.algorithms.off_policy.weights import CORRECTIONS, TokenWeights
 from skyrl_train.algorithms.statistics import TokenStatistics
 from skyrl_train.algorithms.tokens import PolicyTokens, bounded_ratio
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 
 TOKENS, SEQUENCES = "off_policy/rejected_tokens/", "off_policy/rejected_sequences/"
 ANY = "any"  # in place of a rule's name: by one rule or more

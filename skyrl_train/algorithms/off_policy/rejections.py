@@ -32,7 +32,7 @@ import torch
 from skyrl_train.algorithms import kl
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.algorithms.tokens import PolicyTokens
-from skyrl_train.config.schema import RejectionConfig, RejectionLevel
+from skyrl_train.config.schema.algorithm import RejectionConfig, RejectionLevel
 
 
 class RejectionStatistic(Protocol):

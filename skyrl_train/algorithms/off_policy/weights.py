@@ -8,7 +8,7 @@ import torch
 
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.algorithms.tokens import PolicyTokens, bounded_exp, bounded_ratio
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema.algorithm import AlgorithmConfig
 
 
 class TokenWeights(NamedTuple):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.import_path import import_name
-from skyrl_train.config.schema import GeneratorConfig
+from skyrl_train.config.schema.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, RolloutError, SessionError
 from skyrl_train.generators.base import (
     ConversationType,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.models.folder import is_local
 from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
 from skyrl_train.training.distributed.shares import PackedSequences, share_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.training.distributed.ray_backend import RayBackend
 from skyrl_train.training.frozen_policy import TokensToScore
 

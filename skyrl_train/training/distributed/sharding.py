@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
 from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.compilation import compile_layers

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.errors import CheckpointError, SkyRLError
 from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transformers, resolve_device, resolve_dtype
 from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights, write_adapter

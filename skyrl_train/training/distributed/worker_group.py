@@ -22,7 +22,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.config.derive import fsdp_num_gpus
-from skyrl_train.config.schema import FSDPConfig, TrainerConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema.training import FSDPConfig
 from skyrl_train.errors import SkyRLError, TrainingWorkerError
 from skyrl_train.inference.engines.ray_actor import connect
 from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from skyrl_train.config.schema import LoraConfig
+from skyrl_train.config.schema.model import LoraConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.embedded.hosts import Host, ProcessHost, ThreadHost, WorkerProcess
 from skyrl_train.inference.engines.embedded.messages import (

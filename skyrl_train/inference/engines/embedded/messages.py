@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from skyrl_train.config.schema import LoraConfig
+from skyrl_train.config.schema.model import LoraConfig
 from skyrl_train.inference.interface import SamplingParams, TokenChunk
 
 
