@@ -3,8 +3,9 @@
     python benchmarks/weight_transports.py [--updates 20] [--hidden-size 512]
 
 One embedded engine in its own process serves requests while new weights are published, by each transport in turn. With
-overlap the trainer waits for *gather* only, the engine is paused for *load* only: both are measured as the ratio to what
-they should be, by turns in one run, as medians.
+overlap the trainer waits for *gather* only, the engine is idle for *load* only: both are measured as the ratio to what they
+should be, by turns in one run, as medians. The engine is idle from its answer to *pause*, before which it ends the decode step
+under way, to its answer to *resume*.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Row:
     waited: float  # the trainer, until it may go on
     gather: float
     transfer: float
-    pause: float
+    pause: float  # as the client counts it: from its request on
+    idle: float  # the part of it in which the engine samples nothing
     load: float  # as long as the engine takes for it
 
 
@@ -79,16 +81,26 @@ class Publications:
         else:
             times = await self._deliveries.delivered()
             waited = time.perf_counter() - started
-        return Row(waited, times["time/gather"], times["time/transfer"], times["time/pause"], self._engine.last_load_s)
+        engine = self._engine
+        idle = engine.resumed_at - engine.paused_at
+        return Row(waited, times["time/gather"], times["time/transfer"], times["time/pause"], idle, engine.last_load_s)
 
     def close(self) -> None:
         self._publisher.close()
 
 
 class TimedEngine(EmbeddedEngine):
-    """Knows how long its last swap took."""
+    """Knows when it last was paused and resumed, and how long the swap between them took."""
 
-    last_load_s = 0.0
+    paused_at = resumed_at = last_load_s = 0.0
+
+    async def pause(self, mode: PauseMode) -> None:
+        await super().pause(mode)
+        self.paused_at = time.perf_counter()
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.resumed_at = time.perf_counter()
 
     async def load_weights(self, update: WeightUpdate) -> None:
         started = time.perf_counter()
@@ -149,17 +161,18 @@ def _change(model: torch.nn.Module) -> None:
 
 def _report(name: str, rows: dict[bool, list[Row]]) -> None:
     both = rows[True] + rows[False]
-    gather, transfer, pause, load = (
-        1e3 * statistics.median(getattr(row, part) for row in both) for part in ("gather", "transfer", "pause", "load")
+    gather, transfer, pause, idle, load = (
+        1e3 * statistics.median(getattr(row, part) for row in both)
+        for part in ("gather", "transfer", "pause", "idle", "load")
     )
     overlapped, without = (
         statistics.median(row.waited / row.gather for row in rows[overlap]) for overlap in (True, False)
     )
-    beyond = statistics.median(row.pause / row.load for row in both)
+    beyond = statistics.median(row.idle / row.load for row in both)
     print(
         f"{name:<14} the trainer waits {overlapped:.2f} times as long as gather takes, without overlap {without:.2f} times; "
-        f"the engine pauses {beyond:.2f} times as long as load takes; gather {gather:.1f} ms, transfer {transfer:.1f} ms, "
-        f"pause {pause:.1f} ms, load {load:.1f} ms"
+        f"the engine is idle {beyond:.2f} times as long as load takes; gather {gather:.1f} ms, transfer {transfer:.1f} ms, "
+        f"pause {pause:.1f} ms, idle {idle:.1f} ms, load {load:.1f} ms"
     )
 
 

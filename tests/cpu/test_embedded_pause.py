@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from skyrl_train.errors import EngineError
+from skyrl_train.inference.engines.embedded.messages import Call, Close, Command, Event, Method, Reply
+from skyrl_train.inference.engines.embedded.worker import Worker
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.inference.randomness import segment_seed
 from skyrl_train.inference.weight_update import WeightUpdate
@@ -261,3 +263,23 @@ def test_an_engine_that_runs_does_not_sleep() -> None:
     driver = Driver(tiny_model())
     with pytest.raises(EngineError, match="call pause"):
         driver.core.sleep()
+
+
+def test_whoever_resumes_the_engine_hears_of_it_before_its_next_step() -> None:
+    driver = Driver(tiny_model())
+    driver.add(PROMPT, max_tokens=LENGTH)
+    driver.pause(PauseMode.KEEP)
+    sampled: dict[int, int] = {}  # call -> tokens when it was answered
+
+    commands: list[list[Command]] = [[Call(7, Method.RESUME)], [Close()]]
+
+    class Script:
+        def receive(self, block: bool) -> list[Command]:
+            return commands.pop(0)
+
+        def send(self, events: list[Event]) -> None:
+            sampled.update({e.call_id: driver.core.generated_tokens for e in events if isinstance(e, Reply)})
+
+    Worker(lambda: driver.core, Script()).run()
+    assert sampled[7] == 0
+    assert driver.core.generated_tokens > 0

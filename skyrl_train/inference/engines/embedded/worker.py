@@ -3,7 +3,7 @@
 consumes        commands from its channel: all that are there, between two decode steps
 waits for       a command, when the core has nothing to do
 unblocked by    the channel
-produces        one batch of events per step or command
+produces        a batch of events for the commands, before the step that they let begin, and one for the step
 
 Weights are received in a thread beside it, one update at a time: sampling waits for the load only.
 """
@@ -86,9 +86,8 @@ class Worker:
                     self._receiving.submit(self._receive, command)
                 else:
                     events += service.handle(command)
-            events += service.step()
-            if events:
-                self._send(events)
+            self._send(events)  # whoever resumed the engine must not wait for its next step
+            self._send(service.step())
 
     def _receive(self, call: Call) -> None:
         try:
@@ -101,8 +100,9 @@ class Worker:
             self._send([reply])
 
     def _send(self, events: list[Event]) -> None:
-        with self._sending:
-            self._channel.send(events)
+        if events:
+            with self._sending:
+                self._channel.send(events)
 
     def _say_last(self, message: str) -> None:
         try:
