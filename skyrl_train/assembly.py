@@ -269,20 +269,25 @@ def build_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBac
     if not derive.needs_critic(config.trainer.algorithm):
         return policy
     try:
-        return ActorCritic(policy, build_critic(config, plan, config.trainer.critic.model.path or model_path))
+        return ActorCritic(policy, build_critic(config, plan, config.trainer.critic.model.path or model_path, policy))
     except BaseException:
         policy.close()
         raise
 
 
-def build_critic(config: RunConfig, plan: Plan, model_path: str) -> CriticBackend:
-    """What trains the critic, from the model in ``model_path``; errors as of :func:`build_policy_backend`."""
+def build_critic(config: RunConfig, plan: Plan, model_path: str, policy: TrainingBackend) -> CriticBackend:
+    """What trains the critic, from the model in ``model_path``, in the workers of ``policy`` if they are to hold it; errors as
+    of :func:`build_policy_backend`."""
     trainer = derive.critic_trainer(config.trainer)
     if trainer.strategy is TrainingStrategy.local:
         return LocalCritic(model_path, trainer, plan.total_steps)
-    from skyrl_train.training.distributed.ray_backend import RayCritic  # the policy's backend has found it
+    from skyrl_train.training.distributed.ray_backend import RayBackend, RayCritic  # the policy's backend has found it
 
-    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed)
+    workers = None
+    if derive.critic_is_colocated(config.trainer):
+        assert isinstance(policy, RayBackend), "the same strategy"
+        workers = policy.group
+    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed, workers)
 
 
 def build_policy_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:

@@ -24,6 +24,7 @@ _OF_WORKERS = (  # settings of fsdp
 NOT_PART_OF_THE_RUN = frozenset(
     {
         *(f"trainer.{whose}fsdp.{name}" for whose in ("", "critic.") for name in _OF_WORKERS),
+        "trainer.critic.placement",
         "trainer.run_name",
         "trainer.runs_dir",
         "trainer.run_dir",

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from skyrl_train.config import derive
 from skyrl_train.config.limits import Problems, at_least, more_than_zero
+from skyrl_train.config.placement_refusals import ranks, shared_heads
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.training import CriticConfig, TrainingStrategy
+from skyrl_train.config.schema.training import CriticConfig, FSDPConfig, TrainingStrategy
 
 KEY = "trainer.critic"
 ALGORITHM = "trainer.algorithm"
@@ -42,38 +43,41 @@ def _generalized_advantages(config: RunConfig) -> Problems:
 
 
 def _workers(config: RunConfig) -> Problems:
-    trainer = config.trainer
-    if not derive.needs_critic(trainer.algorithm) or trainer.strategy is TrainingStrategy.local:
+    trainer, key = config.trainer, f"{KEY}.fsdp"
+    if not derive.needs_critic(trainer.algorithm):
         return
-    key = f"{KEY}.fsdp"
-    yield from at_least(config, 0, f"{key}.ray_num_cpus", f"{key}.ray_num_gpus")
-    yield from at_least(config, 1, f"{key}.num_workers")
-    yield from more_than_zero(config, f"{key}.start_timeout_s")
-    critic = derive.critic_trainer(trainer)
-    workers, split = critic.fsdp.num_workers, critic.fsdp.shard_size
-    if critic.fsdp.sequence_parallel_size != 1:
+    if derive.critic_is_colocated(trainer):
+        yield from _colocated(config)
+    elif trainer.strategy is TrainingStrategy.fsdp2:
+        yield from at_least(config, 0, f"{key}.ray_num_cpus", f"{key}.ray_num_gpus")
+        yield from at_least(config, 1, f"{key}.num_workers", f"{key}.sequence_parallel_size")
+        yield from more_than_zero(config, f"{key}.start_timeout_s")
+        yield from ranks(derive.critic_trainer(trainer), derive.critic_model(trainer), key, f"{KEY}.device", "critic")
+
+
+def _colocated(config: RunConfig) -> Problems:
+    trainer, critic = config.trainer, config.trainer.critic
+    if trainer.strategy is TrainingStrategy.local:
         yield (
-            f"{key}.sequence_parallel_size={critic.fsdp.sequence_parallel_size}: one rank computes the values of a sequence. "
-            f"Set it to 1, and {KEY}.gradient_checkpointing=true if memory is short."
+            f"{KEY}.placement=colocated with trainer.strategy=local: there are no ranks that could hold it. Leave it out, or set "
+            "trainer.strategy=fsdp2."
         )
-    if split is not None and (split < 1 or workers % split):
+        return
+    if critic.device is not None:
         yield (
-            f"{key}.shard_size={split} does not divide {key}.num_workers={workers} into copies of the critic. Set it to a "
-            "divisor, or to null for one copy."
+            f"{KEY}.device={critic.device} with {KEY}.placement=colocated: it computes where the policy does. Set "
+            f"{KEY}.device=null."
         )
-    if critic.device not in ("cpu", "cuda"):
-        yield (
-            f"{KEY}.device={critic.device} with trainer.strategy=fsdp2: each worker sees the GPU that Ray gives it and no "
-            f"other. Set {KEY}.device=cuda."
+    for name in vars(FSDPConfig()):
+        if name not in derive.OF_COLOCATED_CRITIC and _differs(critic.fsdp, FSDPConfig(), name):
+            yield (
+                f"{KEY}.fsdp.{name} with {KEY}.placement=colocated: its ranks are the policy's. Set trainer.fsdp.{name}, and "
+                "leave it out."
+            )
+    if critic.model.path is not None:
+        yield from shared_heads(
+            derive.critic_model(trainer), trainer.fsdp.sequence_parallel_size, "trainer.fsdp", "critic"
         )
-    gpus = derive.fsdp_num_gpus(critic)
-    if critic.device == "cuda" and gpus < 1 and critic.fsdp.num_workers > 1:
-        yield (
-            f"{key}.ray_num_gpus={gpus:g}: two workers could share a GPU, which NCCL refuses. Set {key}.ray_num_gpus=1, or "
-            f"{key}.num_workers=1."
-        )
-    if critic.device == "cpu" and gpus > 0:
-        yield f"{key}.ray_num_gpus={gpus:g} with {KEY}.device=cpu: nothing would use them. Set {KEY}.device=cuda."
 
 
 def _differs(settings: object, default: object, name: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from skyrl_train.config.model_shape import ModelShape
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema.model import ModelConfig
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.schema.trainer import TrainerConfig, TrainerMode
 from skyrl_train.config.schema.training import PolicyConfig
@@ -85,15 +86,33 @@ def needs_critic(algorithm: AlgorithmConfig) -> bool:
     return algorithm.advantage_estimator == "gae"
 
 
+def critic_is_colocated(trainer: TrainerConfig) -> bool:
+    """Whether the ranks that train the policy hold the critic too."""
+    return needs_critic(trainer.algorithm) and trainer.critic.placement == "colocated"
+
+
+# Settings of ``trainer.critic.fsdp`` that a critic in the policy's ranks has, because they are about the model and not about the
+# ranks.
+OF_COLOCATED_CRITIC = ("cpu_offload", "reshard_after_forward")
+
+
+def critic_model(trainer: TrainerConfig) -> ModelConfig:
+    """The model that the critic starts from: that of the policy, unless it has one of its own."""
+    path = trainer.critic.model.path
+    return trainer.policy.model if path is None else ModelConfig(path=path)
+
+
 def critic_trainer(trainer: TrainerConfig) -> TrainerConfig:
     """The settings that the critic is trained by, in the places where those of the policy are."""
-    critic = trainer.critic
+    critic, fsdp = trainer.critic, trainer.critic.fsdp
+    if critic_is_colocated(trainer):
+        fsdp = replace(trainer.fsdp, **{name: getattr(fsdp, name) for name in OF_COLOCATED_CRITIC})
     policy = PolicyConfig(
         optimizer_config=critic.optimizer_config,
         dtype=critic.dtype,
         gradient_checkpointing=critic.gradient_checkpointing,
     )
-    return replace(trainer, policy=policy, fsdp=critic.fsdp, device=critic.device or trainer.device)
+    return replace(trainer, policy=policy, fsdp=fsdp, device=critic.device or trainer.device)
 
 
 def overlap_publication(config: RunConfig) -> bool:

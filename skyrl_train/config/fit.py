@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skyrl_train.config import derive
 from skyrl_train.config.machine import Machine
@@ -69,22 +69,47 @@ def _needs(plan: Plan, machine: Machine) -> list[_Need]:
     )
     if on_gpu and not machine.gpu_bytes:
         return []  # on another machine, or none that says
-    if not (sharded and trainer.fsdp.cpu_offload and on_gpu):
-        return [of_rank]
-    return _offloaded(trainer, memory, of_rank, machine)
+    of_policy = _on_gpus(trainer, memory, of_rank, machine) if sharded and on_gpu else [of_rank]
+    return [*of_policy, *_of_critic_workers(trainer, memory, machine)]
 
 
-def _offloaded(trainer: TrainerConfig, memory: MemoryEstimate, of_rank: _Need, machine: Machine) -> list[_Need]:
-    here = min(trainer.fsdp.num_workers, len(machine.gpu_bytes))
-    in_main = _Need(
-        f"The main memory, with {here} ranks and trainer.fsdp.cpu_offload=true",
-        here * memory.rank_bytes,
+def _on_gpus(trainer: TrainerConfig, memory: MemoryEstimate, of_rank: _Need, machine: Machine) -> list[_Need]:
+    """What ranks hold on their GPUs, and of those of this machine in its main memory."""
+    offload, here = trainer.fsdp.cpu_offload, min(trainer.fsdp.num_workers, len(machine.gpu_bytes))
+    in_main = memory.rank_bytes if offload else memory.rank_elsewhere_bytes
+    in_main_memory = _Need(
+        f"The main memory, with {here} ranks and cpu_offload=true",
+        here * in_main,
         0,
         machine.main_memory_bytes,
         "Use more nodes.",
     )
-    on_gpu = _Need(of_rank.what, 0, of_rank.activation_bytes, of_rank.there_bytes, "use more nodes.")
-    return [in_main, on_gpu]
+    if not offload:
+        return [of_rank, in_main_memory]
+    remedy = "Use more nodes."
+    if memory.rank_elsewhere_bytes:
+        remedy = "Set cpu_offload=true in rollout.stages.reference and trainer.critic.fsdp too."
+    return [in_main_memory, replace(of_rank, state_bytes=memory.rank_elsewhere_bytes, remedy=remedy)]
+
+
+def _of_critic_workers(trainer: TrainerConfig, memory: MemoryEstimate, machine: Machine) -> list[_Need]:
+    """What a critic's own workers hold; none where there are none."""
+    critic, sharded = derive.critic_trainer(trainer), trainer.strategy is TrainingStrategy.fsdp2
+    if not sharded or not memory.critic_bytes or derive.critic_is_colocated(trainer):
+        return []
+    on_gpu = critic.device != "cpu" and not critic.fsdp.cpu_offload
+    if on_gpu and not machine.gpu_bytes:
+        return []
+    key, workers = "trainer.critic.fsdp", critic.fsdp.num_workers
+    return [
+        _Need(
+            f"Each of the critic's {workers} ranks",
+            -(-memory.critic_bytes // memory.critic_ranks),
+            0,
+            min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+            f"Use more than {key}.num_workers={workers}{f', or set {key}.cpu_offload=true' if on_gpu else ''}.",
+        )
+    ]
 
 
 def _remedy(trainer: TrainerConfig) -> str:
@@ -93,6 +118,9 @@ def _remedy(trainer: TrainerConfig) -> str:
     split = derive.fsdp_shard_size(trainer)
     wider = " or a larger trainer.fsdp.shard_size" if split < trainer.fsdp.num_workers else ""
     offload = ", or set trainer.fsdp.cpu_offload=true" if trainer.device != "cpu" else ""
+    if derive.critic_is_colocated(trainer):
+        offload += ", trainer.critic.fsdp.cpu_offload=true" if offload and not trainer.critic.fsdp.cpu_offload else ""
+        offload += ", or trainer.critic.placement=workers"
     return f"Use more than trainer.fsdp.num_workers={trainer.fsdp.num_workers}{wider}{offload}."
 
 

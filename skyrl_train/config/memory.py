@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from skyrl_train.config import derive
 from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema.model import ModelConfig
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.config.schema.training import TrainingStrategy
@@ -32,21 +31,29 @@ class MemoryEstimate:
     snapshot_bytes: int = 0  # in main memory from the first checkpoint on: weights and moments, the critic's too
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
     activation_bytes: int = 0  # of each rank, at most, beside what stays
-    reference_bytes: int = 0  # of a reference that the same ranks hold in the same memory
+    reference_bytes: int = 0  # of a reference that the same ranks hold
+    # Of a reference and a critic that the same ranks hold: in the memory that the policy's state is in, and in the other one.
+    beside_bytes: int = 0
+    elsewhere_bytes: int = 0
+    critic_ranks: int = 1  # that share a copy of the critic
 
     @property
     def trainer_bytes(self) -> int:
         """What the training backend holds, all its ranks together."""
-        return self._shared_bytes + self.staging_bytes + self.critic_bytes
+        state = self.policy_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.reference_bytes + self.staging_bytes + self.critic_bytes
 
     @property
     def rank_bytes(self) -> int:
-        """What each rank holds of the policy's state and of a reference; the layer that it computes with comes whole on top."""
-        return -(-self._shared_bytes // self.num_ranks)
+        """What each rank holds where the policy's state is: that, and what is beside it; the layer that it computes with comes
+        whole on top."""
+        state = self.policy_bytes + self.gradient_bytes + self.optimizer_bytes
+        return -(-(state + self.beside_bytes) // self.num_ranks)
 
     @property
-    def _shared_bytes(self) -> int:
-        return self.policy_bytes + self.gradient_bytes + self.optimizer_bytes + self.reference_bytes
+    def rank_elsewhere_bytes(self) -> int:
+        """What each rank holds in the other memory: on the GPU where the policy's state is in main memory, or in main memory."""
+        return -(-self.elsewhere_bytes // self.num_ranks)
 
     @property
     def engine_bytes(self) -> int:
@@ -69,7 +76,10 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
     base = parameters if lora.rank else 0
     trained = _weight_bytes(config.trainer.policy.dtype, sharded)
     of_critic = _weight_bytes(config.trainer.critic.dtype, sharded) + 3 * _FLOAT32_BYTES
-    critic = _critic_parameters(config.trainer, shape)
+    critic_shape = _critic_shape(config.trainer, shape)
+    critic = 0 if critic_shape is None else critic_shape.num_parameters
+    reference = _reference_bytes(config, parameters)
+    beside, elsewhere = _of_policy_ranks(config, reference, critic * of_critic)
     slots = engine.num_engines * engine.max_num_seqs
     return MemoryEstimate(
         num_parameters=parameters,
@@ -83,17 +93,38 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         critic_bytes=critic * of_critic,
         snapshot_bytes=learning * (trained + 2 * _FLOAT32_BYTES) + critic * (of_critic - _FLOAT32_BYTES),
         num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
-        activation_bytes=activation_bytes(config.trainer, shape, _micro_batch_tokens(config, max_model_len)),
-        reference_bytes=_reference_bytes(config, parameters),
+        activation_bytes=_activation_bytes(config, shape, critic_shape, max_model_len),
+        reference_bytes=reference,
+        beside_bytes=beside,
+        elsewhere_bytes=elsewhere,
+        critic_ranks=derive.fsdp_shard_size(derive.critic_trainer(config.trainer)) if sharded else 1,
     )
 
 
 def _reference_bytes(config: RunConfig, parameters: int) -> int:
+    policy = config.trainer.policy
+    each = BYTES_PER_ELEMENT[policy.dtype] if policy.model.lora.rank else _FLOAT32_BYTES
+    return parameters * each if derive.reference_is_colocated(config) else 0
+
+
+def _of_policy_ranks(config: RunConfig, reference: int, critic: int) -> tuple[int, int]:
+    """What the policy's ranks hold of a reference and a critic: in the memory that the policy's state is in, and in the other."""
     trainer = config.trainer
-    moved = derive.reference_offload(config) != trainer.fsdp.cpu_offload and trainer.device != "cpu"
-    if moved or not derive.reference_is_colocated(config):
-        return 0
-    return parameters * (BYTES_PER_ELEMENT[trainer.policy.dtype] if trainer.policy.model.lora.rank else _FLOAT32_BYTES)
+    held = [(reference, derive.reference_offload(config))]
+    if derive.critic_is_colocated(trainer):
+        held.append((critic, trainer.critic.fsdp.cpu_offload))
+    one_memory = trainer.device == "cpu"
+    beside = sum(each for each, offloaded in held if one_memory or offloaded == trainer.fsdp.cpu_offload)
+    return beside, sum(each for each, _ in held) - beside
+
+
+def _activation_bytes(config: RunConfig, policy: ModelShape, critic: ModelShape | None, max_model_len: int) -> int:
+    """Of the policy, or of a critic in the same ranks, where those are more: one of them computes at a time."""
+    trainer, tokens = config.trainer, _micro_batch_tokens(config, max_model_len)
+    of_policy = activation_bytes(trainer, policy, tokens)
+    if critic is None or not derive.critic_is_colocated(trainer):
+        return of_policy
+    return max(of_policy, activation_bytes(derive.critic_trainer(trainer), critic, tokens))
 
 
 def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
@@ -102,10 +133,10 @@ def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
     return min(config.trainer.micro_batch_tokens, sequences * max_model_len)
 
 
-def _critic_parameters(trainer: TrainerConfig, of_policy: ModelShape) -> int:
-    path = trainer.critic.model.path
-    shape = of_policy if path is None else model_shape(ModelConfig(path=path))
-    return shape.num_parameters if shape is not None and derive.needs_critic(trainer.algorithm) else 0
+def _critic_shape(trainer: TrainerConfig, of_policy: ModelShape) -> ModelShape | None:
+    if not derive.needs_critic(trainer.algorithm):
+        return None
+    return of_policy if trainer.critic.model.path is None else model_shape(derive.critic_model(trainer))
 
 
 def _weight_bytes(dtype: str, sharded: bool) -> int:

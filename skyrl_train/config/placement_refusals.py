@@ -9,7 +9,9 @@ from skyrl_train.config import derive
 from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.limits import Problems, at_least, more_than_zero
 from skyrl_train.config.model_shape import model_shape
+from skyrl_train.config.schema.model import ModelConfig
 from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.config.schema.training import TrainingStrategy
 
 
@@ -48,12 +50,25 @@ def _training_workers(config: RunConfig) -> Problems:
                 "that could die. Set trainer.max_restarts=0, or trainer.strategy=fsdp2."
             )
         return
+    yield from ranks(trainer, trainer.policy.model, key, "trainer.device", "policy")
+
+
+def ranks(trainer: TrainerConfig, model: ModelConfig, key: str, device_key: str, whose: str) -> Problems:
+    """What is wrong with a group of workers.
+
+    Args:
+        trainer: with the settings of the workers in ``device`` and ``fsdp``.
+        model: that they are to hold.
+        key: where ``fsdp`` is set.
+        device_key: where ``device`` is.
+        whose: their model's name.
+    """
     if trainer.device not in ("cpu", "cuda"):
         yield (
-            f"trainer.device={trainer.device} with trainer.strategy=fsdp2: each worker sees the GPU that Ray gives it and "
-            "no other. Set trainer.device=cuda."
+            f"{device_key}={trainer.device} with trainer.strategy=fsdp2: each worker sees the GPU that Ray gives it and "
+            f"no other. Set {device_key}=cuda."
         )
-    yield from _mesh(config)
+    yield from _mesh(trainer, model, key, whose)
     gpus = derive.fsdp_num_gpus(trainer)
     if trainer.device == "cuda" and 0 <= gpus < 1 and trainer.fsdp.num_workers > 1:
         yield (
@@ -61,11 +76,10 @@ def _training_workers(config: RunConfig) -> Problems:
             f"{key}.num_workers=1."
         )
     if trainer.device == "cpu" and gpus > 0:
-        yield f"{key}.ray_num_gpus={gpus:g} with trainer.device=cpu: nothing would use them. Set trainer.device=cuda."
+        yield f"{key}.ray_num_gpus={gpus:g} with {device_key}=cpu: nothing would use them. Set {device_key}=cuda."
 
 
-def _mesh(config: RunConfig) -> Problems:
-    trainer, key = config.trainer, "trainer.fsdp"
+def _mesh(trainer: TrainerConfig, model: ModelConfig, key: str, whose: str) -> Problems:
     workers, shared, split = trainer.fsdp.num_workers, trainer.fsdp.sequence_parallel_size, trainer.fsdp.shard_size
     if shared < 1 or workers < 1:
         return  # which was said
@@ -76,21 +90,24 @@ def _mesh(config: RunConfig) -> Problems:
         )
     if split is not None and (split < 1 or workers % split):
         yield (
-            f"{key}.shard_size={split} does not divide {key}.num_workers={workers} into copies of the policy. Set "
+            f"{key}.shard_size={split} does not divide {key}.num_workers={workers} into copies of the {whose}. Set "
             f"{key}.shard_size to a divisor, or to null for one copy."
         )
-    if shared == 1:
-        return
-    if trainer.packing is False:
+    if shared > 1 and trainer.packing is False:
         yield (
             f"{key}.sequence_parallel_size={shared} with trainer.packing=false: padded rows are not cut into slices. "
             "Set trainer.packing=null."
         )
-    shape = model_shape(trainer.policy.model)
+    yield from shared_heads(model, shared, key, whose)
+
+
+def shared_heads(model: ModelConfig, shared: int, key: str, whose: str) -> Problems:
+    """A problem if ``shared`` ranks of a sequence do not divide the model's heads; see :func:`ranks`."""
+    shape = model_shape(model) if shared > 1 else None
     if shape is not None and shape.num_heads % shared:
         yield (
-            f"{key}.sequence_parallel_size={shared} does not divide the model's {shape.num_heads} attention heads, which the "
-            "ranks share out. Set it to a divisor."
+            f"{key}.sequence_parallel_size={shared} does not divide the {whose}'s {shape.num_heads} attention heads, which "
+            "the ranks share out. Set it to a divisor."
         )
 
 

@@ -113,8 +113,7 @@ def _critic_rows(trainer: TrainerConfig) -> Rows:
     if not derive.needs_critic(trainer.algorithm):
         return []
     critic, algorithm = derive.critic_trainer(trainer), trainer.algorithm
-    workers = f"{critic.fsdp.num_workers} Ray actors of its own"
-    where = "in this process" if trainer.strategy is TrainingStrategy.local else workers
+    where = "in this process" if trainer.strategy is TrainingStrategy.local else _critic_ranks(trainer, critic)
     clip = "unbounded" if algorithm.value_clip is None else f"moves of {algorithm.value_clip:g}"
     optimizer = critic.policy.optimizer_config
     model = trainer.critic.model.path or "the policy's model"
@@ -126,6 +125,15 @@ def _critic_rows(trainer: TrainerConfig) -> Rows:
         ),
         ("its learning rate", f"{optimizer.lr:g}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps"),
     ]
+
+
+def _critic_ranks(trainer: TrainerConfig, critic: TrainerConfig) -> str:
+    offload = ", state in main memory" if critic.fsdp.cpu_offload else ""
+    if derive.critic_is_colocated(trainer):
+        return f"in the policy's ranks{offload}"
+    together = critic.fsdp.sequence_parallel_size
+    slices = f", {together} share each micro-batch" if together > 1 else ""
+    return f"{critic.fsdp.num_workers} Ray actors of its own{slices}{offload}"
 
 
 def _micro_batch_row(trainer: TrainerConfig) -> str:
@@ -246,7 +254,7 @@ def _memory_rows(memory: MemoryEstimate | None) -> Rows:
     beside += f", reference {_mib(memory.reference_bytes)}" if memory.reference_bytes else ""
     return [
         ("parameters", _parameters_row(memory)),
-        *([("each rank", f"{_mib(memory.rank_bytes)} of {memory.num_ranks}")] if memory.num_ranks > 1 else []),
+        *([("each rank", _rank_row(memory))] if memory.num_ranks > 1 else []),
         (
             "trainer",
             f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
@@ -264,6 +272,12 @@ def _memory_rows(memory: MemoryEstimate | None) -> Rows:
             f"KV cache {_mib(memory.kv_cache_bytes)})",
         ),
     ]
+
+
+def _rank_row(memory: MemoryEstimate) -> str:
+    elsewhere = memory.rank_elsewhere_bytes
+    apart = f", and {_mib(elsewhere)} by another cpu_offload of reference or critic" if elsewhere else ""
+    return f"{_mib(memory.rank_bytes)} of {memory.num_ranks}{apart}"
 
 
 def _parameters_row(memory: MemoryEstimate) -> str:

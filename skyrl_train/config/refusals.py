@@ -33,6 +33,7 @@ CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "rollout.stages.reference.placement": ("process", "thread", "ray", "workers", "colocated"),
     "rollout.stages.reward.placement": ("loop", "thread", "process", "ray"),
     "trainer.critic.dtype": tuple(BYTES_PER_ELEMENT),
+    "trainer.critic.placement": ("workers", "colocated"),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }
 _SAMPLERS = ("shuffle", "sequential", "weighted")  # or an import path

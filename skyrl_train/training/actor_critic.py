@@ -1,7 +1,7 @@
 """A policy and its critic as one training backend: they make the same steps, each where it is.
 
-minibatch ──┬──> critic (its own thread, its own device or workers) ──┬──> metrics of both
-            └──> policy (the caller's thread)                       ──┘
+minibatch ──┬──> critic (its own thread; its device, its workers, or the policy's) ──┬──> metrics of both
+            └──> policy (the caller's thread)                                      ──┘
 sequences ──submit_values──> the critic's thread, between two of its steps ──> values
 """
 
@@ -31,8 +31,9 @@ _REFUSALS = (ConfigError, GeneratorOutputError, ValueError)
 class ActorCritic(TrainingBackend):
     """The policy's backend, with a critic that is trained on the same sequences at the same time.
 
-    Neither needs anything of the other within a step, so both compute at once; values are computed while the policy
-    trains. What is published and exported is the policy alone; a checkpoint holds both.
+    Neither needs anything of the other within a step, so both compute at once, and values are computed while the policy
+    trains; workers that hold both do one after the other, in the order in which they are asked. What is published and
+    exported is the policy alone; a checkpoint holds both.
 
     Args:
         policy: closed together with this.

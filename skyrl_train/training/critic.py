@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,24 +62,28 @@ class CriticTrainer(RankSteps):
             snapshots: of the model and its optimizer: neither moves while one is being copied.
 
         Raises:
-            ConfigError: an impossible number in ``trainer_config``, or ``packing`` is True and the model does not allow it.
+            ConfigError: an impossible number in ``trainer_config``, or ``packing`` is True, or ranks share sequences, and the
+                model does not allow it.
             ModelError: the model has no body apart from its head.
         """
         super().__init__(model, trainer_config, total_steps, ranks, snapshots, whose="trainer.critic")
-        packed = trainer_config.packing is not False and can_pack(model)
-        if trainer_config.packing and not packed:
+        sequence_ranks = ranks.sequence_ranks
+        packed = trainer_config.packing is not False and can_pack(model, sequence_ranks)
+        if not packed and (trainer_config.packing or sequence_ranks is not None):
+            asked, remedy = "trainer.packing=true", "trainer.packing=null"
+            if sequence_ranks is not None:
+                asked = f"{sequence_ranks.setting}={sequence_ranks.size} needs packed rows"
+                remedy = f"{sequence_ranks.setting}=1"
             raise ConfigError(
-                f"trainer.packing=true: {type(model).__name__}, the critic's model, computes other values for packed sequences "
-                "than for single ones. Set trainer.packing=null."
+                f"{asked}: {type(model).__name__}, the critic's model, computes other values for packed sequences than for "
+                f"single ones. Set {remedy}."
             )
         self._layout = RowLayout.of(model, packed=packed, micro_batch_tokens=trainer_config.micro_batch_tokens)
 
     def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         """See :meth:`CriticBackend.forward_values`."""
         with torch.no_grad():  # not inference_mode: weights that a sharded model gathers here are kept for training
-            values = self._of_every_token(
-                sequences, self._layout, self._check_tokens, partial(token_values, self.model)
-            )
+            values = self._of_every_token(sequences, self._layout, self._check_tokens, self._values)
         share_weights_again(self.model)
         return values
 
@@ -128,13 +131,16 @@ class CriticTrainer(RankSteps):
         return metrics | of_update
 
     def _loss(self, trainable: _Trainable) -> tuple[torch.Tensor, TokenStatistics]:
-        values = token_values(self.model, trainable.micro_batch)
+        values = self._values(trainable.micro_batch)
         clip = self._config.algorithm.value_clip
         losses, clipped = value_loss(values, trainable.old_values, trainable.returns, clip)
         return losses.sum(), value_statistics(losses, clipped, trainable.old_values, trainable.returns)
 
     def _idle(self) -> torch.Tensor:
-        return token_values(self.model, smallest(self._layout))
+        return self._values(smallest(self._layout))
+
+    def _values(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return token_values(self.model, micro_batch, self._ranks.sequence_ranks)
 
     # ---- batches
 

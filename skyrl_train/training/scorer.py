@@ -68,8 +68,8 @@ class Scorer:
             obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"
             asked, remedy = "trainer.packing=true", "trainer.packing=null"
             if sequence_ranks is not None:
-                asked = f"trainer.fsdp.sequence_parallel_size={sequence_ranks.size} needs packed rows"
-                remedy = "trainer.fsdp.sequence_parallel_size=1"
+                asked = f"{sequence_ranks.setting}={sequence_ranks.size} needs packed rows"
+                remedy = f"{sequence_ranks.setting}=1"
             raise ConfigError(f"{asked}: {type(model).__name__} {obstacle}. Set {remedy}.")
         if fp32_head and not self._way.chunked:
             raise ConfigError(

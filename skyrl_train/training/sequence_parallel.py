@@ -22,8 +22,6 @@ from torch.nn.functional import pad
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.batch import MicroBatch
 
-_SETTING = "trainer.fsdp.sequence_parallel_size"
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceRanks:
@@ -32,6 +30,7 @@ class SequenceRanks:
     group: dist.ProcessGroup
     rank: int  # within the group
     size: int
+    setting: str  # that says how many they are, for messages
 
     def slice_of(self, micro_batch: MicroBatch) -> tuple[MicroBatch, slice]:
         """This rank's tokens of a packed micro-batch, and which of its scored tokens they predict.
@@ -55,7 +54,7 @@ class SequenceRanks:
         return part, slice(first, last)
 
     def join(self, scores: torch.Tensor, own: slice, number: int) -> torch.Tensor:
-        """The scores ``[number]`` of all ranks, from those of this one's tokens (at ``own``).
+        """The scores ``[number, ...]`` of all ranks, from those of this one's tokens (at ``own``).
 
         All ranks compute the same loss from the result; its gradient reaches each score once, on the rank that has it.
         """
@@ -76,8 +75,8 @@ class SequenceRanks:
         heads, shared_heads = query.shape[1], key.shape[1]
         if heads % self.size:
             raise ConfigError(
-                f"{_SETTING}={self.size} does not divide the model's {heads} attention heads, which the ranks share out. Set it "
-                "to a divisor."
+                f"{self.setting}={self.size} does not divide the model's {heads} attention heads, which the ranks share out. Set "
+                "it to a divisor."
             )
         repeats = self.size // math.gcd(self.size, shared_heads)
         if repeats > 1:
@@ -120,7 +119,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, own: slice, number: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.own = own
-        joined = scores.new_zeros(number)
+        joined = scores.new_zeros(number, *scores.shape[1:])
         joined[own] = scores
         dist.all_reduce(joined, group=group)  # each number and zeros
         return joined

@@ -14,14 +14,17 @@ from harness import Harness
 from hypothesis import given
 from hypothesis import strategies as st
 from stage_worlds import RECORD, group, sequence
+from training_worlds import SMALL
 
 from skyrl_train.algorithms.advantages import gae
 from skyrl_train.config import derive
+from skyrl_train.config.compare import same_run
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.config.refusals import problems
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError, StageError
+from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.rollout.buffer import size_bytes
 from skyrl_train.rollout.group import RolloutGroup, Sample
 from skyrl_train.rollout.group_json import decode_group, encode_group
@@ -30,6 +33,8 @@ from skyrl_train.training.backend import CriticBackend, Minibatch, TrainingSeque
 from skyrl_train.training.minibatch import build_minibatch
 
 GAE = "trainer.algorithm.advantage_estimator=gae"
+SHARDED = [GAE, "trainer.strategy=fsdp2"]
+COLOCATED = "trainer.critic.placement=colocated"
 PPO = AlgorithmConfig(advantage_estimator="gae", gamma=0.9, lambd=0.8, advantage_batch_normalize=False)
 
 
@@ -231,23 +236,47 @@ def test_a_group_without_values_is_refused_and_a_masked_one_needs_none() -> None
         ([GAE, "trainer.critic.dtype=float16"], "trainer.critic.dtype=float16 is unknown"),
         ([GAE, "trainer.critic.optimizer_config.lr=0"], "trainer.critic.optimizer_config.lr=0"),
         ([GAE, "trainer.fully_async.streaming_min_groups=1"], "advantage_batch_normalize=false"),
-        ([GAE, "trainer.strategy=fsdp2", "trainer.critic.fsdp.num_workers=0"], "trainer.critic.fsdp.num_workers=0"),
-        ([GAE, "trainer.strategy=fsdp2", "trainer.critic.fsdp.sequence_parallel_size=2"], "Set it to 1"),
+        ([*SHARDED, "trainer.critic.fsdp.num_workers=0"], "trainer.critic.fsdp.num_workers=0"),
         (
-            [GAE, "trainer.strategy=fsdp2", "trainer.critic.fsdp.shard_size=3"],
-            "trainer.critic.fsdp.shard_size=3 does not",
+            [*SHARDED, "trainer.critic.fsdp.num_workers=3", "trainer.critic.fsdp.sequence_parallel_size=2"],
+            "Set trainer.critic.fsdp.num_workers=4",
         ),
-        ([GAE, "trainer.strategy=fsdp2", "trainer.critic.device=cuda:1"], "Set trainer.critic.device=cuda"),
         (
-            [GAE, "trainer.strategy=fsdp2", "trainer.device=cuda", "trainer.critic.fsdp.ray_num_gpus=0.5"],
+            [*SHARDED, "trainer.critic.fsdp.num_workers=3", "trainer.critic.fsdp.sequence_parallel_size=3"],
+            "does not divide the critic's 4 attention heads",
+        ),
+        (
+            [*SHARDED, "trainer.critic.fsdp.sequence_parallel_size=2", "trainer.packing=false"],
+            "Set trainer.packing=null",
+        ),
+        ([*SHARDED, "trainer.critic.fsdp.shard_size=3"], "trainer.critic.fsdp.shard_size=3 does not"),
+        ([*SHARDED, "trainer.critic.device=cuda:1"], "Set trainer.critic.device=cuda"),
+        (
+            [*SHARDED, "trainer.device=cuda", "trainer.critic.fsdp.ray_num_gpus=0.5"],
             "Set trainer.critic.fsdp.ray_num_gpus=1",
         ),
-        ([GAE, "trainer.strategy=fsdp2", "trainer.critic.fsdp.ray_num_gpus=1"], "Set trainer.critic.device=cuda"),
+        ([*SHARDED, "trainer.critic.fsdp.ray_num_gpus=1"], "Set trainer.critic.device=cuda"),
+        ([*SHARDED, "trainer.critic.placement=worker"], "trainer.critic.placement=worker is unknown"),
+        ([GAE, COLOCATED], "set trainer.strategy=fsdp2"),
+        ([*SHARDED, COLOCATED, "trainer.critic.device=cpu"], "Set trainer.critic.device=null"),
+        ([*SHARDED, COLOCATED, "trainer.critic.fsdp.num_workers=4"], "Set trainer.fsdp.num_workers"),
+        ([COLOCATED], "trainer.critic.placement with trainer.algorithm.advantage_estimator=grpo"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
     found = problems(compose("quickstart", overrides))
     assert any(remedy in problem for problem in found), found
+
+
+def test_slices_of_the_tokens_and_the_policys_ranks_are_not_refused_and_make_no_other_run(tmp_path: Path) -> None:
+    slices = "trainer.critic.fsdp.sequence_parallel_size=2"
+    assert problems(compose("quickstart", [*SHARDED, slices])) == []
+    colocated = [*SHARDED, COLOCATED, "trainer.fsdp.sequence_parallel_size=2", "trainer.critic.fsdp.cpu_offload=true"]
+    assert problems(compose("quickstart", colocated)) == []
+    assert same_run(compose("quickstart", colocated), compose("quickstart", [*SHARDED, slices]))
+    build_model_folder(dataclasses.replace(SMALL, num_heads=1), tmp_path / "one_head", seed=0)
+    found = problems(compose("quickstart", [*colocated, f"trainer.critic.model.path={tmp_path / 'one_head'}"]))
+    assert len(found) == 1 and "does not divide the critic's 1 attention heads" in found[0]
 
 
 def test_the_plan_shows_the_critic_and_what_it_holds() -> None:
@@ -259,4 +288,8 @@ def test_the_plan_shows_the_critic_and_what_it_holds() -> None:
         "the policy's model (bfloat16, on cpu, in this process), gamma 1, lambda 0.95, moves of 0.2" in plan.describe()
     )
     assert "critic" not in resolve(compose("quickstart", []), 512).describe()
+    slices = "trainer.critic.fsdp.sequence_parallel_size=2"
+    own = resolve(compose("quickstart", [*SHARDED, slices, "trainer.critic.fsdp.cpu_offload=true"]), 512)
+    assert "2 Ray actors of its own, 2 share each micro-batch, state in main memory)" in own.describe()
+    assert "on cpu, in the policy's ranks)" in resolve(compose("quickstart", [*SHARDED, COLOCATED]), 512).describe()
     assert derive.critic_trainer(config.trainer).policy.optimizer_config.lr == 5e-6

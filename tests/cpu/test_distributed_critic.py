@@ -1,26 +1,40 @@
-"""A critic on two ranks is trained as on one."""
+"""A critic on two ranks, its own or the policy's, is trained as on one."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from critic_worlds import critic, critic_config, valued_minibatch, with_values
-from training_worlds import build_small_model, minibatch, one_thread
+from critic_worlds import actor_critic, critic, critic_config, valued_minibatch, with_values
+from training_worlds import SMALL, build_small_model, config, minibatch, one_thread, weights
 
-from skyrl_train.errors import CheckpointError, GeneratorOutputError
-from skyrl_train.training.backend import Minibatch
-from skyrl_train.training.local_backend import LocalCritic
+from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.training.actor_critic import ActorCritic
+from skyrl_train.training.backend import CriticBackend, Minibatch
+from skyrl_train.training.distributed.sharding import whole
+from skyrl_train.training.distributed.worker import ModelSettings, Returned, Role
 
 ray = pytest.importorskip("ray")
 
-from skyrl_train.training.distributed.ray_backend import RayCritic  # noqa: E402
+from distributed_worlds import FSDP, one_rank, same_processes  # noqa: E402
+
+from skyrl_train.training.distributed import ray_backend  # noqa: E402
+from skyrl_train.training.distributed.ray_backend import RayBackend, RayCritic  # noqa: E402
+from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
 
-LIKE_LOCAL = {"critic__optimizer_config__lr": 1e-3, "micro_batch_tokens": 34}
+LIKE_LOCAL = {
+    "critic__optimizer_config__lr": 1e-3,
+    "critic__optimizer_config__scheduler": "linear",
+    "policy__optimizer_config__lr": 1e-3,
+    "micro_batch_tokens": 34,
+}
+COLOCATED = {"critic__placement": "colocated"}
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)
 
 
@@ -36,32 +50,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: str) -> Iterator[RayCritic]:
+def two_processes() -> Iterator[WorkerGroup]:
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
-    started = RayCritic(folder, critic_config(**LIKE_LOCAL, critic__fsdp__ray_num_cpus=0.5), total_steps=10, seed=0)
-    yield started
-    started.close()
+    group = WorkerGroup(config(fsdp__ray_num_cpus=0.5), FSDP)
+    yield group
+    group.close()
     ray.shutdown()
 
 
-def apart(a: RayCritic, b: LocalCritic) -> float:
+@pytest.fixture
+def on_both(two_processes: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups that a test starts are those two processes."""
+    monkeypatch.setattr(ray_backend, "WorkerGroup", same_processes(two_processes))
+
+
+def own_workers(folder: str, **changes: object) -> RayCritic:
+    return RayCritic(folder, critic_config(**LIKE_LOCAL, **changes), total_steps=10, seed=0)
+
+
+def beside_policy(folder: str, critic_folder: str | None = None, **changes: object) -> ActorCritic:
+    policy = RayBackend(folder, config(**LIKE_LOCAL, **changes), total_steps=10, temperature=1.0, seed=0)
+    of_critic = critic_config(**LIKE_LOCAL, **COLOCATED, **changes)
+    return ActorCritic(policy, RayCritic(critic_folder or folder, of_critic, 10, 0, policy.group))
+
+
+def apart(a: CriticBackend, b: CriticBackend) -> float:
     """The largest difference between two critics' values."""
     sequences = minibatch(7, lengths=LENGTHS).sequences
     pairs = zip(a.forward_values(sequences), b.forward_values(sequences), strict=True)
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
+@pytest.mark.parametrize("changes", [{}, {"critic__fsdp__sequence_parallel_size": 2}], ids=str)
 def test_steps_parts_refusals_and_a_checkpoint_as_on_one_rank(
-    folder: str, two_ranks: RayCritic, tmp_path: Path
+    folder: str, on_both: None, changes: dict[str, int], tmp_path: Path
 ) -> None:
-    alone = critic(folder, **LIKE_LOCAL)
+    two_ranks, alone = own_workers(folder, **changes), critic(folder, **LIKE_LOCAL)
     for step in range(1, 5):
         batch = with_values(minibatch(step, step, LENGTHS), alone)
         assert two_ranks.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
     assert apart(two_ranks, alone) < 1e-6
     assert max(values.abs().max().item() for values in alone.forward_values(batch.sequences)) > 1e-3, "they have moved"
 
-    few = valued_minibatch(5, 5, lengths=(9,))  # one rank has nothing to do
+    few = valued_minibatch(5, 5, lengths=(9,))  # one rank has nothing to do, or half a sequence
     assert two_ranks.update(few) == pytest.approx(alone.update(few), rel=1e-5, abs=1e-5)
     with pytest.raises(GeneratorOutputError, match="have a value"):
         two_ranks.update(minibatch(lengths=LENGTHS))
@@ -81,3 +112,62 @@ def test_steps_parts_refusals_and_a_checkpoint_as_on_one_rank(
     assert apart(two_ranks, alone) < 1e-6
     with pytest.raises(CheckpointError, match=r"was written by trainer\.strategy=fsdp2"):
         alone.load(tmp_path)
+
+
+PLACES = {
+    "as it is": {},
+    "with slices": {"fsdp__sequence_parallel_size": 2},
+    "in copies and in main memory": {"fsdp__shard_size": 1, "critic__fsdp__cpu_offload": True},
+}
+
+
+@pytest.mark.parametrize("changes", PLACES.values(), ids=PLACES)
+def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
+    folder: str, on_both: None, changes: dict[str, object], tmp_path: Path
+) -> None:
+    both, alone = beside_policy(folder, **changes), actor_critic(folder, **LIKE_LOCAL)
+    for step in range(1, 6):
+        batch = with_values(minibatch(step, step, LENGTHS), alone._critic)
+        if step == 3:  # part by part, while values are asked for
+            both.accumulate(Minibatch(batch.sequences[:3], 2, step))
+            both.submit_values(batch.sequences).result()
+            both.accumulate(Minibatch(batch.sequences[3:], 3, step))
+            metrics = both.finish(step)
+        else:
+            metrics = both.update(batch)
+        assert metrics == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+    assert apart(both._critic, alone._critic) < 1e-6
+    moved = [values.abs().max().item() for values in both.submit_values(batch.sequences).result()]
+    assert max(moved) > 1e-3, "a comparison of critics that stand still compares nothing"
+
+    both.save(both.snapshot(), tmp_path)
+    rank = one_rank(
+        config(**LIKE_LOCAL),
+        policy=ModelSettings(folder, config(**LIKE_LOCAL), 10, 1.0, 0),
+        critic=ModelSettings(folder, critic_config(**LIKE_LOCAL), 10, 1.0, 0),
+    )
+    try:
+        assert rank.load(Role.policy, tmp_path) == rank.load(Role.critic, tmp_path / "critic") == Returned(None)
+        of_alone = {Role.policy: weights(alone._policy), Role.critic: weights_of(alone._critic.model)}
+        for role, expected in of_alone.items():
+            ours = weights_of(rank._held[role].trainer.model)
+            assert ours.keys() == expected.keys()
+            assert max((ours[name] - expected[name]).abs().max().item() for name in ours) < 1e-6
+    finally:
+        rank.leave()
+    batch = valued_minibatch(6, 6, lengths=LENGTHS)
+    after = both.update(batch)
+    both.load(tmp_path)
+    assert both.update(batch) == after
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(weight.detach()) for name, weight in model.named_parameters()}
+
+
+def test_a_critic_whose_heads_the_policys_ranks_do_not_divide_is_refused(
+    folder: str, on_both: None, tmp_path: Path
+) -> None:
+    build_model_folder(dataclasses.replace(SMALL, num_heads=1), tmp_path / "one_head", seed=0)
+    with pytest.raises(ConfigError, match="sequence_parallel_size=2 does not divide the model's 1 attention heads"):
+        beside_policy(folder, str(tmp_path / "one_head"), fsdp__sequence_parallel_size=2)

@@ -37,7 +37,7 @@ COLOCATED = "rollout.stages.reference.placement=colocated"
         ([FSDP, "trainer.fsdp.sequence_parallel_size=2", "trainer.packing=false"], "Set trainer.packing=null"),
         (
             [FSDP, "trainer.fsdp.num_workers=3", "trainer.fsdp.sequence_parallel_size=3"],
-            "does not divide the model's 4 attention heads",
+            "does not divide the policy's 4 attention heads",
         ),
         ([FSDP, "trainer.fsdp.num_workers=3", "trainer.fsdp.shard_size=2"], "Set trainer.fsdp.shard_size to a divisor"),
         ([FSDP, "trainer.fsdp.shard_size=0"], "Set trainer.fsdp.shard_size to a divisor"),

@@ -33,6 +33,7 @@ from training_worlds import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.config.schema.algorithm import ClipCovConfig, KlCovConfig
+from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
 from skyrl_train.inference.shared_weights import SharedMemoryReceiver
 from skyrl_train.models.adapter_spec import AdapterSpec
@@ -42,12 +43,13 @@ from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.distributed.shares import PackedSequences, share_out
-from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings
+from skyrl_train.training.distributed.worker import ModelSettings, Refused, Returned, Role, TrainingWorker
 from skyrl_train.training.frozen_policy import FrozenPolicy, TokensToScore
 from skyrl_train.training.local_backend import LocalBackend
 
 ray = pytest.importorskip("ray")
 
+from distributed_worlds import FSDP, one_rank, same_processes  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
 
 from skyrl_train.training.distributed import ray_backend, worker_group  # noqa: E402
@@ -57,6 +59,7 @@ from skyrl_train.training.distributed.worker_group import Seat, WorkerGroup  # n
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
 
+POLICY = Role.policy
 # AdamW moves a weight by up to the rate, whatever the size of its gradient: the last bit of a small one shows in full.
 LIKE_LOCAL = {"policy__optimizer_config__lr": 1e-3, "micro_batch_tokens": 34}
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)  # nine sequences over two ranks, five groups
@@ -102,19 +105,7 @@ def rejoined(
     two_ranks: RayBackend, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., RayBackend]]:
     """A policy of other settings on the same two processes, which is quicker than to start some."""
-    actors, seats = two_ranks.group._actors, two_ranks.group.seats
-
-    class Group(WorkerGroup):
-        def _start(self, settings: WorkerSettings) -> None:
-            self._actors, self.seats = actors, seats
-            ray.get([actor.leave.remote() for actor in actors])
-            meeting = ray.get(actors[0].host_store.remote(seats[0].node, self.size))
-            self.call("join", [(rank, self.size, meeting, settings) for rank in range(self.size)])
-
-        def _kill(self, why: str) -> None:
-            """They are those of the module."""
-
-    monkeypatch.setattr(ray_backend, "WorkerGroup", Group)
+    monkeypatch.setattr(ray_backend, "WorkerGroup", same_processes(two_ranks.group))
     yield lambda model=folder, reference=None, **changes: RayBackend(model, settings(**changes), 10, 1.0, 0, reference)
     RayBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
 
@@ -344,12 +335,12 @@ class TestCheckpoints:
         fresh.load(saved)
         assert same(weights(fresh), then)
         assert fresh.update(minibatch(2, 2, LENGTHS)) == after
-        alone = one_rank(folder)
+        alone = a_rank(folder)
         try:
-            assert alone.load(saved) == Returned(None)
+            assert alone.load(POLICY, saved) == Returned(None)
             assert all(torch.equal(value(alone.weight(name)), weight) for name, weight in then.items())
             batch = minibatch(2, 2, LENGTHS)
-            assert value(alone.update(PackedSequences.of(batch.sequences), batch)) == pytest.approx(
+            assert value(alone.update(POLICY, PackedSequences.of(batch.sequences), batch)) == pytest.approx(
                 after, rel=1e-5, abs=1e-5
             )
         finally:
@@ -371,9 +362,9 @@ class TestCheckpoints:
 
     def test_of_another_model_is_refused(self, first_policy: Path, tmp_path: Path) -> None:
         build_model_folder(dataclasses.replace(SMALL, num_layers=1), tmp_path / "other", seed=1)
-        other = one_rank(str(tmp_path / "other"))
+        other = a_rank(str(tmp_path / "other"))
         try:
-            refused = other.load(first_policy)
+            refused = other.load(POLICY, first_policy)
         finally:
             other.leave()
         assert isinstance(refused, Refused) and isinstance(refused.error, CheckpointError)
@@ -384,6 +375,63 @@ class TestCheckpoints:
         fresh.snapshot()
         with pytest.raises(CheckpointError, match="a later snapshot"):
             fresh.save(early, tmp_path)
+
+
+@pytest.fixture
+def adapted(rejoined: Callable[..., RayBackend]) -> RayBackend:
+    """A policy with a LoRA adapter."""
+    return rejoined(policy__model__lora=lora_settings())
+
+
+class TestLora:
+    """An adapter on two ranks, whose base is sharded too."""
+
+    def test_as_on_one_rank_and_resumed_exactly(self, folder: str, adapted: RayBackend, tmp_path: Path) -> None:
+        alone = local(folder, policy__model__lora=lora_settings())
+        begin = weights(alone)
+        assert same(begin, weights(adapted))
+        for step in range(1, 4):
+            batch = minibatch(step, step, LENGTHS)
+            assert adapted.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(adapted), weights(alone)) < 1e-6
+        assert apart(begin, weights(alone)) > 1e-3, "a comparison of policies that stand still compares nothing"
+        adapted.export_hf(tmp_path / "policy")
+        checks_the_export(folder, tmp_path / "policy", weights(adapted))
+        transport = SharedMemoryTransport()
+        update = adapted.stage(transport, 3)
+        assert (update.adapter, {spec.name for spec in update.tensors}) == (AdapterSpec(4, 1.5), set(weights(alone)))
+        (tmp_path / "checkpoint").mkdir()
+        adapted.save(adapted.snapshot(), tmp_path / "checkpoint")
+        further = [adapted.update(minibatch(step, step, LENGTHS)) for step in (4, 5)]
+        end = weights(adapted)
+        adapted.load(tmp_path / "checkpoint")
+        assert [adapted.update(minibatch(step, step, LENGTHS)) for step in (4, 5)] == further
+        assert same(weights(adapted), end)
+
+    @pytest.mark.parametrize("changes", [{"fsdp__sequence_parallel_size": 2}, {"fsdp__shard_size": 1}], ids=str)
+    def test_with_a_slice_of_each_row_or_in_copies_as_on_one_rank(
+        self, folder: str, rejoined: Callable[..., RayBackend], changes: dict[str, int]
+    ) -> None:
+        lora = lora_settings()
+        ours, alone = rejoined(policy__model__lora=lora, **changes), local(folder, policy__model__lora=lora)
+        begin = weights(alone)
+        for step in range(1, 6):
+            batch = minibatch(step, step, LENGTHS)
+            assert ours.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        assert apart(weights(ours), weights(alone)) < 1e-6
+        assert apart(begin, weights(alone)) > 1e-3, "a comparison of policies that stand still compares nothing"
+
+    def test_a_checkpoint_of_another_base_is_refused(self, folder: str, adapted: RayBackend, tmp_path: Path) -> None:
+        adapted.save(adapted.snapshot(), tmp_path)
+        names = {name.rsplit(".", 1)[0] for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+        assert all(".lora_" in name or name.startswith(("rng.", "policy")) for name in names), names
+        file = next(file for file in tmp_path.glob("*.safetensors") if "policy.base_fingerprint" in load_file(file))
+        with safe_open(file, "pt") as opened:
+            metadata, contents = opened.metadata(), load_file(file)
+        contents["policy.base_fingerprint"][0] ^= 1
+        save_file(contents, file, metadata)
+        with pytest.raises(CheckpointError, match="another base model"):
+            adapted.load(tmp_path)
 
 
 class ScriptedRank:
@@ -424,7 +472,7 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
     lock = WatchedLock()
 
     def other_thread() -> None:
-        group.call_alike("forward_logprobs")
+        group.call_alike("score")
         lock.waited_for.set()
 
     other = threading.Thread(target=other_thread, daemon=True)
@@ -435,15 +483,15 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
             assert lock.waited_for.wait(60)
 
     class Group(WorkerGroup):
-        def _start(self, settings: WorkerSettings) -> None:
+        def _start(self, trainer: TrainerConfig, key: str) -> None:
             self._calling = lock  # type: ignore[assignment]
             self._actors = [ScriptedRank(calls[0], first), ScriptedRank(calls[1])]
             self.seats = two_ranks.group.seats
 
-    group = Group(WorkerSettings("", settings(), 10, 1.0, 0))
+    group = Group(settings(), FSDP)
     group.call_alike("stage")
     other.join(60)
-    assert calls[0] == calls[1] == ["stage", "forward_logprobs"]
+    assert calls[0] == calls[1] == ["stage", "score"]
 
 
 def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +510,7 @@ def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkey
     monkeypatch.setattr(worker_group, "_reserve", lambda trainer, key: None)
     monkeypatch.setattr(worker_group, "_actor", lambda *arguments: actor)
     with pytest.raises(TrainingWorkerError, match="The training workers did not start"):
-        WorkerGroup(WorkerSettings("", settings(fsdp__num_workers=1), 10, 1.0, 0))
+        WorkerGroup(settings(fsdp__num_workers=1), FSDP)
 
 
 class TestDeaths:
@@ -503,13 +551,10 @@ def variant(parent: Path, name: str, num_heads: int, **shape_changes: object) ->
     return str(path)
 
 
-def one_rank(folder: str, **changes: object) -> TrainingWorker:
+def a_rank(folder: str, **changes: object) -> TrainingWorker:
     """A rank that is alone, in this process."""
-    worker = TrainingWorker()
-    meeting = worker.host_store("127.0.0.1", 1)
-    joined = worker.join(0, 1, meeting, WorkerSettings(folder, settings(**changes), 10, 1.0, 0))
-    assert joined == Returned(None)
-    return worker
+    trainer = settings(**changes)
+    return one_rank(trainer, policy=ModelSettings(folder, trainer, 10, 1.0, 0))
 
 
 def value(outcome: Returned | Refused):  # type: ignore[no-untyped-def]
@@ -522,9 +567,9 @@ def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_p
     path = tmp_path / "model"
     build_model_folder(dataclasses.replace(SMALL, model_type=model_type), path, seed=0)
     alone, batch = local(str(path)), minibatch(lengths=LENGTHS)
-    rank = one_rank(str(path))
+    rank = a_rank(str(path))
     try:
-        metrics = value(rank.update(PackedSequences.of(batch.sequences), batch))
+        metrics = value(rank.update(POLICY, PackedSequences.of(batch.sequences), batch))
         assert metrics == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
         for name, weight in weights(alone).items():
             torch.testing.assert_close(value(rank.weight(name)), weight, atol=1e-6, rtol=0)
@@ -534,23 +579,22 @@ def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_p
 
 @pytest.mark.parametrize("fp32_head", [False, True])
 def test_bfloat16_rounds_the_weights_that_compute_and_are_published(folder: str, fp32_head: bool) -> None:
-    rank = one_rank(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
+    rank = a_rank(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
     alone = local(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
     try:
         assert value(rank.weight("lm_head.weight")).dtype == torch.bfloat16
         batch = minibatch(lengths=LENGTHS)
-        metrics = value(rank.update(PackedSequences.of(batch.sequences), batch))
+        metrics = value(rank.update(POLICY, PackedSequences.of(batch.sequences), batch))
         assert metrics["loss/policy"] == pytest.approx(alone.update(batch)["loss/policy"], abs=5e-3)
     finally:
         rank.leave()
 
 
 def test_a_model_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    worker = TrainingWorker()
-    meeting = worker.host_store("127.0.0.1", 1)
+    worker = one_rank(settings())
     try:
-        joined = worker.join(0, 1, meeting, WorkerSettings(str(tmp_path), settings(), 10, 1.0, 0))
-        assert isinstance(joined, Refused) and isinstance(joined.error, ModelError)
+        held = worker.hold(POLICY, ModelSettings(str(tmp_path), settings(), 10, 1.0, 0))
+        assert isinstance(held, Refused) and isinstance(held.error, ModelError)
     finally:
         worker.leave()
 
@@ -587,50 +631,3 @@ def test_sequences_arrive_as_they_were_sent(drawn: list[tuple[int, bool, bool]])
         for name in TrainingSequence.__slots__:
             mine, other = getattr(before, name), getattr(after, name)
             assert torch.equal(mine, other) and mine.dtype == other.dtype if torch.is_tensor(mine) else mine == other
-
-
-@pytest.fixture(scope="module")
-def adapted(folder: str, two_ranks: RayBackend) -> Iterator[RayBackend]:
-    """A policy with a LoRA adapter, beside the other one."""
-    changed = settings(policy__model__lora=lora_settings())
-    started = RayBackend(folder, changed, total_steps=10, temperature=1.0, seed=0)
-    yield started
-    started.close()
-
-
-class TestLora:
-    """An adapter on two ranks, whose base is sharded too."""
-
-    def test_as_on_one_rank_and_resumed_exactly(self, folder: str, adapted: RayBackend, tmp_path: Path) -> None:
-        alone = local(folder, policy__model__lora=lora_settings())
-        begin = weights(alone)
-        assert same(begin, weights(adapted))
-        for step in range(1, 4):
-            batch = minibatch(step, step, LENGTHS)
-            assert adapted.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
-        assert apart(weights(adapted), weights(alone)) < 1e-6
-        assert apart(begin, weights(alone)) > 1e-3, "a comparison of policies that stand still compares nothing"
-        adapted.export_hf(tmp_path / "policy")
-        checks_the_export(folder, tmp_path / "policy", weights(adapted))
-        transport = SharedMemoryTransport()
-        update = adapted.stage(transport, 3)
-        assert (update.adapter, {spec.name for spec in update.tensors}) == (AdapterSpec(4, 1.5), set(weights(alone)))
-        (tmp_path / "checkpoint").mkdir()
-        adapted.save(adapted.snapshot(), tmp_path / "checkpoint")
-        further = [adapted.update(minibatch(step, step, LENGTHS)) for step in (4, 5)]
-        end = weights(adapted)
-        adapted.load(tmp_path / "checkpoint")
-        assert [adapted.update(minibatch(step, step, LENGTHS)) for step in (4, 5)] == further
-        assert same(weights(adapted), end)
-
-    def test_a_checkpoint_of_another_base_is_refused(self, folder: str, adapted: RayBackend, tmp_path: Path) -> None:
-        adapted.save(adapted.snapshot(), tmp_path)
-        names = {name.rsplit(".", 1)[0] for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
-        assert all(".lora_" in name or name.startswith(("rng.", "policy")) for name in names), names
-        file = next(file for file in tmp_path.glob("*.safetensors") if "policy.base_fingerprint" in load_file(file))
-        with safe_open(file, "pt") as opened:
-            metadata, contents = opened.metadata(), load_file(file)
-        contents["policy.base_fingerprint"][0] ^= 1
-        save_file(contents, file, metadata)
-        with pytest.raises(CheckpointError, match="another base model"):
-            adapted.load(tmp_path)

@@ -19,6 +19,9 @@ from skyrl_train.config.schema.model import BuildModelConfig, ModelConfig
 from skyrl_train.models.tiny import build_model_folder
 
 GIB = 2**30
+KL = "trainer.algorithm.kl_loss_coef=0.1"
+GAE = "trainer.algorithm.advantage_estimator=gae"
+COLOCATED = "trainer.critic.placement=colocated"
 CUDA = ["trainer.device=cuda"]
 RANKS = [*CUDA, "trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4"]
 
@@ -138,6 +141,55 @@ def test_a_critic_counts_with_the_size_of_its_own_model(tmp_path: Path, build: B
     assert shape is not None and own is not None and of_policy is not None and unknown is not None
     assert own.critic_bytes == shape.num_parameters * 16
     assert of_policy.critic_bytes == of_policy.num_parameters * 16 and unknown.critic_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beside", "elsewhere"),
+    [
+        ([], 16, 0),
+        (["trainer.critic.fsdp.cpu_offload=true"], 0, 16),
+        (["trainer.fsdp.cpu_offload=true"], 0, 16),
+        (["trainer.fsdp.cpu_offload=true", "trainer.critic.fsdp.cpu_offload=true"], 16, 0),
+        (["trainer.device=cpu", "trainer.critic.fsdp.cpu_offload=true"], 16, 0),
+        ([KL, "rollout.stages.reference.cpu_offload=true"], 16, 4),
+        (["trainer.critic.placement=workers"], 0, 0),
+    ],
+)
+def test_a_critic_in_the_policys_ranks_counts_in_the_memory_that_its_state_is_in(
+    overrides: list[str], beside: int, elsewhere: int
+) -> None:
+    memory = planned(*RANKS, GAE, COLOCATED, "rollout.stages.reference.placement=colocated", *overrides).memory
+    assert memory is not None
+    parameters = memory.num_parameters
+    assert memory.rank_bytes == parameters * (4 + 4 + 8 + beside) // 4
+    assert memory.rank_elsewhere_bytes == parameters * elsewhere // 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "short_by", "remedy"),
+    [
+        ([], 0, None),
+        ([], 1, "trainer.critic.fsdp.cpu_offload=true, or trainer.critic.placement=workers"),
+        (["trainer.fsdp.cpu_offload=true"], 0, None),
+        (["trainer.fsdp.cpu_offload=true"], 1, "Set cpu_offload=true in"),
+        (["trainer.critic.placement=workers", "trainer.fsdp.cpu_offload=true"], 0, None),
+        (
+            ["trainer.critic.placement=workers", "trainer.fsdp.cpu_offload=true"],
+            1,
+            "Use more than trainer.critic.fsdp.num_workers=4, or set trainer.critic.fsdp.cpu_offload=true",
+        ),
+    ],
+)
+def test_what_a_critic_adds_has_to_fit(overrides: list[str], short_by: int, remedy: str | None) -> None:
+    """On GPUs with room for exactly that which stays there."""
+    four = [] if "trainer.critic.placement=workers" not in overrides else ["trainer.critic.fsdp.num_workers=4"]
+    plan = planned(*RANKS, GAE, COLOCATED, *overrides, *four)
+    assert plan.memory is not None
+    offloaded = plan.config.trainer.fsdp.cpu_offload
+    state = 16 * plan.memory.num_parameters // 4 * (1 if offloaded else 2)
+    found = fit(plan, Machine(99 * GIB, (state - short_by,) * 4)).impossible
+    assert len(found) == (remedy is not None), found
+    assert remedy is None or remedy in found[0]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from skyrl_train.config import derive
 from skyrl_train.config.schema.model import BuildModelConfig
 from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.config.schema.training import TrainingStrategy
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.distributed.shares import PackedSequences
-from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings
-from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.training.distributed.worker import ModelSettings, Refused, Returned, Role, TrainingWorker
+from skyrl_train.training.local_backend import LocalBackend, LocalCritic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,7 +80,8 @@ def rank() -> Iterator[TrainingWorker]:
 
 def join(worker: TrainingWorker, folder: str, config: TrainerConfig) -> None:
     meeting = worker.host_store("127.0.0.1", 1)
-    assert worker.join(0, 1, meeting, WorkerSettings(folder, config, 10, 1.0, 0)) == Returned(None)
+    assert worker.join(0, 1, meeting, config, "trainer.fsdp") == Returned(None)
+    assert worker.hold(Role.policy, ModelSettings(folder, config, 10, 1.0, 0)) == Returned(None)
 
 
 def value(outcome: Returned | Refused):  # type: ignore[no-untyped-def]
@@ -94,17 +97,48 @@ def test_a_rank_on_a_gpu_trains_as_the_local_backend_and_resumes(
     alone = LocalBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
     for step in (1, 2, 3):
         batch = minibatch(step, LENGTHS)
-        metrics = value(rank.update(PackedSequences.of(batch.sequences), batch))
+        metrics = value(rank.update(Role.policy, PackedSequences.of(batch.sequences), batch))
         assert metrics == pytest.approx(alone.update(batch), rel=1e-3, abs=1e-4)
     for name, weight in alone.named_weights():
         torch.testing.assert_close(value(rank.weight(name)), weight.cpu(), atol=1e-4, rtol=0, msg=name)
-    where = {p.to_local().device.type for p in rank._trainer.model.parameters()}  # type: ignore[attr-defined]
+    where = {p.to_local().device.type for p in rank._policy.parameters()}  # type: ignore[attr-defined]
     assert where == {"cpu" if fsdp else "cuda"}
-    value(rank.save(value(rank.snapshot()), tmp_path))
+    value(rank.save(Role.policy, value(rank.snapshot(Role.policy)), tmp_path))
     batch = minibatch(4, LENGTHS)
-    after = value(rank.update(PackedSequences.of(batch.sequences), batch))
-    value(rank.load(tmp_path))
-    assert value(rank.update(PackedSequences.of(batch.sequences), batch)) == pytest.approx(after, rel=1e-3, abs=1e-5)
+    after = value(rank.update(Role.policy, PackedSequences.of(batch.sequences), batch))
+    value(rank.load(Role.policy, tmp_path))
+    assert value(rank.update(Role.policy, PackedSequences.of(batch.sequences), batch)) == pytest.approx(
+        after, rel=1e-3, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "in main memory"])
+def test_a_critic_beside_the_policy_on_a_gpu_trains_as_the_local_one(
+    folder: str, rank: TrainingWorker, offload: bool
+) -> None:
+    config = settings()
+    config.algorithm.advantage_estimator = "gae"
+    config.critic.placement, config.critic.optimizer_config.lr = "colocated", 1e-3
+    config.critic.fsdp.cpu_offload = offload
+    join(rank, folder, config)
+    of_critic = derive.critic_trainer(config)
+    assert rank.hold(Role.critic, ModelSettings(folder, of_critic, 10, 1.0, 0)) == Returned(None)
+    alone, policy = LocalCritic(folder, of_critic, total_steps=10), LocalBackend(folder, config, 10, 1.0, 0)
+    for step in (1, 2, 3):
+        batch = minibatch(step, LENGTHS)
+        targets = [torch.linspace(0, 1, len(s)) * s.loss_mask for s in batch.sequences]
+        valued = [
+            replace(s, values=0.5 * returns, returns=returns)
+            for s, returns in zip(batch.sequences, targets, strict=True)
+        ]
+        packed, batch = PackedSequences.of(valued), replace(batch, sequences=valued)
+        rank.accumulate(Role.policy, packed, batch)
+        assert value(rank.update(Role.critic, packed, batch)) == pytest.approx(alone.update(batch), rel=1e-3, abs=1e-4)
+        assert value(rank.finish(Role.policy, step)) == pytest.approx(policy.update(batch), rel=1e-3, abs=1e-4)
+    for ours, expected in zip(value(rank.score(Role.critic, packed)), alone.forward_values(valued), strict=True):
+        torch.testing.assert_close(torch.from_numpy(ours), expected, atol=1e-4, rtol=0)
+    where = {p.to_local().device.type for p in rank._held[Role.critic].trainer.model.parameters()}  # type: ignore[attr-defined]
+    assert where == {"cpu" if offload else "cuda"}
 
 
 def local(folder: str, dtype: str, packing: bool | None, *, compiled: bool = False) -> LocalBackend:

@@ -60,12 +60,14 @@ class FSDPConfig:
 
 @dataclass
 class CriticConfig:
-    """The model that predicts returns, with ``trainer.algorithm.advantage_estimator=gae`` only. It has an optimizer, and
-    with ``trainer.strategy=fsdp2`` workers, of its own."""
+    """The model that predicts returns, with ``trainer.algorithm.advantage_estimator=gae`` only. It has an optimizer of its
+    own."""
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     dtype: str = "float32"  # of the trained weights: float32 | bfloat16
     gradient_checkpointing: bool = False
     device: str | None = None  # that trains it; None: trainer.device
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # its workers, beside the policy's
+    # trainer.strategy=fsdp2: workers (its own, of ``fsdp`` below) | colocated (those of the policy hold it too)
+    placement: str = "workers"
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # colocated: cpu_offload and reshard_after_forward alone

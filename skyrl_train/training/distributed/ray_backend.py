@@ -5,7 +5,7 @@ minibatch ──share_out──> each rank's sequences ──> RankTrainer on ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.models.folder import is_local
 from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
 from skyrl_train.training.distributed.shares import PackedSequences, share_out
-from skyrl_train.training.distributed.worker import WorkerSettings
+from skyrl_train.training.distributed.worker import ModelSettings, Role
 from skyrl_train.training.distributed.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -25,16 +25,27 @@ if TYPE_CHECKING:
 
 
 class RayTraining(Training):
-    """What the policy and the critic share: a group of workers of its own, each with a shard.
+    """What the policy and the critic share: a group of workers, each with a shard.
 
     Every method raises TrainingWorkerError if a worker is gone.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        path = settings.model_path
-        place = str(Path(path).absolute()) if is_local(path) else path  # workers are in other folders
-        self._group = WorkerGroup(replace(settings, model_path=place))
-        self._ranks_per_share = settings.trainer.fsdp.sequence_parallel_size
+    def __init__(self, role: Role, models: Mapping[Role, ModelSettings], group: WorkerGroup) -> None:
+        """
+        Args:
+            role: of the model that is trained here.
+            models: what the workers are to hold for this.
+            group: ended if one of the models cannot be loaded.
+        """
+        self._role, self._group = role, group
+        try:
+            for of, settings in models.items():
+                path = settings.model_path
+                place = str(Path(path).absolute()) if is_local(path) else path  # workers are in other folders
+                group.call_alike("hold", of, replace(settings, model_path=place))
+        except BaseException:
+            group.close()
+            raise
 
     @property
     def group(self) -> WorkerGroup:
@@ -51,15 +62,15 @@ class RayTraining(Training):
         self._train("accumulate", part)
 
     def finish(self, step: int) -> dict[str, float]:
-        metrics: dict[str, float] = self._group.call_alike("finish", step)[0]
+        metrics: dict[str, float] = self._group.call_alike("finish", self._role, step)[0]
         return metrics
 
     def discard(self) -> None:
-        self._group.call_alike("discard")
+        self._group.call_alike("discard", self._role)
 
     def snapshot(self) -> dict[str, object]:
         """See :meth:`TrainingBackend.snapshot`; the copies stay with the workers, until the next snapshot."""
-        return {"number": self._group.call_alike("snapshot")[0]}
+        return {"number": self._group.call_alike("snapshot", self._role)[0]}
 
     def save(self, snapshot: dict[str, object], folder: Path) -> None:
         """See :meth:`TrainingBackend.save`; every rank writes its shards. ``folder`` must be on a disk that all nodes share.
@@ -68,35 +79,36 @@ class RayTraining(Training):
             OSError: the disk is full or the folder cannot be written.
             CheckpointError: another snapshot was taken since.
         """
-        self._group.call_alike("save", snapshot["number"], folder.absolute())
+        self._group.call_alike("save", self._role, snapshot["number"], folder.absolute())
 
     def load(self, folder: Path) -> None:
         """See :meth:`TrainingBackend.load`; of a checkpoint by any number of workers."""
-        self._group.call_alike("load", folder.absolute())
+        self._group.call_alike("load", self._role, folder.absolute())
 
     def close(self) -> None:
-        """Ends the workers, and with them what rank 0 has staged."""
+        """Ends the workers, and with them every model that they hold and what rank 0 has staged."""
         self._group.close()
 
-    def _forward(self, method: str, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        """What the workers compute of each token, in the order of the sequences."""
+    def _score(self, role: Role, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """What that model of the workers says of each token, in the order of the sequences."""
         shares, packed = self._shares(sequences)
         results = [torch.zeros(0)] * len(sequences)
-        of_ranks = self._group.call(method, [(of,) for of in packed])
-        for share, rows in zip(shares, of_ranks[:: self._ranks_per_share], strict=True):
+        of_ranks = self._group.call("score", [(role, of) for of in packed])
+        for share, rows in zip(shares, of_ranks[:: self._group.ranks_per_share], strict=True):
             for index, row in zip(share, rows, strict=True):
                 results[index] = torch.from_numpy(row.copy())
         return results
 
     def _train(self, method: str, part: Minibatch) -> Any:
         _, packed = self._shares(part.sequences)
-        return self._group.call(method, [(of, replace(part, sequences=())) for of in packed])[0]
+        return self._group.call(method, [(self._role, of, replace(part, sequences=())) for of in packed])[0]
 
     def _shares(self, sequences: Sequence[TrainingSequence]) -> tuple[list[list[int]], list[PackedSequences]]:
         """Which sequences each share has, and what each rank is sent: neighbours the same share, for a slice of it each."""
-        shares = share_out([len(sequence) for sequence in sequences], self._group.size // self._ranks_per_share)
+        each = self._group.ranks_per_share
+        shares = share_out([len(sequence) for sequence in sequences], self._group.size // each)
         packed = [PackedSequences.of([sequences[index] for index in share]) for share in shares]
-        return shares, [of_share for of_share in packed for _ in range(self._ranks_per_share)]
+        return shares, [of_share for of_share in packed for _ in range(each)]
 
 
 class RayBackend(RayTraining, TrainingBackend):
@@ -121,16 +133,18 @@ class RayBackend(RayTraining, TrainingBackend):
         Args:
             reference: how the ranks hold and score the model of ``model_path`` as it is, beside the policy; None: they do not.
         """
-        super().__init__(
-            WorkerSettings(model_path, trainer_config, total_steps, temperature, seed, reference=reference)
-        )
+        policy = ModelSettings(model_path, trainer_config, total_steps, temperature, seed)
+        models = {Role.policy: policy}
+        if reference is not None:  # never trained: no rank holds gradients or moments of it
+            models[Role.reference] = replace(policy, trainer=reference)
+        super().__init__(Role.policy, models, WorkerGroup(trainer_config, "trainer.fsdp"))
         self._transports: list[WeightTransport] = []
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        return self._forward("forward_logprobs", sequences)
+        return self._score(Role.policy, sequences)
 
     def reference_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        return self._forward("reference_logprobs", sequences)
+        return self._score(Role.reference, sequences)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; each travels here as it is asked for."""
@@ -159,11 +173,24 @@ class RayBackend(RayTraining, TrainingBackend):
 class RayCritic(RayTraining, CriticBackend):
     """A value model whose parameters, gradients and moments lie on several ranks; see :class:`CriticTrainer`."""
 
-    def __init__(self, model_path: str, trainer_config: TrainerConfig, total_steps: int, seed: int) -> None:
-        """Starts ``trainer.critic.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalCritic`, and those of
-        :class:`WorkerGroup`; ``model_path`` is opened on every node.
+    def __init__(
+        self,
+        model_path: str,
+        trainer_config: TrainerConfig,
+        total_steps: int,
+        seed: int,
+        workers: WorkerGroup | None = None,
+    ) -> None:
+        """Arguments and errors as of :class:`LocalCritic`, and those of :class:`WorkerGroup`; ``model_path`` is opened on every
+        node.
+
+        Args:
+            workers: those of the policy, who hold the critic too, and do one thing at a time; None: starts
+                ``trainer.critic.fsdp.num_workers`` actors.
         """
-        super().__init__(WorkerSettings(model_path, trainer_config, total_steps, 1.0, seed, critic=True))
+        group = WorkerGroup(trainer_config, "trainer.critic.fsdp") if workers is None else workers
+        settings = ModelSettings(model_path, trainer_config, total_steps, 1.0, seed)
+        super().__init__(Role.critic, {Role.critic: settings}, group)
 
     def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        return self._forward("forward_values", sequences)
+        return self._score(Role.critic, sequences)

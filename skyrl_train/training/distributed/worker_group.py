@@ -1,4 +1,4 @@
-"""The ranks of a sharded policy as Ray actors: started together, called together, ended together.
+"""The ranks of sharded models as Ray actors: started together, called together, ended together.
 
 driver ──call(method, arguments per rank)──> actor of rank 0 .. n-1 ──Returned | Refused | its end──> driver
 
@@ -26,7 +26,7 @@ from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.config.schema.training import FSDPConfig
 from skyrl_train.errors import SkyRLError, TrainingWorkerError
 from skyrl_train.inference.engines.ray_actor import connect
-from skyrl_train.training.distributed.worker import Refused, Returned, TrainingWorker, WorkerSettings
+from skyrl_train.training.distributed.worker import Refused, Returned, Role, TrainingWorker
 
 logger = logging.getLogger(__name__)
 
@@ -47,24 +47,28 @@ class Seat:
 
 
 class WorkerGroup:
-    """The actors of one policy. Its methods block, and may be called from several threads.
+    """The actors that hold one model or several. Its methods block, and may be called from several threads.
+
+    Args:
+        trainer: ``device`` and ``fsdp`` say how many ranks there are, where, and how they lie.
+        key: where ``fsdp`` is set, for messages.
 
     Raises:
         ConfigError: (constructor) Ray cannot be reached.
-        ModelError: (constructor) the model folder cannot be used.
         TrainingWorkerError: the cluster has no room for the workers, or one of them is gone; all have ended then.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, trainer: TrainerConfig, key: str) -> None:
         self._end: str | None = None  # why the group has ended
         # Calls of two threads that reached the ranks in different orders would leave them in two collectives for ever.
         self._calling = threading.Lock()
         self._actors: list[Any] = []
         self._placement: PlacementGroup | None = None
         self.seats: list[Seat] = []
+        self.ranks_per_share = trainer.fsdp.sequence_parallel_size  # neighbours that are given the same sequences
         connect()
         try:
-            self._start(settings)
+            self._start(trainer, key)
         except BaseException:
             self._kill("The training workers did not start.")
             raise
@@ -117,9 +121,8 @@ class WorkerGroup:
             remove_placement_group(self._placement)
             self._placement = None
 
-    def _start(self, settings: WorkerSettings) -> None:
-        trainer = settings.trainer
-        self._placement = _reserve(trainer, "trainer.critic.fsdp" if settings.critic else "trainer.fsdp")
+    def _start(self, trainer: TrainerConfig, key: str) -> None:
+        self._placement = _reserve(trainer, key)
         actors = [_actor(trainer, self._placement, bundle) for bundle in range(trainer.fsdp.num_workers)]
         self._actors = actors
         places = _answers([actor.seat.remote() for actor in actors], trainer.fsdp.start_timeout_s)
@@ -128,7 +131,7 @@ class WorkerGroup:
         self._actors, self.seats = [actors[i] for i in order], [places[i] for i in order]
         store = self._actors[0].host_store.remote(self.seats[0].node, self.size)
         (meeting,) = _answers([store], trainer.fsdp.start_timeout_s)
-        self.call("join", [(rank, self.size, meeting, settings) for rank in range(self.size)])
+        self.call("join", [(rank, self.size, meeting, trainer, key) for rank in range(self.size)])
 
     def _outcomes(self, calls: list[Any], method: str) -> list[Returned | Refused]:
         rank_of = {call: rank for rank, call in enumerate(calls)}
@@ -172,8 +175,8 @@ class _Actor(TrainingWorker):
         return Seat(ray.util.get_node_ip_address(), os.getpid())
 
     @ray.method(concurrency_group="saving")
-    def save(self, number: int, folder: Path) -> Returned | Refused:
-        return super().save(number, folder)
+    def save(self, role: Role, number: int, folder: Path) -> Returned | Refused:
+        return super().save(role, number, folder)
 
 
 def _reserve(trainer: TrainerConfig, key: str) -> PlacementGroup:
