@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -156,6 +156,18 @@ async def close_within(closing: Coroutine[Any, Any, None], name: str, limit_s: f
         await cancel_within([task], grace_s)
     elif not task.cancelled():
         task.result()
+
+
+async def close_all(closings: Iterable[Callable[[], Awaitable[None]]]) -> list[Exception]:
+    """Closes one part after the other, every one of them whatever the others do; returns what they raised."""
+    errors: list[Exception] = []
+    for close in closings:
+        try:
+            await close()
+        except Exception as error:
+            logger.exception("a part of the run does not close")
+            errors.append(error)
+    return errors
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

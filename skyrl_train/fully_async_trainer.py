@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.trainer import PPOTrainer, TrainedStep
+from skyrl_train.step_reports import TrainedStep
+from skyrl_train.trainer import PPOTrainer
 
 
 class FullyAsyncTrainer(PPOTrainer):
@@ -27,7 +28,7 @@ class FullyAsyncTrainer(PPOTrainer):
 
     def start_generation(self) -> None:
         """Groups are admitted in the background from now on."""
-        self.workers.start()
+        self.rollout.workers.start()
 
     async def next_batch(self) -> list[BufferedGroup] | None:
         """The groups of the next step as soon as the straggler policy lets the trainer take them."""
@@ -47,16 +48,16 @@ class FullyAsyncTrainer(PPOTrainer):
             waiting_since = self.parts.clock()
             chosen = await self.wait_for_groups(committed=batch, at_least=min(min_groups, missing))
             if chosen is None:  # its groups are still in the buffer
-                await self.off_loop(self.parts.backend.discard)
+                await self.training.run(self.parts.backend.discard)
                 return None
-            part = await self.buffer.load(chosen)
+            part = await self.rollout.buffer.load(chosen)
             started = self.parts.clock()
-            await self.off_loop(self._accumulate, part)
+            await self.training.run(self._accumulate, part)
             batch += part
             waited_s += started - waiting_since
             trained_s += self.parts.clock() - started
         started = self.parts.clock()
-        metrics = await self.compute(self.parts.backend.finish, self.global_step + 1)
+        metrics = await self.training.update(self.parts.backend.finish, self.global_step + 1)
         times = {"time/wait_for_batch": waited_s, "time/train": trained_s + self.parts.clock() - started}
         return self.book(batch, {**metrics, **times})
 

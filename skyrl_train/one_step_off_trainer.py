@@ -18,7 +18,7 @@ class OneStepOffTrainer(PPOTrainer):
 
     def start_generation(self) -> None:
         """Two batches under the first policy, then one after each publication."""
-        self.workers.start()
+        self.rollout.workers.start()
 
     async def next_batch(self) -> list[BufferedGroup] | None:
         """The batch that was generated under the policy before this one."""
@@ -27,7 +27,7 @@ class OneStepOffTrainer(PPOTrainer):
     async def publish(self) -> dict[str, float]:
         """Publishes once the batch that is being generated has ended. When the run is to stop, the checkpoint does: weights
         that changed under the requests in flight would give them two policies."""
-        await self.workers.idle()
+        await self.rollout.workers.idle()
         self.raise_if_failed()
         if self.stop_requested:
             return {}

@@ -20,7 +20,7 @@ class PartialRolloutTrainer(PPOTrainer):
 
     def start_generation(self) -> None:
         """As many groups are under way as ``oversubmit_factor`` says, from now on."""
-        self.workers.start()
+        self.rollout.workers.start()
 
     async def next_batch(self) -> list[BufferedGroup] | None:
         """The first groups that finish; all others are interrupted, and engines that can sleep give their memory back."""

@@ -228,8 +228,8 @@ async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None
     async def watch() -> None:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            counts = trainer.staleness.counts
-            reporter.waiting(counts.running, counts.failed, trainer.runner.retries)
+            counts = trainer.rollout.staleness.counts
+            reporter.waiting(counts.running, counts.failed, trainer.rollout.runner.retries)
 
     watching = asyncio.create_task(watch(), name="screen")
     try:

@@ -70,6 +70,7 @@ class Watchdog:
         self._sleep = sleep
         self._patience_s = limit_s
         self._moved_at = self._speaks_at = clock()
+        self._task: asyncio.Task[None] | None = None
         self.progress()
 
     def progress(self) -> None:
@@ -77,6 +78,21 @@ class Watchdog:
         self._moved_at = self._clock()
         self._patience_s = self._limit_s
         self._speaks_at = self._moved_at + self._limit_s
+
+    def start(self) -> None:
+        """Watches in the background until :meth:`stop`."""
+        self._task = asyncio.create_task(self.run(), name="watchdog")
+
+    def stop(self) -> None:
+        """Watches no more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the watching."""
+        task = self._task
+        return task.exception() if task is not None and task.done() and not task.cancelled() else None
 
     async def run(self) -> None:
         """Watches until it is cancelled."""

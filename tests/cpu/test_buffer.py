@@ -223,13 +223,13 @@ async def test_a_run_whose_groups_wait_on_the_disk_trains_and_resumes_like_any_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "spill"
-    monkeypatch.setattr("skyrl_train.trainer.RolloutBuffer", lambda *_, **__: RolloutBuffer(0, folder))
+    monkeypatch.setattr("skyrl_train.rollout_plane.RolloutBuffer", lambda *_, **__: RolloutBuffer(0, folder))
     overrides = ["trainer.mode=fully_async", "trainer.max_steps=8", "trainer.ckpt_interval=1"]
     stopped = Harness(tmp_path / "run", *overrides)
     spilled: list[int] = []
 
     def look(_: object) -> None:
-        spilled.append(stopped.trainer.buffer.num_spilled)
+        spilled.append(stopped.trainer.rollout.buffer.num_spilled)
         if stopped.trainer.global_step == 3:
             stopped.trainer.request_stop()
 

@@ -40,7 +40,7 @@ async def test_groups_that_finish_within_the_step_that_was_resumed_are_kept_by_t
     second = Harness(tmp_path, "trainer.mode=sync", "trainer.max_steps=8")
     second.generator.before = lambda batch: asyncio.Event().wait() if ordinal_of(batch) == 11 else None
     training = asyncio.ensure_future(second.train())
-    await second.trainer.changed.wait_until(lambda: len(second.trainer.buffer) == 3)
+    await second.trainer.changed.wait_until(lambda: len(second.trainer.rollout.buffer) == 3)
     second.trainer.request_stop()
     await training
     assert second.trainer.global_step == 2
@@ -79,7 +79,9 @@ async def test_what_ends_between_the_last_row_and_a_stop_is_reported_by_the_resu
     training = asyncio.ensure_future(h.train())
     await h.trainer.changed.wait_until(lambda: h.trainer.global_step == 2)
     go.set()
-    await h.trainer.changed.wait_until(lambda: bool(h.trainer.prompts.failed or h.trainer.prompts.filtered))
+    await h.trainer.changed.wait_until(
+        lambda: bool(h.trainer.rollout.prompts.failed or h.trainer.rollout.prompts.filtered)
+    )
     h.trainer.request_stop()
     await training
     again = Harness(tmp_path, setting)
@@ -108,7 +110,9 @@ async def test_a_stop_before_the_last_whole_batches_of_a_stream_leaves_them_to_b
 
     def stop_when_all_is_generated(minibatch: Minibatch) -> None:
         async def generated() -> None:
-            await h.trainer.changed.wait_until(lambda: h.trainer.workers.exhausted and len(h.trainer.buffer) == 15)
+            await h.trainer.changed.wait_until(
+                lambda: h.trainer.rollout.workers.exhausted and len(h.trainer.rollout.buffer) == 15
+            )
             h.trainer.request_stop()
 
         asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=30)

@@ -353,13 +353,13 @@ async def test_a_filtered_run_trains_or_filters_every_prompt_once_also_when_it_w
     await first.train()
     second = Harness(tmp_path, *overrides)
     await second.train()
-    trained, filtered = second.trained, second.trainer.prompts.filtered
+    trained, filtered = second.trained, second.trainer.rollout.prompts.filtered
     assert len(trained) == 32 and filtered, "some groups of this generator have no signal, and every step is full"
-    places = [*trained, *filtered, *(group.ordinal for group in second.trainer.buffer)]
+    places = [*trained, *filtered, *(group.ordinal for group in second.trainer.rollout.buffer)]
     assert sorted(places) == list(range(len(places)))
     for minibatch in (*first.backend.minibatches, *second.backend.minibatches):
         assert all(bool(s.advantages[s.loss_mask].abs().max() > 0) for s in minibatch.sequences)
-    counts = second.trainer.staleness.counts
+    counts = second.trainer.rollout.staleness.counts
     assert counts.submitted == len(places) and counts.filtered == len(filtered)
 
 
@@ -417,13 +417,13 @@ async def test_a_run_outlives_the_loss_of_its_only_engine(tmp_path: Path) -> Non
     h.generator.before = die
     await h.client.start()  # the supervisor starts dead engines again
     await h.train()
-    assert h.trained == list(range(32)) and h.trainer.staleness.counts.failed == 0
-    assert engine.calls.count("start") == 2 and h.trainer.runner.engine_failures >= 1
+    assert h.trained == list(range(32)) and h.trainer.rollout.staleness.counts.failed == 0
+    assert engine.calls.count("start") == 2 and h.trainer.rollout.runner.engine_failures >= 1
 
 
 async def test_a_run_stops_although_a_generator_ignores_its_cancellation(tmp_path: Path) -> None:
     h = Harness(tmp_path)
-    h.trainer.runner._cancel_grace_s = 0.05
+    h.trainer.rollout.runner._cancel_grace_s = 0.05
     called = asyncio.Event()
 
     def before(batch: GeneratorInput) -> object:

@@ -52,7 +52,7 @@ async def test_one_step_off_generates_while_it_trains_and_publishes_when_nothing
     def update_waits_for_the_next_batch(minibatch: Minibatch) -> None:
         async def generated() -> None:
             want = min((h.trainer.global_step + 2) * 4, 32)
-            await h.trainer.changed.wait_until(lambda: h.trainer.staleness.counts.accepted >= want)
+            await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
         asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=30)
 
@@ -172,7 +172,7 @@ async def test_the_next_step_trains_while_the_engines_load(tmp_path: Path) -> No
     def begun(minibatch: Minibatch) -> None:
         async def next_batch_is_there() -> None:  # a paused engine could not finish it
             want = min((h.trainer.global_step + 2) * 4, 32)
-            await h.trainer.changed.wait_until(lambda: h.trainer.staleness.counts.accepted >= want)
+            await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
         if h.trainer.global_step > 0:
             loop.call_soon_threadsafe(next_update.set)
@@ -285,10 +285,10 @@ async def test_depth_and_workers_change_while_the_run_goes_on(tmp_path: Path) ->
     def deeper(minibatch: Minibatch) -> None:
         async def resize() -> None:
             if h.trainer.global_step == 2:
-                h.trainer.resize(pipeline_depth=2, num_workers=12)
+                h.trainer.rollout.resize(pipeline_depth=2, num_workers=12)
             if h.trainer.global_step >= 2:  # the depth is used: two batches more are generated while this one trains
                 want = min((h.trainer.global_step + 3) * 4, 32)
-                await h.trainer.changed.wait_until(lambda: h.trainer.staleness.counts.accepted >= want)
+                await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
         asyncio.run_coroutine_threadsafe(resize(), loop).result(timeout=30)
 
@@ -341,7 +341,7 @@ async def test_every_mode_ends_with_the_error_of_a_part_that_fails(tmp_path: Pat
 
     def break_later(minibatch: Minibatch) -> None:
         if h.trainer.global_step == 2:
-            h.trainer.prompts.issue = broken  # type: ignore[method-assign]
+            h.trainer.rollout.prompts.issue = broken  # type: ignore[method-assign]
 
     h.backend.before_update = break_later
     with pytest.raises(ZeroDivisionError, match="scripted"):

@@ -113,7 +113,7 @@ class TestRewards:
         h = Harness(tmp_path, "trainer.mode=sync")
         self.spoil(h, {3, 7}, attempts=1)
         await h.train()
-        assert h.trained == list(range(32)) and h.trainer.runner.retries == 2
+        assert h.trained == list(range(32)) and h.trainer.rollout.runner.retries == 2
 
     async def test_a_resumed_run_goes_on_counting_attempts(self, tmp_path: Path) -> None:
         first = Harness(tmp_path, "trainer.mode=sync")

@@ -28,6 +28,8 @@ LEVELS = (
     {"engine_factory", "stage_factory"},
     {"fully_async_trainer", "one_step_off_trainer", "partial_rollout_trainer"},
     {"trainer"},
+    {"step_reports"},
+    {"rollout_plane"},
     {"trainer_parts", "checkpoint_saving"},
     {"rollout", "evaluation", "publication", "training", "generators", "environments", "observability"},
     {"inference", "algorithms"},

@@ -97,7 +97,9 @@ class Run(Harness):
     def settled_tokens(self) -> int:
         """Sampled tokens in groups that are trained, or wait for it."""
         trained = [version for *_, versions in self.trained_sequences(versions=True) for version in versions]
-        waiting = [v for group in self.trainer.buffer for sample in group.samples for v in sample.sampled_versions]
+        waiting = [
+            v for group in self.trainer.rollout.buffer for sample in group.samples for v in sample.sampled_versions
+        ]
         return sum(version >= 0 for version in [*trained, *waiting])
 
 
@@ -284,12 +286,12 @@ async def test_a_group_is_admitted_as_old_as_its_oldest_token_and_starts_afresh_
     for bound, version in ((4, 0), (2, 4)):
         second = Run(tmp_path / "run", wait, f"trainer.fully_async.max_staleness_steps={bound}")
         admitted: dict[int, int] = {}
-        admit = second.trainer.staleness.admit
+        admit = second.trainer.rollout.staleness.admit
 
         def watched(ordinal: int, version: int, admit: Any = admit, admitted: Any = admitted) -> None:
             admitted[ordinal] = version
             admit(ordinal, version)
 
-        second.trainer.staleness.admit = watched  # type: ignore[method-assign]
+        second.trainer.rollout.staleness.admit = watched  # type: ignore[method-assign]
         await second.kill(lambda it=second: it.counting.sampled > 100)  # type: ignore[misc]
         assert admitted[1] == version

@@ -316,7 +316,7 @@ class StagedRun(Harness):
     def __init__(self, folder: Path, *overrides: str) -> None:
         super().__init__(folder, *overrides)
         self.stage = Scripted("reference", max_parallel=4)
-        self.trainer.runner.stages = StagePipeline([self.stage])
+        self.trainer.rollout.runner.stages = StagePipeline([self.stage])
 
 
 def runs_on(h: StagedRun) -> None:

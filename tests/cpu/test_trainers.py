@@ -25,7 +25,7 @@ async def test_every_prompt_is_trained_once_per_epoch_without_a_barrier(tmp_path
     h = Harness(tmp_path, f"trainer.mode={mode}")  # 8 steps of 4 groups over 10 prompts: 3.2 epochs
     await h.train()
     assert sorted(h.trained) == list(range(32))
-    uids = [h.trainer.prompts.record(o).uid for o in range(30)]
+    uids = [h.trainer.rollout.prompts.record(o).uid for o in range(30)]
     assert all(len(set(uids[e * 10 : e * 10 + 10])) == 10 for e in range(3))
     assert h.engine.policy_version == 8 and float(h.backend.weight) == 8
 
@@ -66,8 +66,8 @@ async def test_generation_goes_on_while_the_policy_trains(tmp_path: Path) -> Non
     def update_waits_for_the_next_batch(minibatch: object) -> None:
         # The backend's thread returns only when the loop has generated all that depth 1 allows meanwhile.
         async def generated() -> None:
-            want = min(h.trainer.staleness.counts.trained + 4, 32)
-            await h.trainer.changed.wait_until(lambda: h.trainer.staleness.counts.accepted >= want)
+            want = min(h.trainer.rollout.staleness.counts.trained + 4, 32)
+            await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
         asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=30)
 
@@ -129,7 +129,7 @@ async def test_a_rollout_that_raises_once_is_tried_again(tmp_path: Path, mode: s
 
     h.generator.before = fail_once
     await h.train()
-    assert sorted(h.trained) == list(range(32)) and h.trainer.runner.retries == 1
+    assert sorted(h.trained) == list(range(32)) and h.trainer.rollout.runner.retries == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,7 +159,7 @@ async def test_too_many_failures_stop_the_run_with_a_checkpoint(tmp_path: Path, 
         await h.train()
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"global_step_{h.trainer.global_step}"
     assert h.trainer.global_step >= 2
-    assert h.trainer.staleness.counts.failed <= 3 + h.plan.num_workers, (
+    assert h.trainer.rollout.staleness.counts.failed <= 3 + h.plan.num_workers, (
         "nothing is admitted after the failure that stops the run"
     )
 
@@ -292,14 +292,14 @@ async def test_finished_groups_are_trained_after_resuming_and_not_generated_agai
 
     def stop_when_the_next_batch_is_finished(minibatch: object) -> None:
         async def stop() -> None:
-            await h.trainer.changed.wait_until(lambda: len(h.trainer.buffer) == 8)  # with the batch in training
+            await h.trainer.changed.wait_until(lambda: len(h.trainer.rollout.buffer) == 8)  # with the batch in training
             h.trainer.request_stop()
 
         asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=30)
 
     h.backend.before_update = stop_when_the_next_batch_is_finished
     await h.train()
-    kept = sorted(group.ordinal for group in h.trainer.buffer)
+    kept = sorted(group.ordinal for group in h.trainer.rollout.buffer)
     assert len(kept) == 4
     again = Harness(tmp_path)
     await again.train()
@@ -418,7 +418,7 @@ async def test_an_admission_loop_that_breaks_stops_the_run(tmp_path: Path) -> No
     def broken() -> int:
         raise ZeroDivisionError("scripted")
 
-    h.trainer.prompts.issue = broken  # type: ignore[method-assign]
+    h.trainer.rollout.prompts.issue = broken  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         await h.train()
 
