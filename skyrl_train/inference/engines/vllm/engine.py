@@ -19,12 +19,12 @@ request were sampled before. Cached prefixes carry a salt that changes with the 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
+from skyrl_train.inference.engines.vllm.adapters import Adapters
 from skyrl_train.inference.engines.vllm.arguments import (
     POLICY_ADAPTER,
     VLLMSettings,
@@ -32,6 +32,7 @@ from skyrl_train.inference.engines.vllm.arguments import (
     supported_transports,
 )
 from skyrl_train.inference.engines.vllm.frontend import Frontend, lora_request
+from skyrl_train.inference.engines.vllm.pausing import VLLM_MODES, Pausing
 from skyrl_train.inference.engines.vllm.requests import Asked
 from skyrl_train.inference.engines.vllm.traffic import Traffic
 from skyrl_train.inference.engines.vllm.updates import Updates
@@ -47,8 +48,6 @@ from skyrl_train.inference.interface import (
     output_of,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
-
-_VLLM_MODES = {PauseMode.KEEP: "keep", PauseMode.RECOMPUTE: "keep", PauseMode.ABORT: "abort", PauseMode.WAIT: "wait"}
 
 
 class VLLMEngine(InferenceEngineInterface):
@@ -117,11 +116,9 @@ class VLLMEngine(InferenceEngineInterface):
         self._gone = "it was not started; call start() first"
         self._version = -1  # of an engine that is gone
         self._paused = False
-        self._resumed = asyncio.Event()
-        self._pausing: asyncio.Future[None] | None = None
+        self._pausing = Pausing()
         self._asleep = False
-        self._adapters: dict[str, Any] = {}
-        self._adapter_numbers = itertools.count(1)
+        self._adapters = Adapters()
         self._policy_adapter: Any = None  # what requests name that name no other; None: the model alone serves them
 
     @property
@@ -166,7 +163,7 @@ class VLLMEngine(InferenceEngineInterface):
             (vllm, traffic, Updates(vllm, traffic, transports, self._settings.lora_rank)),
         )
         self._paused = self._asleep = False
-        self._adapters.clear()
+        self._adapters.forget()
         if self._settings.lora_rank:
             self._policy_adapter = lora_request("policy", POLICY_ADAPTER, self._settings.model_path)
         await vllm.on_workers("skyrl_pid")  # from here on its death is noticed
@@ -207,14 +204,12 @@ class VLLMEngine(InferenceEngineInterface):
         if traffic.version < 0 and (self._settings.load_format == "dummy" or self._settings.lora_rank):
             raise RequestError("The engine has no weights yet; publish the policy before the first generate().")
         adapter = engine_input.get("adapter")
-        if adapter is not None and adapter not in self._adapters:
-            raise RequestError(f"There is no adapter {adapter!r}; load_adapter() it first.")
+        lora = self._policy_adapter if adapter is None else self._adapters.named(adapter)
         asked = []
         for prompt in prompts:
             tokens = list(map(int, prompt))
             _check_prompt(tokens, vllm.max_model_len, vllm.vocab_size)
             priority = int(engine_input.get("priority", 0)) if self.capabilities.priorities else 0
-            lora = self._policy_adapter if adapter is None else self._adapters[adapter]
             asked.append(Asked(tokens, params, stream, engine_input.get("chunk_tokens", 1), priority, lora))
         return traffic, asked
 
@@ -227,35 +222,19 @@ class VLLMEngine(InferenceEngineInterface):
         mode = PauseMode(mode)
         vllm, traffic, _ = self._alive()
         traffic.gate.close()
-        self._resumed.clear()
+        self._pausing.begin()
         if mode is PauseMode.ABORT:
             traffic.gate.turn_away()
         await traffic.all_added()
-        await self._unless_resumed(_quiesce(vllm, traffic, mode))
+        await self._pausing.quiesced(_quiesce(vllm, traffic, mode))
         self._paused = True
-
-    async def _unless_resumed(self, quiescing: Coroutine[Any, Any, None]) -> None:
-        """A pause that drains can take long; ``resume`` ends it."""
-        pausing = self._pausing = asyncio.ensure_future(quiescing)
-        resumed = asyncio.ensure_future(self._resumed.wait())
-        try:
-            await asyncio.wait({pausing, resumed}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            resumed.cancel()
-            pausing.cancel()
-            await asyncio.wait({pausing})
-        if pausing.cancelled():
-            raise EngineError("The engine was resumed before it was paused.")
-        pausing.result()
 
     async def resume(self) -> None:
         vllm, traffic, updates = self._alive()
         if self._asleep:
             raise EngineError("The engine sleeps; call wake_up() before resume().")
         await updates.settled()
-        self._resumed.set()
-        if self._pausing is not None:  # vLLM must hear of the pause before it hears of its end
-            await asyncio.wait({self._pausing})
+        await self._pausing.ended()  # vLLM must hear of the pause before it hears of its end
         await vllm.resume()
         self._paused = False
         traffic.gate.open()
@@ -311,18 +290,10 @@ class VLLMEngine(InferenceEngineInterface):
         vllm = self._alive()[0]
         if not self._settings.enable_lora:
             raise EngineError("This engine has no adapters; set enable_lora.")
-        adapter = lora_request(name, next(self._adapter_numbers), path)
-        await vllm.add_adapter(adapter)
-        previous = self._adapters.get(name)
-        self._adapters[name] = adapter
-        if previous is not None:
-            await vllm.remove_adapter(previous)
+        await self._adapters.load(vllm, name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        vllm = self._alive()[0]
-        if name not in self._adapters:
-            raise EngineError(f"There is no adapter {name!r}; loaded: {', '.join(sorted(self._adapters)) or 'none'}.")
-        await vllm.remove_adapter(self._adapters.pop(name))
+        await self._adapters.unload(self._alive()[0], name)
 
     # Life ---------------------------------------------------------------------------------------------------------
 
@@ -380,7 +351,7 @@ async def _only_chunk(traffic: Traffic, asked: Asked) -> TokenChunk:
 
 
 async def _quiesce(vllm: Frontend, traffic: Traffic, mode: PauseMode) -> None:
-    await vllm.pause(_VLLM_MODES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
+    await vllm.pause(VLLM_MODES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
     await vllm.outputs_handled()
     if mode is PauseMode.ABORT and (left := await traffic.left_in_vllm()):
         raise EngineError(f"vLLM still holds {left} requests after it reported them aborted.")

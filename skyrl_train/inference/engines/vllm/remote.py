@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import logging
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from skyrl_train.concurrency import Gate, gather_or_cancel
-from skyrl_train.errors import EngineDeadError, EngineError, RequestError
+from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.engines.vllm.pausing import VLLM_MODES, Pausing
 from skyrl_train.inference.engines.vllm.remote_connection import Connection
 from skyrl_train.inference.engines.vllm.remote_facts import Facts
-from skyrl_train.inference.engines.vllm.remote_flight import RemoteFlight
 from skyrl_train.inference.engines.vllm.remote_link import ServerLink, gone, wait_for_server
-from skyrl_train.inference.engines.vllm.remote_weights import RemoteWeights
-from skyrl_train.inference.engines.vllm.remote_wire import Spans, asked_of, external_id, parse_version
+from skyrl_train.inference.engines.vllm.remote_traffic import RemoteTraffic
+from skyrl_train.inference.engines.vllm.remote_updates import RemoteUpdates
+from skyrl_train.inference.engines.vllm.remote_wire import asked_of
 from skyrl_train.inference.engines.vllm.requests import Asked
 from skyrl_train.inference.interface import (
     EngineCapabilities,
@@ -36,21 +33,10 @@ from skyrl_train.inference.interface import (
     InferenceEngineInterface,
     InferenceEngineOutput,
     PauseMode,
-    StopReason,
     TokenChunk,
     output_of,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
-
-logger = logging.getLogger(__name__)
-ARRIVAL_S = 0.02  # for a request that was sent before an abort and arrives after it: then it is aborted again
-ABORT_ROUNDS = 3
-_VLLM_MODES = {
-    PauseMode.KEEP: "keep",
-    PauseMode.RECOMPUTE: "keep",
-    PauseMode.ABORT: "abort",
-    PauseMode.WAIT: "wait",
-}
 
 
 class RemoteVLLMEngine(InferenceEngineInterface):
@@ -82,21 +68,11 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         self._connection: Connection | None = None  # until torn down
         self._gone = "it was not started; call start() first"
         self._facts: Facts | None = None
-        self._broken = ""  # the instance that an update left without a usable model
-        self._version = -1
-        self._loads = 0
-        self._salts = itertools.count()
-        self._salt = ""
-        self._gate = Gate()
+        self._traffic = RemoteTraffic(self._alive)
+        self._updates = RemoteUpdates(base_url, self._alive, self._traffic)
         self._paused: PauseMode | None = None
-        self._resumed = asyncio.Event()
+        self._pausing = Pausing()
         self._pause_call: asyncio.Future[Any] | None = None
-        self._flights: dict[RemoteFlight, asyncio.Task[None]] = {}
-        self._received: tuple[WeightUpdate, str | None] | None = None
-        self._loaded: WeightUpdate | None = None
-        self._loading: asyncio.Future[None] | None = None
-        self._generated_tokens = self._prefill_tokens = 0
-        self._busy_s, self._busy_since = 0.0, 0.0
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -111,7 +87,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
 
     @property
     def policy_version(self) -> int:
-        return self._version
+        return self._traffic.version
 
     async def start(self) -> None:
         """Waits for the server and looks at what it is. A version that another trainer left there does not count.
@@ -125,14 +101,12 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         try:
             facts = await wait_for_server(connection, self._url, self._start_timeout_s)
             facts.check(self._url)
-            if facts.instance == self._broken:
-                raise EngineDeadError(
-                    f"An update failed half-way in the vLLM server at {self._url}; start a new server there."
-                )
+            self._updates.check(facts)
             known = self._facts is not None and self._facts.instance == facts.instance
-            if not (known and facts.policy_version == self._version):
+            if not (known and facts.policy_version == self._traffic.version):
                 await connection.post("/update_weight_version", {"new_version": "-1"})
-                self._version, self._received, self._loaded = -1, None, None
+                self._traffic.version = -1
+                self._updates.forget()
             if facts.paused:
                 await connection.post("/resume")
         except BaseException:
@@ -140,11 +114,8 @@ class RemoteVLLMEngine(InferenceEngineInterface):
             raise
         self._connection, self._facts = connection, facts
         self._link = ServerLink(connection, facts, self._on_death)
-        self._weights = RemoteWeights(self._link)
-        self._salts_prefix = uuid.uuid4().hex  # nothing that was cached before is found again
-        self._new_salt()
         self._paused = self._pause_call = None
-        self._gate.open()
+        self._traffic.begin()
 
     # Requests -----------------------------------------------------------------------------------------------------
 
@@ -158,111 +129,28 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         asked = asked_of(engine_input, self._serving(), stream=True)
         if len(asked) != 1:
             raise EngineError(f"stream() takes exactly one prompt, got {len(asked)}.")
-        async with contextlib.aclosing(self._chunks(asked[0])) as chunks:  # leaving early aborts the request
+        async with contextlib.aclosing(self._traffic.chunks(asked[0])) as chunks:  # leaving early aborts the request
             async for chunk in chunks:
                 yield chunk
 
     async def _whole(self, asked: Asked) -> TokenChunk:
-        async with contextlib.aclosing(self._chunks(asked)) as chunks:
+        async with contextlib.aclosing(self._traffic.chunks(asked)) as chunks:
             return await anext(chunks)
 
-    async def _chunks(self, asked: Asked) -> AsyncGenerator[TokenChunk, None]:
-        """The parts of one answer; a request may be sent more than once before its first token."""
-        interrupted = TokenChunk([], [], [], StopReason.ABORT, [] if asked.params.top_logprobs else None)
-        while True:
-            if not await self._gate.passed():
-                yield interrupted
-                return
-            flight = self._take_off(asked)
-            try:
-                while True:
-                    try:
-                        part = await flight.next_part()
-                    except EngineError as error:
-                        await self._judge(error)
-                        yield interrupted  # only the connection was lost
-                        return
-                    first = not flight.delivered
-                    if flight.restart and first:
-                        break
-                    chunk = await flight.label(part, self._loads, self._version, self._spans_of)
-                    if chunk is None:
-                        continue
-                    await self._check_instance(chunk, flight.version)
-                    if first and flight.suspect and chunk.versions and chunk.versions[0] == self._version:
-                        break
-                    self._generated_tokens += len(chunk.token_ids)
-                    if chunk.token_ids or chunk.stop_reason is not None:
-                        yield chunk
-                    if chunk.stop_reason is not None:
-                        return
-            finally:
-                self._land(flight)
-
-    def _take_off(self, asked: Asked) -> RemoteFlight:
-        link = self._alive()
-        flight = RemoteFlight(uuid.uuid4().hex, asked, self._salt, self._version, self._loads)
-        if not self._flights:
-            self._busy_since = time.perf_counter()
-        self._flights[flight] = flight.send(link.connection)
-        self._prefill_tokens += len(asked.prompt)
-        return flight
-
-    def _land(self, flight: RemoteFlight) -> None:
-        flight.cancel()
-        if self._flights.pop(flight, None) is not None and not self._flights:
-            self._busy_s += time.perf_counter() - self._busy_since
-
-    async def _spans_of(self, external: str) -> Spans | None:
-        """What the server knows now of a request's versions."""
-        found = (await self._alive().requests()).get(external)
-        return None if found is None else Spans(tuple((parse_version(v), start) for v, start in found["versions"]))
-
-    async def _judge(self, error: EngineError) -> None:
-        """Returns if a request failed with its connection only; raises what it failed of otherwise."""
-        await self._alive().look()
-        if not isinstance(error, EngineDeadError):
-            raise error
-        logger.info("a connection was lost: %s", error)
-
-    async def _check_instance(self, chunk: TokenChunk, version: int) -> None:
-        """Tokens without a version, where there was one, come from a server that was started again."""
-        if version >= 0 and -1 in chunk.versions:
-            self._alive().die("it was started again and holds no published weights")
-            self._alive()
-
     async def abort_generation(self) -> None:
-        self._gate.turn_away()
-        await self._abort(list(self._flights))
-
-    async def _abort(self, flights: Sequence[RemoteFlight]) -> None:
-        """Returns when the server has answered all of these; one may still be on its way there when the first abort is."""
-        link = self._alive()
-        waiting = {self._flights[flight] for flight in flights if flight in self._flights}
-        names = [external_id(flight.id) for flight in flights]
-        while waiting:
-            await link.post("/abort_requests", {"request_ids": names})
-            _, waiting = await asyncio.wait(waiting, timeout=ARRIVAL_S)
+        self._traffic.gate.turn_away()
+        await self._traffic.abort_all()
 
     # Pausing ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
         self._alive()
         mode = PauseMode(mode)
-        self._gate.close()
-        self._resumed.clear()
+        self._traffic.gate.close()
+        self._pausing.begin()
         if mode is PauseMode.ABORT:
-            self._gate.turn_away()
-        pausing = asyncio.ensure_future(self._quiesce(mode))
-        resumed = asyncio.ensure_future(self._resumed.wait())
-        try:
-            await asyncio.wait({pausing, resumed}, return_when=asyncio.FIRST_COMPLETED)
-            if not pausing.done():
-                raise EngineError("The engine was resumed before it was paused.")
-            pausing.result()
-        finally:
-            pausing.cancel()
-            resumed.cancel()
+            self._traffic.gate.turn_away()
+        await self._pausing.quiesced(self._quiesce(mode))
         self._paused = mode
 
     async def _quiesce(self, mode: PauseMode) -> None:
@@ -270,52 +158,33 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         if not (await self._alive().look()).paused:
             raise EngineError(f"The vLLM server goes on after a pause with {mode.value!r}.")
         if mode is PauseMode.ABORT:
-            await self._abort(list(self._flights))
-            await self._verify_empty()
-        while mode is PauseMode.WAIT and await self._begun():
+            await self._traffic.abort_all()
+            await self._traffic.verify_empty()
+        while mode is PauseMode.WAIT and await self._traffic.begun():
             # vLLM took a request out of its batch for lack of memory, and lets nobody in while it waits.
             await self._alive().post("/resume")
             await self._pause_server(mode)
 
-    async def _verify_empty(self) -> None:
-        """Nothing is left in the server; what a caller gave up may have arrived after the pause, and is sent away."""
-        link, left = self._alive(), 0
-        for _ in range(ABORT_ROUNDS):
-            facts = await link.look()
-            left = max(facts.unfinished, facts.held)
-            if not left:
-                return
-            if names := list(await link.requests()):
-                await link.post("/abort_requests", {"request_ids": names})
-        raise EngineError(f"The vLLM server still holds {left} requests after it reported them aborted.")
-
     async def _pause_server(self, mode: PauseMode) -> None:
         # A cache that is emptied cannot serve a request that is still on its way and carries the old salt.
         clear = "false" if mode is PauseMode.KEEP else "true"
-        path = f"/pause?mode={_VLLM_MODES[mode]}&clear_cache={clear}"
+        path = f"/pause?mode={VLLM_MODES[mode]}&clear_cache={clear}"
         # The server does what it was told even if nobody waits for its answer, so that the call goes on.
         self._pause_call = asyncio.ensure_future(self._alive().post(path, patient=mode is PauseMode.WAIT))
         self._pause_call.add_done_callback(_seen)
         await asyncio.shield(self._pause_call)
 
-    async def _begun(self) -> bool:
-        """Whether the server holds a request of ours with tokens."""
-        seen = await self._alive().requests()
-        names = {external_id(flight.id) for flight in self._flights}
-        return any(state["sampled"] for name, state in seen.items() if name in names)
-
     async def resume(self) -> None:
         link = self._alive()
-        if self._loading is not None:  # given up by its caller, but not by the workers
-            await asyncio.wait({self._loading})
-        self._resumed.set()
+        await self._updates.settled()
+        await self._pausing.ended()
         while not (self._pause_call is None or self._pause_call.done() or (await link.look()).paused):
             pass  # a pause that is on its way must not arrive after the resume; each look is a round trip
         await link.post("/resume")
         if (await link.look()).paused:
             raise EngineError("The vLLM server is still paused after resume().")
         self._paused = None
-        self._gate.open()
+        self._traffic.gate.open()
 
     async def sleep(self, level: int = 1) -> None:
         raise EngineError("A remote vLLM server does not sleep for us; ask capabilities.sleep first.")
@@ -326,7 +195,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
     async def reset_prefix_cache(self) -> None:
         """Later requests find nothing that was cached before; vLLM frees the memory as soon as nobody uses it."""
         link = self._alive()
-        self._new_salt()
+        self._traffic.forget_prefixes()
         await link.post("/reset_prefix_cache")
 
     # Weights ------------------------------------------------------------------------------------------------------
@@ -334,73 +203,18 @@ class RemoteVLLMEngine(InferenceEngineInterface):
     async def receive_weights(self, update: WeightUpdate) -> None:
         """Checks an update and maps its memory in every worker; whatever is wrong with it, ``load_weights`` raises."""
         self._alive()
-        self._received = None
-        if update.transport in self.capabilities.transports:
-            refusal = await self._weights.receive(update)
-        else:
-            refusal = (
-                f"Weights by {update.transport!r} do not reach the vLLM server at {self._url}; it must run on this "
-                "machine as this user, or set generator.weight_folder to a folder that both machines see."
-            )
-        self._received = (update, refusal)
+        await self._updates.receive(update)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         self._alive()
         if self._paused is None:
             raise EngineError("Weights are loaded while the engine is paused; call pause() first.")
-        if self._received is None or self._received[0] != update:
-            raise EngineError(f"Version {update.version} was not received; call receive_weights() first.")
-        refusal = self._received[1]
-        if refusal is not None:
-            raise EngineError(refusal)
-        self._received = None
-        # A swap that has begun is finished, whoever waits for it: half of one is no model.
-        self._loading = asyncio.ensure_future(self._load(update))
-        self._loading.add_done_callback(self._loaded_or_not)
-        await asyncio.shield(self._loading)
-
-    async def _load(self, update: WeightUpdate) -> None:
-        link = self._alive()
-        try:
-            await self._weights.load(update.version)
-            await link.post("/update_weight_version", {"new_version": str(update.version)})
-        except (EngineError, RequestError) as error:
-            self._broken = link.facts.instance
-            link.die(f"an update failed half-way ({error})")
-            raise link.dead() from error
-        self._loaded, self._version = update, update.version
-        self._loads += 1
-        self._new_salt()
-        if self._paused is PauseMode.KEEP:
-            await self._start_over_what_has_no_tokens()
-
-    async def _start_over_what_has_no_tokens(self) -> None:
-        """Requests of the old salt must not be prefilled from what the old weights have cached."""
-        seen = await self._alive().requests()
-        without_tokens = []
-        for flight in self._flights:
-            state = seen.get(external_id(flight.id))
-            if state is None:
-                flight.suspect = True  # on its way there, or its answer on its way here: its first token will tell
-            elif state["sampled"] == 0:
-                flight.restart = True
-                without_tokens.append(flight)
-        await self._abort(without_tokens)
-
-    def _loaded_or_not(self, loading: asyncio.Future[None]) -> None:
-        self._loading = None
-        if not loading.cancelled() and (error := loading.exception()) is not None:
-            logger.error("a remote vLLM engine could not load weights: %s", error)
+        await self._updates.load(update, held=self._paused is PauseMode.KEEP)
 
     async def served_checksum(self) -> str:
         """See the interface. On a CPU, weights that are -0.0 read as 0.0 and make the checksums differ."""
         self._alive()
-        if self._loaded is None:
-            raise EngineError("The engine has no weights of an update yet; publish the policy first.")
-        return await self._weights.read_back(self._loaded)
-
-    def _new_salt(self) -> None:
-        self._salt = f"{self._salts_prefix}-{next(self._salts)}"
+        return await self._updates.served_checksum()
 
     # Life ---------------------------------------------------------------------------------------------------------
 
@@ -409,16 +223,16 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         try:
             facts = await self._alive().look()
         except EngineError:
-            return EngineHealth(alive=False, policy_version=self._version)
+            return EngineHealth(alive=False, policy_version=self._traffic.version)
         return EngineHealth(
             alive=True,
             policy_version=facts.policy_version,
             running=facts.held,
-            waiting=max(0, facts.unfinished - facts.held) + self._gate.waiting,
+            waiting=max(0, facts.unfinished - facts.held) + self._traffic.gate.waiting,
             paused=facts.paused,
-            generated_tokens=self._generated_tokens,
-            prefill_tokens=self._prefill_tokens,
-            busy_s=self._busy_s + (time.perf_counter() - self._busy_since if self._flights else 0.0),
+            generated_tokens=self._traffic.generated_tokens,
+            prefill_tokens=self._traffic.prefill_tokens,
+            busy_s=self._traffic.busy_s,
         )
 
     async def teardown(self) -> None:
@@ -427,16 +241,13 @@ class RemoteVLLMEngine(InferenceEngineInterface):
             self._link.die("it was torn down")
         connection, self._connection = self._connection, None
         if connection is not None:
-            await asyncio.gather(*self._flights.values(), return_exceptions=True)
+            await self._traffic.ended()
             await connection.close()
 
     def _on_death(self, reason: str) -> None:
         """Everything pending fails, now and from now on."""
         self._link, self._gone = None, reason
-        for flight in self._flights:
-            flight.fail(gone(reason))
-            flight.cancel()
-        self._gate.open()  # whoever waits there finds the engine gone
+        self._traffic.die(gone(reason))
 
     def _serving(self) -> EngineCapabilities:
         self._alive()
