@@ -1,4 +1,4 @@
-"""Builds the configured inference engines: the one place that knows every kind.
+"""Builds the configured inference engines, and the client in front of them: the one place that knows every kind.
 
 backend embedded | vllm | vllm_remote | path.to.Factory    placement process | thread | ray
 """
@@ -6,8 +6,10 @@ backend embedded | vllm | vllm_remote | path.to.Factory    placement process | t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
@@ -15,6 +17,7 @@ from skyrl_train.config.schema.inference_engine import InferenceEngineConfig
 from skyrl_train.config.schema.model import LoraConfig
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
 from skyrl_train.inference.fleet import FleetLimits
@@ -25,6 +28,33 @@ from skyrl_train.inference.randomness import mix
 EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
 VLLM = "skyrl_train.inference.engines.vllm:VLLMEngine"
 VLLM_SEED_BITS = 32
+
+
+def build_client(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    numbers: Sequence[int],
+    workers: Sequence[WorkerProcess] = (),
+) -> InferenceEngineClient:
+    """A client with the engines of these numbers, none of them started."""
+    engine, chat = config.generator.inference_engine, config.generator.chat
+    return InferenceEngineClient(
+        [
+            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
+            for index in numbers
+        ],
+        tokenizer,
+        model_path,
+        pause_timeout_s=config.generator.pause_timeout_s,
+        engine_wait_timeout_s=engine.fleet.wait_timeout_s,
+        limits=FleetLimits(max_failed_probes=engine.fleet.max_failed_probes, max_restarts=engine.fleet.max_restarts),
+        probe_interval_s=engine.fleet.probe_interval_s,
+        tool_parser=chat.tool_parser,
+        reasoning_parser=chat.reasoning_parser,
+        replay=config.rollout.replay,
+    )
 
 
 def build_engine(
@@ -49,11 +79,6 @@ def build_engine(
     factory = import_name(engine.backend, "generator.inference_engine.backend")
     built: InferenceEngineInterface = factory(config, plan, model_path, index)
     return built
-
-
-def fleet_limits(engine: InferenceEngineConfig) -> FleetLimits:
-    """How patient the fleet is."""
-    return FleetLimits(max_failed_probes=engine.fleet.max_failed_probes, max_restarts=engine.fleet.max_restarts)
 
 
 def _embedded(

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from skyrl_train.assembly import build_generator, prepare_model, trainer_class
+from skyrl_train.assembly import prepare_model, trainer_class
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.generator_factory import build_generator
 from skyrl_train.inference.interface import PauseMode
 from skyrl_train.models.folder import load_tokenizer
 from skyrl_train.observability.run_folder import RunFolder

@@ -11,11 +11,11 @@ from test_tutorials import blocks
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS
-from skyrl_train.assembly import check_objective, known_names
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.implementation_checks import check_objective, known_names
 
 STREAMING = ("trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1")
 RULES = "off_policy_correction.rejections"

@@ -25,7 +25,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LEVELS = (
     {"entrypoints"},
     {"assembly", "simulation"},
-    {"engine_factory", "stage_factory"},
+    {"backend_factory", "engine_factory", "generator_factory", "implementation_checks", "stage_factory"},
     {"fully_async_trainer", "one_step_off_trainer", "partial_rollout_trainer"},
     {"trainer"},
     {"step_reports"},

@@ -1,0 +1,58 @@
+"""What only the implementations know of a configuration: the names in their registries, and what they cannot do."""
+
+from __future__ import annotations
+
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.off_policy.rejections import REJECTION_STATISTICS
+from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
+from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.config import derive
+from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.transports import TRANSPORTS
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.folder import check_place
+from skyrl_train.observability.tracking import tracker_names
+from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
+from skyrl_train.training.objective import Objective
+from skyrl_train.training.schedule import SCHEDULES
+
+
+def known_names() -> dict[str, list[str]]:
+    """By setting, the names that its registry knows."""
+    return {
+        "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS.names(),
+        "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS.names(),
+        "trainer.algorithm.off_policy_correction.tis_ratio_type": CORRECTIONS.names(),
+        "trainer.algorithm.off_policy_correction.rejections.statistic": REJECTION_STATISTICS.names(),
+        "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
+        "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
+        "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
+        "trainer.critic.optimizer_config.scheduler": SCHEDULES.names(),
+        "trainer.fully_async.straggler_policy": STRAGGLER_POLICIES.names(),
+        "trainer.trackers": tracker_names(),
+        "generator.weight_transport": list(TRANSPORTS),
+    }
+
+
+def check_objective(config: RunConfig) -> None:
+    """Raises:
+    ConfigError: the loss cannot be built, or looks at whole minibatches, which ``streaming_min_groups`` does not wait for.
+    """
+    groups = derive.streaming_min_groups(config)
+    if Objective(config.trainer.algorithm).needs_minibatch_facts and groups is not None:
+        raise ConfigError(
+            f"trainer.fully_async.streaming_min_groups={groups}: the configured loss or correction looks at all groups of a "
+            "step before it trains on any. Set streaming_min_groups=null."
+        )
+
+
+def check_model_path(config: RunConfig) -> None:
+    """Raises:
+    ModelError: the path of the policy's or the critic's model looks like a folder, and there is none. (A hub name is asked
+        for later.)
+    """
+    for path in (config.trainer.policy.model.path, config.trainer.critic.model.path):
+        if path is not None:
+            check_place(path)
