@@ -20,8 +20,8 @@ from skyrl_train.inference.shared_weights import checksum_text
 from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
 from skyrl_train.publication.base import WeightTransport
 from skyrl_train.publication.disk import FIRST_HEADER_BYTES
-from skyrl_train.publication.folder_claim import FolderClaim
 from skyrl_train.publication.safetensors_file import raw_bytes, write_atomically, write_weights
+from skyrl_train.publication.weight_folder import WeightFolder
 
 MAX_DELTAS = 64  # in a row: who joins reads them all
 
@@ -51,17 +51,13 @@ class DeltaTransport(WeightTransport):
     name = TRANSPORT_NAME
 
     def __init__(self, folder: str, dtype: str = "bfloat16", verify: bool = False, sync: bool = False) -> None:
-        self._folder = Path(folder)
+        self._folder = WeightFolder(folder)
         self._dtype = dtype
         self._verify = verify
         self._sync = sync
         self._state: _State | None = None
         self._version = -1
         self._files: set[Path] = set()
-        self._claim: FolderClaim | None = (
-            None  # made with the first file, so that copies of this object do not share it
-        )
-        self._closed = False
 
     def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
         """Writes what has changed since the last version, or everything.
@@ -70,23 +66,18 @@ class DeltaTransport(WeightTransport):
             PublicationError: the version is not newer than the last one, the transport is closed, or the folder cannot
                 be written.
         """
-        if self._closed:
-            raise PublicationError("The weight transport is closed; make a new one to publish again.")
         if version <= self._version:
             raise PublicationError(
                 f"Version {version} comes after version {self._version}: deltas are published in order only. Use another "
                 "transport to go back."
             )
-        before, self._state = self._state, None  # a failure leaves nothing to build on: the next version is a full one
-        needed = set() if before is None else {Path(link.path) for link in before.chain.links}
-        try:
-            self._claim = self._claim or FolderClaim(self._folder)
+        with self._folder.writing(version):
+            before, self._state = (
+                self._state,
+                None,
+            )  # a failure leaves nothing to build on: the next version is a full one
+            needed = set() if before is None else {Path(link.path) for link in before.chain.links}
             state, changed = self._write(before, weights, version)
-        except OSError as error:
-            raise PublicationError(
-                f"The weights of version {version} cannot be written to {self._folder}: {error.strerror}. Make room there, "
-                "or set generator.weight_folder to another folder that trainer and engines share."
-            ) from error
         self._state, self._version = state, version
         self._keep(needed | {Path(link.path) for link in state.chain.links})
         return WeightUpdate(
@@ -101,11 +92,9 @@ class DeltaTransport(WeightTransport):
 
     def close(self) -> None:
         """Removes the files. Idempotent."""
-        self._closed, self._state = True, None
+        self._state = None
         self._keep(set())
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        self._folder.close()
 
     def _write(
         self, before: _State | None, weights: Iterable[tuple[str, torch.Tensor]], version: int
@@ -169,8 +158,7 @@ class DeltaTransport(WeightTransport):
         return weight.detach().to("cpu", getattr(torch, self._dtype)).contiguous()
 
     def _path(self, chain_id: str, label: str) -> Path:
-        assert self._claim is not None, "gather makes it"
-        path = self._claim.path(f"{chain_id}-{label}")
+        path = self._folder.path(f"{chain_id}-{label}")
         self._files.add(path)
         return path
 

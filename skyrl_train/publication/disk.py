@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from skyrl_train.errors import PublicationError
 from skyrl_train.inference.disk_weights import TRANSPORT_NAME
 from skyrl_train.inference.shared_weights import checksum_text
 from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.folder_claim import FolderClaim
 from skyrl_train.publication.safetensors_file import write_weights
 from skyrl_train.publication.staging import NUM_STAGING_AREAS
+from skyrl_train.publication.weight_folder import WeightFolder
 
 FIRST_HEADER_BYTES = 1 << 20  # a guess that is enough for thousands of weights
 
@@ -37,16 +36,12 @@ class DiskTransport(WeightTransport):
     name = TRANSPORT_NAME
 
     def __init__(self, folder: str, dtype: str = "float32", verify: bool = False, sync: bool = False) -> None:
-        self._folder = Path(folder)
+        self._folder = WeightFolder(folder)
         self._dtype = dtype
         self._verify = verify
         self._sync = sync
-        self._claim: FolderClaim | None = (
-            None  # made with the first file, so that copies of this object do not share it
-        )
         self._files: deque[Path] = deque()
         self._data_offset = FIRST_HEADER_BYTES
-        self._closed = False
 
     def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
         """Writes the weights, cast, to a new file.
@@ -54,13 +49,10 @@ class DiskTransport(WeightTransport):
         Raises:
             PublicationError: the transport is closed, or the folder cannot be written.
         """
-        if self._closed:
-            raise PublicationError("The weight transport is closed; make a new one to publish again.")
-        while len(self._files) >= NUM_STAGING_AREAS:
-            self._files.popleft().unlink(missing_ok=True)
-        try:
-            self._claim = self._claim or FolderClaim(self._folder)
-            path = self._claim.path(str(version))
+        with self._folder.writing(version):
+            while len(self._files) >= NUM_STAGING_AREAS:
+                self._files.popleft().unlink(missing_ok=True)
+            path = self._folder.path(str(version))
             written = write_weights(
                 path,
                 weights,
@@ -69,11 +61,6 @@ class DiskTransport(WeightTransport):
                 expected_offset=self._data_offset,
                 sync=self._sync,
             )
-        except OSError as error:
-            raise PublicationError(
-                f"The weights of version {version} cannot be written to {self._folder}: {error.strerror}. Make room there, "
-                "or set generator.weight_folder to another folder that trainer and engines share."
-            ) from error
         self._data_offset = written.data_offset
         if path not in self._files:
             self._files.append(path)
@@ -88,9 +75,6 @@ class DiskTransport(WeightTransport):
 
     def close(self) -> None:
         """Removes the files; engines that mapped one keep it until they let go. Idempotent."""
-        self._closed = True
         while self._files:
             self._files.popleft().unlink(missing_ok=True)
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        self._folder.close()
