@@ -50,6 +50,8 @@ class RejectionConfig:
 
 @dataclass
 class OffPolicyCorrectionConfig:
+    """What makes up for tokens that another policy has sampled: weights, and tokens that do not train."""
+
     # Weights, proximal over behaviour: token | sequence | geometric | icepop | None
     tis_ratio_type: str | None = "token"
     token_tis_ratio_clip_high: float = 2.0
@@ -64,18 +66,24 @@ class OffPolicyCorrectionConfig:
 
 @dataclass
 class CispoConfig:
+    """Bounds on the ratio, as distances from 1; see ``policy_loss_type=cispo``."""
+
     cispo_eps_clip_low: float = 1.0  # 1: no lower bound
     cispo_eps_clip_high: float = 5.0
 
 
 @dataclass
 class SapoConfig:
+    """Temperatures for positive and for other advantages; see ``policy_loss_type=sapo``."""
+
     tau_pos: float = 1.0
     tau_neg: float = 1.05
 
 
 @dataclass
 class ClipCovConfig:
+    """Tokens of covariances within the bounds are drawn, and do not train; see ``policy_loss_type=clip_cov``."""
+
     clip_ratio: float = 0.0002  # share of a minibatch's tokens
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
@@ -83,12 +91,16 @@ class ClipCovConfig:
 
 @dataclass
 class KlCovConfig:
+    """The tokens of the largest covariances get a KL penalty; see ``policy_loss_type=kl_cov``."""
+
     kl_cov_frac: float = 0.0002  # share of a minibatch's tokens
     ppo_kl_coef: float = 1.0
 
 
 @dataclass
 class KlControlConfig:
+    """How the coefficients of the KL divergence follow the divergence that is measured."""
+
     type: KlControlType = KlControlType.fixed
     kl_target: float = 0.1  # nats per token
     horizon: float = 10000.0  # samples

@@ -8,6 +8,8 @@ from typing import Any
 
 @dataclass
 class EnvironmentConfig:
+    """What answers the policy and rewards it."""
+
     env_class: str = "run_length"  # registered name, path.to.Class, skyrl_gym:<id> or reasoning_gym:<task>
     kwargs: dict[str, Any] = field(default_factory=dict)  # for the environment's constructor and its generated prompts
 

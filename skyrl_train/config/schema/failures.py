@@ -12,6 +12,8 @@ FailurePolicy = StrEnum("FailurePolicy", {"replace": "replace", "mask": "mask", 
 
 @dataclass
 class FailureConfig:
+    """What is tried again, and what stops the run."""
+
     rollout_timeout_s: float | None = None  # wall-clock limit of one group's generation; None: no limit
     max_rollout_retries: int = 1
     on_rollout_failure: FailurePolicy = FailurePolicy["replace"]

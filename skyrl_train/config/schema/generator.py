@@ -33,6 +33,8 @@ class ChatConfig:
 
 @dataclass
 class GeneratorConfig:
+    """The generator, what it may use up, and the publication of weights to its engines."""
+
     name: str = "gym"  # gym | harness | path.to.GeneratorClass
     kwargs: dict[str, Any] = field(default_factory=dict)  # for the generator's constructor
     n_samples_per_prompt: int = 8

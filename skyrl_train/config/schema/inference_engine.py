@@ -18,6 +18,8 @@ class FleetConfig:
 
 @dataclass
 class InferenceEngineConfig:
+    """The engines that sample, and what each of them has."""
+
     backend: str = "embedded"  # embedded | vllm | vllm_remote | path.to.Factory
     placement: str = "process"  # process (its own) | thread (of the trainer's process; embedded only) | ray (an actor)
     num_engines: int = 1

@@ -34,6 +34,8 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
+    """The model that the policy starts from."""
+
     path: str | None = None  # a folder or hub name that transformers opens; None: build one
     # Without a path: made on the spot, in <run>/model
     build: BuildModelConfig = field(default_factory=BuildModelConfig)

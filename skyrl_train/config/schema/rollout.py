@@ -46,6 +46,8 @@ class StagesConfig:
 
 @dataclass
 class RolloutConfig:
+    """How groups are kept between their generation and their training, and where the generator runs."""
+
     replay: bool = True  # a checkpoint keeps what unfinished rollouts have sampled; resuming serves it again
     buffer_memory_bytes: int | None = None  # finished groups beyond it wait on the disk; None: all in memory
     num_actors: int = 0  # Ray actors that the generator runs in (environments, reward code, agents); 0: in the trainer

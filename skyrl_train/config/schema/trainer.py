@@ -29,6 +29,8 @@ class ResumeMode(StrEnum):
 
 @dataclass
 class FullyAsyncConfig:
+    """How far generation runs ahead of training, and what gives way (``trainer.mode=fully_async``)."""
+
     max_staleness_steps: int = 4  # S: bound on the lag of a group, in steps
     pipeline_depth: float | None = None  # D: steps that generation may run ahead, also 0.5; None: min(1, S - slack)
     num_parallel_generation_workers: int | None = None  # W: groups generated at once; None: (D + 1) * B
@@ -40,11 +42,15 @@ class FullyAsyncConfig:
 
 @dataclass
 class PartialRolloutConfig:
+    """How much is begun for each step (``trainer.mode=partial_rollout``)."""
+
     oversubmit_factor: float = 2.0  # groups begun per group trained; the unfinished ones go on after the next update
 
 
 @dataclass
 class TrainerConfig:
+    """A run: its mode, its steps, where it trains, and what it leaves behind."""
+
     mode: TrainerMode = TrainerMode.sync
     run_name: str = "run"
     runs_dir: str = "runs"

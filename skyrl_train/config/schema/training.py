@@ -10,6 +10,8 @@ from skyrl_train.config.schema.model import ModelConfig
 
 @dataclass
 class OptimizerConfig:
+    """AdamW. The gradient's norm is the L2 norm over all trained parameters."""
+
     lr: float = 1e-6
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     adam_eps: float = 1e-8
@@ -23,6 +25,8 @@ class OptimizerConfig:
 
 @dataclass
 class PolicyConfig:
+    """The model that is trained and published."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: str = "float32"  # of the trained weights: float32 | bfloat16
@@ -33,6 +37,8 @@ class PolicyConfig:
 
 @dataclass
 class CriticModelConfig:
+    """The model that the critic starts from, a value head in the place of its own."""
+
     path: str | None = None  # a folder or hub name, of the policy's vocabulary; None: what the policy starts from
 
 
