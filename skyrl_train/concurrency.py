@@ -107,8 +107,12 @@ async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs calls at once and returns their results in order.
 
     The first failure cancels the others, waits until they have ended, and is raised itself: unlike ``asyncio.gather``
-    nothing runs on behind the caller's back, unlike ``asyncio.TaskGroup`` the caller sees the exception and not a group.
+    nothing runs on behind the caller's back, unlike ``asyncio.TaskGroup`` the caller sees the exception and not a group. A
+    single call runs in the caller's task.
     """
+    calls = list(calls)
+    if len(calls) == 1:
+        return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         for next_done in asyncio.as_completed(tasks):

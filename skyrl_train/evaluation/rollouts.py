@@ -16,8 +16,8 @@ from skyrl_train.errors import EngineError, EvaluationError, NoEngineError, Roll
 from skyrl_train.evaluation.data import sampling_params
 from skyrl_train.evaluation.engines import EvaluationEngines
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluatedSample, passed
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
-from skyrl_train.generators.validation import to_samples, validate_generator_output
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.randomness import mix
 from skyrl_train.rollout.group import RolloutGroup, Sample
@@ -155,15 +155,14 @@ class PromptRunner:
                 ),
             )
         )
-        validate_generator_output(output, expected=1)
-        _check_versions(output, record.uid, version)
-        (sample,) = to_samples(output)
+        (sample,) = to_samples(output, expected=1)
+        _check_versions(sample, record.uid, version)
         return sample
 
 
-def _check_versions(output: GeneratorOutput, uid: str, version: int) -> None:
-    """Every sampled token is of ``version``. (-1: not sampled, which :func:`validate_generator_output` has checked.)"""
-    met = {int(v) for versions in output["rollout_versions"] or () for v in versions} - {-1, version}
+def _check_versions(sample: Sample, uid: str, version: int) -> None:
+    """Every sampled token is of ``version``."""
+    met = set(sample.sampled_versions.tolist()) - {version}
     if met:
         others = ", ".join(str(other) for other in sorted(met))
         raise EvaluationError(

@@ -166,7 +166,10 @@ class GymGenerator(GeneratorInterface):
             seed=sampling.seed if seed is None else mix(seed, trajectory.turns),
         )
         request = InferenceEngineInput(
-            prompt_token_ids=[input_ids], sampling_params=params, session_ids=[trajectory_id.to_string()]
+            prompt_token_ids=[input_ids],
+            sampling_params=params,
+            session_ids=[trajectory_id.to_string()],
+            detokenize=False,  # the environment's text is decoded below, with a stop string if there is one
         )
         sampled_versions = [version for version in trajectory.versions if version >= 0]
         if sampled_versions:  # engines that know priorities take what is oldest first

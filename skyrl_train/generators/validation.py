@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from dataclasses import replace
 from numbers import Integral, Real
+from operator import countOf
 from typing import Any, TypeVar
+
+import numpy as np
 
 from skyrl_train.errors import GeneratorOutputError, NonFiniteRewardError
 from skyrl_train.generators.base import GeneratorOutput
@@ -19,6 +22,7 @@ from skyrl_train.rollout.group import RolloutSequence, Sample
 
 # A log-prob is at most 0; engines that compute it in a low precision overshoot by rounding only.
 MAX_LOGPROB = 1e-3
+MAX_TOKEN_ID = 2**31 - 1
 
 _REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_versions")
 _ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")
@@ -29,10 +33,13 @@ _ADVICE = {
 }
 
 
-def validate_generator_output(output: GeneratorOutput, expected: int) -> None:
-    """Checks that ``output`` has ``expected`` trajectories and keeps the contract of :class:`GeneratorOutput`.
+def to_samples(output: GeneratorOutput, expected: int) -> tuple[Sample, ...]:
+    """Checks that ``output`` has ``expected`` trajectories and keeps the contract of :class:`GeneratorOutput`, and converts
+    it: one sample per trajectory, in the order of their rows. ``output`` itself stays as it is.
 
-    A response may be empty, and may have no token to train on (an all-zero mask); a prompt may not.
+    A response may be empty, and may have no token to train on (an all-zero mask); a prompt may not. A reward for the whole
+    response goes to its last token (an empty response has nowhere to keep one). Where the loss mask is 0, log-probs become
+    0.0 and versions -1: a token that is not trained must not age its group.
 
     Messages speak of samples, and of rows where ``is_last_step`` says that a trajectory has several.
 
@@ -52,20 +59,6 @@ def validate_generator_output(output: GeneratorOutput, expected: int) -> None:
             _check_list(fields[name], name, rows, whose)
     _check_stop_reasons(fields)
     _check_trajectories(fields, expected)
-    for row in range(rows):
-        _check_tokens(fields, row)
-        _check_rewards(fields, row)
-        _check_sampled(fields, row)
-
-
-def to_samples(output: GeneratorOutput) -> tuple[Sample, ...]:
-    """Converts a validated output: one sample per trajectory, in the order of their rows.
-
-    A reward for the whole response goes to its last token (an empty response has nowhere to keep one). Where the loss
-    mask is 0, log-probs become 0.0 and versions -1: a token that is not trained must not age its group.
-    """
-    fields: dict[str, Any] = dict(output)
-    rows = len(fields["response_ids"])
     stop_reasons = fields.get("stop_reasons") or [StopReason.STOP.value] * rows
     is_last = fields.get("is_last_step") or [True] * rows
     samples: list[Sample] = []
@@ -79,29 +72,101 @@ def to_samples(output: GeneratorOutput) -> tuple[Sample, ...]:
 
 
 def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence:
-    response_ids = _plain(fields["response_ids"][row], int)
-    mask = _plain(fields["loss_masks"][row], int)
-    rewards = fields["rewards"][row]
-    if isinstance(rewards, Real):
-        rewards = [0.0] * (len(response_ids) - 1) + [rewards] if response_ids else []
-    return RolloutSequence(
-        prompt_token_ids=_plain(fields["prompt_token_ids"][row], int),
-        response_ids=response_ids,
-        loss_mask=mask,
-        logprobs=_where_sampled(_plain(fields["rollout_logprobs"][row], float), mask, 0.0),
-        versions=_where_sampled(_plain(fields["rollout_versions"][row], int), mask, -1),
-        rewards=_plain(rewards, float),
-        stop_reason=stop_reason,
+    sequence = _of_plain_numbers(fields, row, stop_reason)
+    if sequence is None:
+        _check_tokens(fields, row)
+        _check_rewards(fields, row)
+        _check_sampled(fields, row)
+        sequence = RolloutSequence(
+            prompt_token_ids=[int(value) for value in fields["prompt_token_ids"][row]],
+            response_ids=[int(value) for value in fields["response_ids"][row]],
+            loss_mask=[int(value) for value in fields["loss_masks"][row]],
+            logprobs=[float(value) for value in fields["rollout_logprobs"][row]],
+            versions=[int(value) for value in fields["rollout_versions"][row]],
+            rewards=_per_token(fields["rewards"][row], len(fields["response_ids"][row])),
+            stop_reason=stop_reason,
+        )
+    return _without_what_is_not_trained(sequence)
+
+
+def _of_plain_numbers(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence | None:
+    """The row, where it keeps the contract with lists of Python's own numbers; None: look at each number.
+
+    Every token of a run passes here, on the control loop, so there is no loop in Python.
+    """
+    prompt, response, mask, logprobs, versions, reward = (
+        fields[name][row] for name in ("prompt_token_ids", "response_ids", *_ALIGNED, "rewards")
+    )
+    per_token = not isinstance(reward, Real)
+    if per_token != (not isinstance(fields["rewards"][0], Real)) or not isinstance(response, list | tuple):
+        return None
+    if not per_token and not math.isfinite(reward):
+        return None
+    plain_prompt = _plain(prompt, int)
+    plain: dict[str, Any] = {
+        "response_ids": _plain(response, int),
+        "loss_mask": _plain(mask, int, bool),
+        "logprobs": _plain(logprobs, float, int),
+        "versions": _plain(versions, int),
+        "rewards": _plain(reward, float, int) if per_token else _per_token(reward, len(response)),
+    }
+    if plain_prompt is None or any(values is None or len(values) != len(response) for values in plain.values()):
+        return None
+    sequence = RolloutSequence(plain_prompt, stop_reason=stop_reason, **plain)
+    try:
+        return sequence if _keeps_contract(sequence) else None
+    except OverflowError:  # an integer that no array holds
+        return None
+
+
+def _plain(values: Any, kind: type[Number], *others: type) -> list[Number] | None:
+    """A copy as numbers of ``kind``, of a list that has those and ``others``; None of anything else."""
+    if not isinstance(values, list | tuple):
+        return None
+    missing = len(values) - countOf(map(type, values), kind)
+    if not missing:
+        return list(values)
+    others_too = missing == sum(countOf(map(type, values), other) for other in others)
+    return [kind(value) for value in values] if others_too else None
+
+
+def _keeps_contract(sequence: RolloutSequence) -> bool:
+    if not sequence.prompt_token_ids or sequence.loss_mask.count(0) + sequence.loss_mask.count(1) < len(
+        sequence.loss_mask
+    ):
+        return False
+    tokens, sampled = sequence.token_array, sequence.sampled
+    logprobs, versions = sequence.logprob_array, sequence.version_array
+    return bool(
+        tokens.min() >= 0
+        and tokens.max() <= MAX_TOKEN_ID
+        and math.isfinite(sum(sequence.rewards))
+        and np.isfinite(logprobs).all()
+        and logprobs.max(initial=0.0, where=sampled) <= MAX_LOGPROB
+        and versions.min(initial=0) >= -1
+        and versions.min(initial=0, where=sampled) >= 0
     )
 
 
-def _plain(values: Sequence[Any], kind: type[Number]) -> list[Number]:
-    """A copy, of Python's own numbers."""
-    return list(values) if _all_of(values, kind) else [kind(value) for value in values]
+def _without_what_is_not_trained(sequence: RolloutSequence) -> RolloutSequence:
+    """Log-prob 0.0 and version -1 where the loss mask is 0."""
+    if sequence.sampled.all():
+        return sequence
+    elsewhere = ~sequence.sampled
+    if not (sequence.logprob_array[elsewhere].any() or (sequence.version_array[elsewhere] != -1).any()):
+        return sequence
+    return replace(
+        sequence,
+        logprobs=[logprob if m else 0.0 for logprob, m in zip(sequence.logprobs, sequence.loss_mask, strict=True)],
+        versions=[version if m else -1 for version, m in zip(sequence.versions, sequence.loss_mask, strict=True)],
+    )
 
 
-def _where_sampled(values: list[Number], mask: Sequence[int], otherwise: Number) -> list[Number]:
-    return values if all(mask) else [v if m else otherwise for v, m in zip(values, mask, strict=True)]
+def _per_token(rewards: Any, length: int) -> list[float]:
+    """A reward of the whole response goes to its last token; an empty one has nowhere to keep it."""
+    if not isinstance(rewards, Real):
+        return [float(reward) for reward in rewards]
+    return [0.0] * (length - 1) + [float(rewards)] if length else []
 
 
 def _count_rows(fields: Mapping[str, Any], expected: int) -> int:
@@ -154,12 +219,14 @@ def _check_tokens(fields: Mapping[str, Any], row: int) -> None:
     if len(_sequence(fields, "prompt_token_ids", row)) == 0:
         _fail(fields, "prompt_token_ids", row, "is empty; a response needs something to respond to.")
     for name in ("prompt_token_ids", "response_ids"):
-        tokens = _sequence(fields, name, row)
-        if _all_of(tokens, int) and min(tokens, default=0) >= 0:
-            continue
-        for position, token in enumerate(tokens):
-            if not _is_int(token) or token < 0:
-                _fail(fields, name, row, f"has {token!r} at position {position}; token ids are integers >= 0.")
+        for position, token in enumerate(_sequence(fields, name, row)):
+            if not _is_int(token) or not 0 <= token <= MAX_TOKEN_ID:
+                _fail(
+                    fields,
+                    name,
+                    row,
+                    f"has {token!r} at position {position}; token ids are integers from 0 to 2**31 - 1.",
+                )
     length = len(fields["response_ids"][row])
     for name in _ALIGNED:
         count = len(_sequence(fields, name, row))
@@ -176,8 +243,6 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
         length, count = len(fields["response_ids"][row]), len(_sequence(fields, "rewards", row))
         if count != length:
             _fail(fields, "rewards", row, f"has {count} entries for {length} response tokens.")
-    if per_token and _all_of(reward, int, float) and all(map(math.isfinite, reward)):
-        return
     for value in reward if per_token else (reward,):
         if not isinstance(value, Real):
             _fail(fields, "rewards", row, f"contains {value!r}; rewards must be finite numbers.")
@@ -189,8 +254,6 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
 
 
 def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
-    if _plain_and_fine(*(fields[name][row] for name in _ALIGNED)):
-        return
     for position, (mask, logprob, version) in enumerate(_aligned(fields, row)):
         if not isinstance(mask, Real) or mask not in (0, 1):
             _fail(fields, "loss_masks", row, f"has {mask!r} at position {position}; it must be 0 or 1.")
@@ -204,28 +267,6 @@ def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
             advice = _ADVICE["rollout_versions"]
             problem = f"has {version!r} at position {position}, a token to train on. {advice}"
             _fail(fields, "rollout_versions", row, problem)
-
-
-def _plain_and_fine(masks: Sequence[Any], logprobs: Sequence[Any], versions: Sequence[Any]) -> bool:
-    """Whether built-in numbers keep the contract, told without a loop in Python; False leaves it to the loop to tell.
-
-    A response has thousands of tokens, and every token of a run passes here, on the control loop.
-    """
-    return (
-        _all_of(masks, int, bool)
-        and _all_of(logprobs, float, int)
-        and _all_of(versions, int)
-        and set(masks) <= {0, 1}
-        and all(map(math.isfinite, logprobs))
-        and min(versions, default=0) >= -1
-        and max(compress(logprobs, masks), default=0.0) <= MAX_LOGPROB
-        and min(compress(versions, masks), default=0) >= 0
-    )
-
-
-def _all_of(values: Sequence[Any], *types: type) -> bool:
-    """Whether every value is exactly of one of ``types``."""
-    return set(map(type, values)) <= set(types)
 
 
 def _aligned(fields: Mapping[str, Any], row: int) -> Iterator[tuple[Any, Any, Any]]:

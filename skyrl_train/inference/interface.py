@@ -118,7 +118,8 @@ class InferenceEngineInput(TypedDict, total=False):
 
     ``priority``: a lower one is scheduled first by engines with ``capabilities.priorities``; others ignore it.
     ``adapter``: the name of a LoRA adapter that the engines have loaded (``load_adapter``). ``chunk_tokens``: how many
-    tokens a streamed chunk should have (1), where ``capabilities.chunked_streaming``.
+    tokens a streamed chunk should have (1), where ``capabilities.chunked_streaming``. ``detokenize`` False: the caller reads
+    no text, so that the client leaves ``responses`` empty; engines never look at it.
     """
 
     prompts: Sequence[Sequence[Mapping[str, Any]]] | None
@@ -128,6 +129,7 @@ class InferenceEngineInput(TypedDict, total=False):
     priority: int
     adapter: str | None
     chunk_tokens: int
+    detokenize: bool
 
 
 # Per sampled token the most likely alternatives, (token id, log-prob), most likely first.

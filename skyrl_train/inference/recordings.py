@@ -66,17 +66,22 @@ class ReplayTotals:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of this run. ``known`` is what the record had of its response, later all that was sampled."""
+    """A request of this run. ``known`` is what the record had of its response, later all that was sampled.
+
+    Between the two, from its end until somebody needs it packed, that is in ``sampled``: most groups end before anybody does,
+    and packing takes time for every token.
+    """
 
     number: int  # in the order in which the session's requests were begun
     digest: bytes
     known: RecordedResponse
     running: Continuation | None
+    sampled: ResponseSoFar | None = None
 
     def so_far(self) -> RecordedResponse | ResponseSoFar:
         """What there is now; while a recorded response is being served again, that is still the record."""
         if self.running is None:
-            return self.known
+            return self.sampled or self.known
         now = ResponseSoFar.of(self.running)
         return now if now.tokens >= self.known.tokens or now.stop_reason is not None else self.known
 
@@ -90,7 +95,17 @@ class _Request:
 
     def settle(self) -> None:
         """Keeps what there is now."""
-        self.known = packed(self.so_far())
+        now = self.so_far()
+        if isinstance(now, ResponseSoFar):
+            self.sampled = now.copied()
+
+    def packed(self) -> RecordedResponse:
+        """What was kept, packed once. Any thread."""
+        sampled = self.sampled
+        if sampled is not None:
+            self.known = packed(sampled)
+            self.sampled = None
+        return self.known
 
 
 class SessionRecord:
@@ -167,7 +182,7 @@ class SessionMoment:
 
     def entries(self) -> list[tuple[bytes, RecordedResponse | ResponseSoFar]]:
         """The requests of this run in the order in which they were begun, then those that may still come. Any thread."""
-        ended = [(request.number, request.digest, request.known) for request in self.ended[: self.num_ended]]
+        ended = [(request.number, request.digest, request.packed()) for request in self.ended[: self.num_ended]]
         begun = sorted([*ended, *self.running], key=lambda entry: entry[0])
         return [*((digest, response) for _, digest, response in begun), *self.waiting]
 

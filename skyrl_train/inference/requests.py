@@ -23,6 +23,7 @@ class GenerationRequest:
         adapter: a LoRA adapter by name.
         oldest_version: the oldest policy version that the response will be trained with (a session's earlier turns);
             engines that know priorities take the oldest first. None: the current one.
+        detokenize: False: nobody reads ``Generation.text``, which is empty unless stop strings had it decoded anyway.
     """
 
     prompt_token_ids: Sequence[int]
@@ -31,6 +32,7 @@ class GenerationRequest:
     choice: int = 0
     adapter: str | None = None
     oldest_version: int | None = None
+    detokenize: bool = True
 
 
 @dataclass(frozen=True, slots=True)

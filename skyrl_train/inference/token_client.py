@@ -192,7 +192,7 @@ class TokenClient:
         text = self._new_text(request) if request.params.stop else None
         response = Continuation(request.prompt_token_ids, request.params, choice=request.choice, make_text=text)
         await self._run(response, request, None)
-        return self._generation(response)
+        return self._generation(response, request)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Like ``complete``, in pieces; a slow reader gets larger ones, up to a size that a connection can be asked to
@@ -221,7 +221,7 @@ class TokenClient:
                 chunk = self._chunk(response, sent, None)
                 sent += len(chunk.token_ids)
                 yield chunk
-            yield self._chunk(response, sent, self._generation(response))
+            yield self._chunk(response, sent, self._generation(response, request))
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -254,15 +254,19 @@ class TokenClient:
             generation=generation,
         )
 
-    def _generation(self, response: Continuation) -> Generation:
+    def _generation(self, response: Continuation, request: GenerationRequest) -> Generation:
         assert response.stop_reason is not None, "the response has ended"
+        if response.text is not None:
+            text = response.text.whole()
+        else:
+            text = text_of(self._tokenizer, response.token_ids) if request.detokenize else ""
         return Generation(
             prompt_token_ids=response.prompt_token_ids,
             token_ids=response.token_ids,
             logprobs=response.logprobs,
             versions=response.versions,
             stop_reason=response.stop_reason,
-            text=text_of(self._tokenizer, response.token_ids) if response.text is None else response.text.whole(),
+            text=text,
             top_logprobs=response.top_logprobs,
             stop_string=None if response.text is None else response.text.stop_string,
             segments=response.segments,

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 BufferedGroup: TypeAlias = RolloutGroup | SpilledGroup
 
-# What a token takes in the lists of a sequence in CPython. Ids, log-probs and rewards are objects of their own; the
-# values of masks and versions are small numbers, which exist once.
-_BYTES_PER_PROMPT_TOKEN = 8 + 28
-_BYTES_PER_RESPONSE_TOKEN = 5 * 8 + 28 + 24 + 24
+# What a token takes in the lists of a sequence in CPython, and in its arrays. Ids, log-probs and rewards are objects of
+# their own; the values of masks and versions are small numbers, which exist once.
+_BYTES_PER_PROMPT_TOKEN = 8 + 28 + 8
+_BYTES_PER_RESPONSE_TOKEN = 5 * 8 + 28 + 24 + 24 + 3 * 8 + 1
 _BYTES_PER_ADDED_NUMBER = 8 + 24
 _BYTES_PER_SEQUENCE = 1024
 

@@ -33,7 +33,7 @@ def has_signal(group: RolloutGroup) -> bool:
 
     Returns are compared in float32, as the advantage estimators see them.
     """
-    if group.masked or not any(sample.sampled_versions for sample in group.samples):
+    if group.masked or not any(len(sample.sampled_versions) for sample in group.samples):
         return False
     return len({np.float32(sample.reward) for sample in group.samples}) > 1
 

@@ -31,7 +31,7 @@ from skyrl_train.errors import (
     TrainingWorkerError,
 )
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
-from skyrl_train.generators.validation import to_samples, validate_generator_output
+from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.randomness import mix
 from skyrl_train.inference.recordings import Recordings
 from skyrl_train.observability.metrics import spec_of
@@ -71,15 +71,19 @@ class _Attempt:
     """A group that is being generated, for whoever asks what the run is busy with."""
 
     ordinal: int
-    uid: str
+    record: PromptRecord  # of a group that was dropped, the prompts know it no more
     number: int  # 1 is the first
     since: float
     waits_for_engine: bool = False
     generated: bool = False
 
+    @property
+    def uid(self) -> str:
+        return self.record.uid
 
-def _instance(uid: str, ordinal: int) -> str:
-    return f"{uid}@{ordinal}"
+    def trajectory(self, repetition: int) -> TrajectoryID:
+        """The name of a sample. The ordinal is part of it: a prompt comes again in the next epoch."""
+        return TrajectoryID(f"{self.uid}@{self.ordinal}", repetition)
 
 
 class GroupRunner:
@@ -136,12 +140,7 @@ class GroupRunner:
         self.retries = 0
         self.engine_failures = 0
 
-    # What a group is called and what stands for it ------------------------------------------------------------------
-
-    def trajectory_ids(self, ordinal: int) -> list[TrajectoryID]:
-        """The names of the group's samples. The ordinal is part of them: a prompt comes again in the next epoch."""
-        instance = _instance(self._prompts.record(ordinal).uid, ordinal)
-        return [TrajectoryID(instance, repetition) for repetition in range(self._n)]
+    # What a group is to others --------------------------------------------------------------------------------------
 
     def failed_group(self, ordinal: int) -> RolloutGroup:
         """What takes the seat of a group that failed for good (``on_rollout_failure=mask``).
@@ -174,8 +173,7 @@ class GroupRunner:
         return lines + self.stages.describe()
 
     def _line(self, attempt: _Attempt, now: float) -> str:
-        # Not asked of the prompts: a group that was dropped is not among them any more while it winds down.
-        session = TrajectoryID(_instance(attempt.uid, attempt.ordinal), 0).to_string()
+        session = attempt.trajectory(0).to_string()
         return (
             f"group {attempt.ordinal} (prompt {attempt.uid!r}): attempt {attempt.number} of "
             f"{1 + self._failures.max_rollout_retries} began {now - attempt.since:.0f} s ago, {self._n} sessions from "
@@ -199,12 +197,12 @@ class GroupRunner:
         """
         # A group that an earlier process began goes on with the attempt that its recorded tokens are of.
         number = 1 + self._recordings.attempt(ordinal)
-        attempt = _Attempt(ordinal, self._prompts.record(ordinal).uid, number, self._clock())
+        attempt = _Attempt(ordinal, self._prompts.record(ordinal), number, self._clock())
         self._running[ordinal] = attempt
         try:
             group = await self._run(attempt)
             attempt.generated = True
-            group = await self.stages.run(group, self._prompts.record(ordinal))
+            group = await self.stages.run(group, attempt.record)
         except (EngineError, GeneratorOutputError, StageError, TrainingWorkerError):
             raise  # it stops the run and is no outcome: the last checkpoint keeps what was sampled for the group
         except BaseException:
@@ -217,7 +215,7 @@ class GroupRunner:
 
     async def _run(self, attempt: _Attempt) -> RolloutGroup:
         attempts = 1 + self._failures.max_rollout_retries
-        sessions = [trajectory.to_string() for trajectory in self.trajectory_ids(attempt.ordinal)]
+        sessions = [attempt.trajectory(repetition).to_string() for repetition in range(self._n)]
         while True:
             self._recordings.begin(attempt.ordinal, sessions, attempt.number - 1)
             try:
@@ -244,10 +242,7 @@ class GroupRunner:
             _AttemptFailed: it is the prompt's or the generator's fault, and worth another attempt.
             NoEngineError, GeneratorOutputError, EngineError: see :meth:`run`.
         """
-        ordinal = attempt.ordinal
-        task = asyncio.create_task(
-            self._generate(ordinal, attempt.number - 1), name=f"group-{ordinal}-{attempt.number}"
-        )
+        task = asyncio.create_task(self._generate(attempt), name=f"group-{attempt.ordinal}-{attempt.number}")
         try:
             await asyncio.wait([task], timeout=self._failures.rollout_timeout_s)
         except asyncio.CancelledError:
@@ -278,7 +273,7 @@ class GroupRunner:
                 attempt.number,
                 self._cancel_grace_s,
             )
-            self._left_behind[task] = _Attempt(attempt.ordinal, attempt.uid, attempt.number, attempt.since)
+            self._left_behind[task] = _Attempt(attempt.ordinal, attempt.record, attempt.number, attempt.since)
             task.add_done_callback(self._left_behind.pop)
 
     async def _wait_for_engine(self, attempt: _Attempt, error: NoEngineError) -> None:
@@ -305,30 +300,30 @@ class GroupRunner:
                 attempt.waits_for_engine = False
                 return
 
-    async def _generate(self, ordinal: int, attempt: int) -> RolloutGroup:
-        record = self._prompts.record(ordinal)
+    async def _generate(self, attempt: _Attempt) -> RolloutGroup:
+        ordinal, record, number = attempt.ordinal, attempt.record, attempt.number - 1
         version = self._engines.policy_version
         request = GeneratorInput(
             prompts=[record.prompt] * self._n,
             env_classes=[record.env_class or self._env_class] * self._n,
             env_extras=[dict(record.env_extras) for _ in range(self._n)],
             sampling_params=self._sampling_params,
-            trajectory_ids=self.trajectory_ids(ordinal),
+            trajectory_ids=[attempt.trajectory(repetition) for repetition in range(self._n)],
             batch_metadata=BatchMetadata(
                 global_step=version + 1,
                 training_phase="train",
-                seeds=tuple(mix(self._seed, ordinal, repetition, attempt) for repetition in range(self._n)),
+                seeds=tuple(mix(self._seed, ordinal, repetition, number) for repetition in range(self._n)),
             ),
         )
         output = await self._generator.generate(request)
-        validate_generator_output(output, expected=self._n)
+        samples = to_samples(output, expected=self._n)
         metrics = dict(output.get("rollout_metrics") or {})
         _check_metrics(metrics)
         return RolloutGroup(
             ordinal=ordinal,
             uid=record.uid,
             data_source=record.data_source,
-            samples=to_samples(output),
+            samples=samples,
             submitted_version=version,
             metrics=metrics,
         )

@@ -48,6 +48,7 @@ class ModelledGenerator(GeneratorInterface):
                 prompt_token_ids=[_PROMPT],
                 sampling_params={"max_tokens": length, "ignore_eos": True},
                 session_ids=[trajectory.to_string()],
+                detokenize=False,  # modelled tokens mean nothing
             )
         )
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.harness.generator import HarnessGenerator
-from skyrl_train.generators.validation import to_samples, validate_generator_output
+from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import PauseMode, SamplingParams
 from skyrl_train.rollout.group import Sample
@@ -45,11 +45,11 @@ class HarnessWorld:
     async def play(self, agent: Callable[..., Any], samples: int = 1, seed: int = 7) -> GeneratorOutput:
         _agents["current"] = agent
         output = await self.generator.generate(batch(samples, seed))
-        validate_generator_output(output, samples)
+        to_samples(output, samples)
         return output
 
     async def samples(self, agent: Callable[..., Any], samples: int = 1, seed: int = 7) -> tuple[Sample, ...]:
-        return to_samples(await self.play(agent, samples, seed))
+        return to_samples(await self.play(agent, samples, seed), samples)
 
     @property
     def sampled_with(self) -> list[SamplingParams]:

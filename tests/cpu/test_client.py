@@ -161,6 +161,12 @@ async def test_stop_strings_match_across_a_segment_boundary_and_end_the_sampling
     assert not engine.running
 
 
+async def test_a_caller_that_reads_no_text_gets_the_same_tokens_without_it() -> None:
+    expected = await uninterrupted(request(max_tokens=4))
+    assert expected["responses"] != [""]
+    assert await uninterrupted({**request(max_tokens=4), "detokenize": False}) == {**expected, "responses": [""]}
+
+
 async def test_n_choices_are_independent_continuations_in_prompt_order() -> None:
     client = client_of(ScriptedEngine(free_running=True))
     await publish(client, 0)

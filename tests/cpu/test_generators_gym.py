@@ -16,7 +16,7 @@ from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.errors import ConfigError, EngineError, RolloutError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.gym import GymGenerator
-from skyrl_train.generators.validation import to_samples, validate_generator_output
+from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, SamplingParams
 from skyrl_train.inference.randomness import mix
 from skyrl_train.models.tiny import character_tokenizer
@@ -114,13 +114,13 @@ def generator(client: ScriptedClient, env_class: str, max_turns: int = 1, **conf
 
 async def play(script: Callable[[str, int | None], str], request: GeneratorInput, **config: Any) -> GeneratorOutput:
     output = await generator(ScriptedClient(script), request["env_classes"][0], **config).generate(request)
-    validate_generator_output(output, len(request["prompts"]))
+    to_samples(output, len(request["prompts"]))
     return output
 
 
 async def test_one_turn_is_the_prompt_what_was_sampled_and_the_reward_on_its_last_token() -> None:
     output = await play(lambda text, seed: "ccc.", batch("run_length", [{"answer": "cccc"}], prompt="04c="))
-    ((sample,),) = (sample.sequences for sample in to_samples(output))
+    ((sample,),) = (sample.sequences for sample in to_samples(output, 1))
     assert sample.prompt_token_ids == encode("04c=")
     assert sample.response_ids == [*encode("ccc"), EOS]
     assert sample.loss_mask == [1, 1, 1, 1]
@@ -138,7 +138,7 @@ async def test_one_turn_is_the_prompt_what_was_sampled_and_the_reward_on_its_las
 
 async def test_the_environment_is_told_that_an_answer_was_cut_off() -> None:
     output = await play(lambda text, seed: "cccc", batch("run_length", [{"answer": "cccc"}]))
-    assert to_samples(output)[0].reward == 0.5
+    assert to_samples(output, 1)[0].reward == 0.5
     assert output["stop_reasons"] == ["length"]
 
 
@@ -150,8 +150,7 @@ async def test_several_turns_are_one_response_with_the_observations_masked_out()
 
     client = ScriptedClient(script)
     output = await generator(client, "guess_number", max_turns=4).generate(batch("guess_number", [{"number": 6}]))
-    validate_generator_output(output, 1)
-    ((sample,),) = (sample.sequences for sample in to_samples(output))
+    ((sample,),) = (sample.sequences for sample in to_samples(output, 1))
     assert TOKENIZER.decode(sample.response_ids) == "4<eos>+7<eos>-6<eos>"
     assert sample.loss_mask == [1, 1, 0, 1, 1, 0, 1, 1]
     assert sample.logprobs == [-0.5, -0.5, 0.0, -0.5, -0.5, 0.0, -0.5, -0.5]
@@ -170,7 +169,7 @@ async def test_several_turns_are_one_response_with_the_observations_masked_out()
 async def test_each_turn_has_its_reward_on_its_own_last_token_and_max_turns_ends_it() -> None:
     extras = {"observations": [{"role": "user", "content": "!"}]}
     output = await play(lambda text, seed: "ab.", batch(QUICK, [extras]), max_turns=3)
-    ((sample,),) = (sample.sequences for sample in to_samples(output))
+    ((sample,),) = (sample.sequences for sample in to_samples(output, 1))
     assert sample.loss_mask == [1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
     assert [i for i, reward in enumerate(sample.rewards) if reward] == [2, 6, 10]
     assert sum(sample.rewards) == 1.5
@@ -221,7 +220,7 @@ async def test_a_turn_samples_no_more_than_the_context_leaves() -> None:
 async def test_a_conversation_past_max_input_length_ends_with_length_on_a_sampled_token() -> None:
     extras = {"observations": [{"role": "user", "content": "!!!"}]}
     output = await play(lambda text, seed: "a.", batch(QUICK, [extras]), max_turns=9, max_input_length=8)
-    ((sample,),) = (sample.sequences for sample in to_samples(output))
+    ((sample,),) = (sample.sequences for sample in to_samples(output, 1))
     assert TOKENIZER.decode(sample.response_ids) == "a<eos>!!!a<eos>"
     assert sample.stop_reason == "length"
 
@@ -290,7 +289,7 @@ async def test_a_row_may_name_another_environment_than_the_run() -> None:
     client = ScriptedClient(lambda text, seed: "123.")
     request = batch("copy_digits", [{"answer": "123"}])
     output = await generator(client, "run_length").generate(request)
-    assert to_samples(output)[0].reward == 1.0
+    assert to_samples(output, 1)[0].reward == 1.0
 
 
 async def test_skyrl_gyms_own_environments_play_several_turns() -> None:
@@ -299,7 +298,7 @@ async def test_skyrl_gyms_own_environments_play_several_turns() -> None:
     output = await play(lambda text, seed: "7.", batch("skyrl_gym:gsm8k_multi_turn", [extras]), max_turns=3)
     assert output["rollout_metrics"] is not None
     assert output["rollout_metrics"]["environment/steps"] == 3
-    assert math.isclose(to_samples(output)[0].reward, 0.0)
+    assert math.isclose(to_samples(output, 1)[0].reward, 0.0)
 
 
 def test_an_unknown_environment_is_refused_before_anything_runs() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from skyrl_train.errors import GeneratorOutputError, NonFiniteRewardError
 from skyrl_train.generators import validation
 from skyrl_train.generators.base import TrajectoryID
-from skyrl_train.generators.validation import to_samples, validate_generator_output
+from skyrl_train.generators.validation import to_samples
 
 ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")
 LISTS = ("prompt_token_ids", "response_ids", "rewards", *ALIGNED)
@@ -74,8 +74,8 @@ SAMPLE_CORRUPTIONS = {
     **{
         f"{name}: {value!r}": (name, set_first(name, value))
         for name, values in {
-            "prompt_token_ids": (-1, 1.5, "a", None, True),
-            "response_ids": (-1, 1.5, "a", None, True),
+            "prompt_token_ids": (-1, 1.5, "a", None, True, 2**31, 2**70),
+            "response_ids": (-1, 1.5, "a", None, True, 2**31, 2**70),
             "loss_masks": (2, -1, 0.5, math.nan, None, "1"),
             "rollout_logprobs": (math.nan, math.inf, -math.inf, 0.1, None, "x"),
             "rollout_versions": (-1, -2, 0.5, None, True),
@@ -91,8 +91,7 @@ SAMPLE_CORRUPTIONS = {
 def test_a_valid_output_passes_and_is_converted_without_loss(output: dict[str, Any]) -> None:
     count = len(output["response_ids"])
     before = copy.deepcopy(output)
-    validate_generator_output(output, count)  # type: ignore[arg-type]
-    samples = [sequence for sample in to_samples(output) for sequence in sample.sequences]  # type: ignore[arg-type]
+    samples = [sequence for sample in to_samples(output, count) for sequence in sample.sequences]  # type: ignore[arg-type]
     assert output == before
     assert len(samples) == count
     assert [s.prompt_token_ids for s in samples] == output["prompt_token_ids"]
@@ -115,7 +114,7 @@ def test_every_corruption_of_a_sample_is_refused_and_named(
     name, corrupt = SAMPLE_CORRUPTIONS[corruption]
     corrupt(output, sample)
     with pytest.raises((GeneratorOutputError, NonFiniteRewardError)) as info:
-        validate_generator_output(output, count)  # type: ignore[arg-type]
+        to_samples(output, count)  # type: ignore[arg-type]
     # "rewards" of one kind in a list of the other may be reported at whichever sample is the odd one out.
     assert name in str(info.value)
     assert name == "rewards" or f"{name} of sample {sample} " in str(info.value)
@@ -129,7 +128,7 @@ def test_every_required_field_has_one_entry_per_trajectory(output: dict[str, Any
     if how != "missing":
         output[name] = damaged[how]
     with pytest.raises(GeneratorOutputError, match=name):
-        validate_generator_output(output, count)  # type: ignore[arg-type]
+        to_samples(output, count)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -150,33 +149,30 @@ def test_the_message_says_which_and_why(name: str, value: Any, message: str) -> 
     output = valid(2)
     output[name] = value
     with pytest.raises(GeneratorOutputError, match=message):
-        validate_generator_output(output, 2)  # type: ignore[arg-type]
+        to_samples(output, 2)  # type: ignore[arg-type]
 
 
 def test_what_is_no_output_at_all_is_refused() -> None:
     with pytest.raises(GeneratorOutputError, match="returned a NoneType"):
-        validate_generator_output(None, 2)  # type: ignore[arg-type]
+        to_samples(None, 2)  # type: ignore[arg-type]
 
 
 def test_an_empty_response_passes_and_loses_its_reward() -> None:
     output = {**valid(1), "response_ids": [[]], "rewards": [1.0]}
     output.update({name: [[]] for name in ALIGNED})
-    validate_generator_output(output, 1)  # type: ignore[arg-type]
-    assert to_samples(output)[0].rewards == []  # type: ignore[arg-type]
+    assert to_samples(output, 1)[0].rewards == []  # type: ignore[arg-type]
 
 
 def test_a_sampled_token_that_is_masked_out_neither_trains_nor_ages_its_group() -> None:
     output = {**valid(1), "loss_masks": [[0]]}
-    validate_generator_output(output, 1)  # type: ignore[arg-type]
-    ((sample,),) = (sample.sequences for sample in to_samples(output))  # type: ignore[arg-type]
+    ((sample,),) = (sample.sequences for sample in to_samples(output, 1))  # type: ignore[arg-type]
     assert (sample.logprobs, sample.versions) == ([0.0], [-1])
 
 
 def test_numpy_numbers_pass_and_become_plain_ones() -> None:
     output = {**valid(1), "response_ids": [[np.int64(5)]], "rewards": [np.float32(0.5)]}
     output["rollout_logprobs"] = [[np.float32(-0.25)]]
-    validate_generator_output(output, 1)  # type: ignore[arg-type]
-    ((sample,),) = (sample.sequences for sample in to_samples(output))  # type: ignore[arg-type]
+    ((sample,),) = (sample.sequences for sample in to_samples(output, 1))  # type: ignore[arg-type]
     assert [type(v) for v in (*sample.response_ids, *sample.rewards, *sample.logprobs)] == [int, float, float]
 
 
@@ -234,12 +230,11 @@ def test_lists_of_plain_numbers_get_the_verdict_that_looking_at_each_number_give
 
     def verdict() -> str:
         try:
-            validate_generator_output(output, len(output["response_ids"]))  # type: ignore[arg-type]
+            return repr(to_samples(output, len(output["response_ids"])))  # type: ignore[arg-type]
         except (GeneratorOutputError, NonFiniteRewardError) as error:
             return str(error)
-        return repr(to_samples(output))  # type: ignore[arg-type]
 
     at_once = verdict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "_all_of", lambda values, *types: False)
+        patch.setattr(validation, "_of_plain_numbers", lambda fields, row, stop_reason: None)
         assert verdict() == at_once

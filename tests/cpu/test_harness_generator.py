@@ -67,7 +67,7 @@ async def test_a_turn_becomes_the_tokens_that_were_sampled_and_the_reward_lies_o
         output = await it.play(one_turn, samples=2)
         assert output["is_last_step"] == [True, True]
         assert output["trajectory_ids"] == [TrajectoryID("p", 0), TrajectoryID("p", 1)]
-        for sample in to_samples(output):
+        for sample in to_samples(output, 2):
             [row] = sample.sequences
             assert row.prompt_token_ids == TOKENIZER("go")["input_ids"]
             assert row.loss_mask == [1] * len(row.response_ids) and set(row.versions) == {0}
@@ -87,7 +87,7 @@ async def test_a_conversation_is_one_sequence_and_a_rewritten_history_another() 
 
     async with harness() as it:
         output = await it.play(run)
-        [sample] = to_samples(output)
+        [sample] = to_samples(output, 1)
         conversation, rewritten = sample.sequences
         assert output["is_last_step"] == [False, True]
         assert [sum(row.rewards) for row in sample.sequences] == [0.75, 1.0] and sample.reward == 1.75
@@ -290,7 +290,7 @@ async def test_a_failed_run_may_be_data_with_a_reward_of_its_own(caplog: pytest.
     async with harness(failure_reward=-1.0) as it:
         with caplog.at_level(logging.WARNING):
             output = await it.play(run, samples=2)
-        assert [sample.reward for sample in to_samples(output)] == [1.0, -1.0]
+        assert [sample.reward for sample in to_samples(output, 2)] == [1.0, -1.0]
         assert (output["rollout_metrics"] or {})["generate/failed_agents"] == 0.5
         assert "sample 'p_1' failed: it raised OSError('nonsense in the answer')" in caplog.text
         with pytest.raises(RolloutError, match="never got a response"):

@@ -271,7 +271,7 @@ async def test_a_harness_has_an_endpoint_in_each_actor_and_samples_the_same() ->
         expected = await direct.samples(agent, samples=3)
     async with world([Beside, Beside], name="harness", agent=CURRENT) as remote:
         outputs = await asyncio.gather(*(remote.generator.generate(batch(3)) for _ in range(2)))
-        assert [to_samples(output) for output in outputs] == [expected, expected]
+        assert [to_samples(output, 3) for output in outputs] == [expected, expected]
 
 
 def test_the_plan_names_the_actors_and_a_port_that_they_cannot_share_is_refused() -> None:
