@@ -112,7 +112,7 @@ async def test_a_session_that_outlives_a_weight_update_says_which_token_is_of_wh
 
     async with harness() as it:
         [sample] = await it.samples(run)
-        versions = sample.sampled_versions
+        versions = sample.sampled_versions.tolist()
         assert set(versions) == {0, 1} and versions == sorted(versions)
 
 
