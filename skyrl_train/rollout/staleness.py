@@ -189,7 +189,8 @@ class StalenessManager:
     @property
     def _acceptable(self) -> int:
         """Groups that may be accepted before the next publication, beside those that are late."""
-        ahead = int(self.pipeline_depth * self.batch_groups + 1e-9)  # 0.29 * 100 is a little less than 29
+        depth = self.policy.depth(self._published, self.pipeline_depth, self.steps_per_publication)
+        ahead = int(min(depth, self.pipeline_depth) * self.batch_groups + 1e-9)  # 0.29 * 100 is a little less than 29
         whole_steps = self._published + self.steps_per_publication
         return min(ahead + whole_steps * self.batch_groups, self._total_groups)
 

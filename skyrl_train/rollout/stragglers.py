@@ -3,6 +3,7 @@
 | policy | gives way | trained tokens older than S | groups lost |
 |---|---|---|---|
 | ``wait`` | time: the trainer waits for the straggler | none | none |
+| ``burst`` | time, as under ``wait``; stragglers begin together | none | none |
 | ``mask`` | signal: what is too old has loss mask 0 | none | none |
 | ``accept`` | the bound: trained, corrected, counted | yes | none |
 | ``drop`` | the group: the next prompt takes its seat | none | those that come too late |
@@ -123,6 +124,10 @@ class StragglerPolicy:
 
     bounded: bool = False
 
+    def depth(self, version: int, pipeline_depth: float, steps_per_publication: int) -> float:
+        """Steps that generation may run ahead while ``version`` is served: 0 to ``pipeline_depth``."""
+        return pipeline_depth
+
     def admit(self, outlook: Outlook, version: int) -> bool:
         """Whether a group whose first tokens are of ``version`` may begin. Asked where it has recorded tokens that are
         older than the published policy; a refusal costs the recording, not the group."""
@@ -175,6 +180,20 @@ class WaitPolicy(StragglerPolicy):
 
     def sustains(self, outlook: Outlook) -> bool:
         return outlook.feasible
+
+
+@STRAGGLER_POLICIES.register("burst")
+class BurstPolicy(WaitPolicy):
+    """``wait``, with prompts admitted D steps at once after every D steps instead of one step's after each.
+
+    Whom the trainer waits for has then begun together with the others, and it waits for all of them at once. That pays where
+    a response takes several times the D steps; elsewhere generation idles before each burst. Of no effect with D < 2.
+    """
+
+    def depth(self, version: int, pipeline_depth: float, steps_per_publication: int) -> float:
+        period = max(1, int(pipeline_depth))
+        since_burst = version % period // steps_per_publication * steps_per_publication
+        return pipeline_depth - since_burst  # so many steps further, as many steps less: no more than at the burst
 
 
 @STRAGGLER_POLICIES.register("mask")

@@ -333,7 +333,9 @@ class Run:
         chosen = self.m.select(free, committed=len(self.taken), at_least=at_least)
         wanted = self.world.b - len(self.taken) if at_least is None else at_least
         if chosen is None and len(free) >= wanted:
-            assert self.sizes.policy in ("wait", "drop"), "nothing waits for a straggler under the other policies"
+            assert self.sizes.policy in ("wait", "burst", "drop"), (
+                "nothing waits for a straggler under the other policies"
+            )
             self.waits += 1
         if chosen is not None:
             assert wanted <= len(chosen) <= self.world.b - len(self.taken)
@@ -346,7 +348,7 @@ class Run:
         for group in part:
             lag = (self.m.step - 1) - group.oldest_version
             self.lags.append(lag)
-            if self.sizes.policy in ("wait", "drop"):
+            if self.sizes.policy in ("wait", "burst", "drop"):
                 assert lag <= self.m.max_staleness_steps
             if self.sizes.policy == "mask":
                 assert self.m.oldest_trained_version is not None
@@ -410,7 +412,7 @@ class Run:
         try:
             self.m.resize(max_staleness_steps=bound, pipeline_depth=depth, max_running=workers)
         except StalenessError:
-            assert self.sizes.policy == "wait" and bound < before[0]
+            assert self.sizes.policy in ("wait", "burst") and bound < before[0]
             assert before == (self.m.max_staleness_steps, self.m.pipeline_depth, self.m.max_running)
         else:
             self.sizes = replace(self.sizes, s=bound, d=depth, w=workers)

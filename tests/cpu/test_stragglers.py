@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -100,10 +100,22 @@ def test_once_everything_has_finished_a_feasible_outlook_never_waits(outlook: Ou
         assert not WaitPolicy().must_wait(ended, min(ended.seats, sum(ended.finished.values())))
 
 
-def test_the_built_in_policies_are_the_four_of_semantics_4_2() -> None:
-    assert STRAGGLER_POLICIES.names() == ["accept", "drop", "mask", "wait"]
+@given(st.integers(0, 40), st.integers(1, 5))
+def test_under_burst_as_much_is_admitted_after_each_d_steps_as_under_wait_after_each_step(d: int, k: int) -> None:
+    """Groups ever acceptable, in steps, at each publication ``0, k, 2k, ...``."""
+    wait, burst = (
+        [v + k + resolve_straggler_policy(name).depth(v, d, k) for v in range(0, 200, k)] for name in ("wait", "burst")
+    )
+    changes = [0] + [i for i in range(1, len(burst)) if burst[i] != burst[i - 1]]
+    assert [burst[i] for i in changes] == [wait[i] for i in changes], "a burst makes up for what was held back"
+    assert all(v + k <= most <= w for v, most, w in zip(range(0, 200, k), burst, wait, strict=True))
+    assert all((later - earlier) * k < max(1, d) + k for earlier, later in pairwise(changes)), "within D steps, rounded up"
+
+
+def test_the_built_in_policies_are_the_four_of_semantics_4_2_and_one_more_that_waits() -> None:
+    assert STRAGGLER_POLICIES.names() == ["accept", "burst", "drop", "mask", "wait"]
     bounded = {name for name in STRAGGLER_POLICIES.names() if resolve_straggler_policy(name).bounded}
-    assert bounded == {"wait", "mask", "drop"}
+    assert bounded == {"wait", "burst", "mask", "drop"}
 
 
 class FreshestFirst(StragglerPolicy):

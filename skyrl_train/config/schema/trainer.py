@@ -34,7 +34,7 @@ class FullyAsyncConfig:
     max_staleness_steps: int = 4  # S: bound on the lag of a group, in steps
     pipeline_depth: float | None = None  # D: steps that generation may run ahead, also 0.5; None: min(1, S - slack)
     num_parallel_generation_workers: int | None = None  # W: groups generated at once; None: (D + 1) * B
-    straggler_policy: str = "mask"  # mask | accept | wait | drop | path.to.Policy: what gives way beyond S
+    straggler_policy: str = "mask"  # mask | accept | wait | burst | drop | path.to.Policy: what gives way beyond S
     sync_every_steps: int = 1  # k: optimizer steps from one publication to the next
     streaming_min_groups: int | None = None  # train on so many groups as soon as they are there; None: on whole batches
     overlap_publication: bool = False  # the next step begins when the weights are copied, not when they are served
