@@ -278,3 +278,14 @@ def test_wait_keeps_the_bound_and_no_schedule_that_keeps_it_is_much_faster() -> 
         [lengths[i] for i in range(16 * 30)], 16, 2, workload.training.per_token_s * 16 * lengths.mean, 16
     )
     assert least_time(pipeline) <= outcome.total_s <= least_time(pipeline) * 1.25
+
+
+@pytest.mark.parametrize(("tail", "faster"), [(32, True), (4, False)])
+def test_bursts_pay_where_responses_take_several_times_the_bound_and_cost_where_they_do_not(
+    tail: float, faster: bool
+) -> None:
+    workload = work(log_normal(16 * 30, 32, tail, 0), steps=30)
+    wait, burst = (simulate(workload, *bounded(policy, 3, 3)) for policy in ("wait", "burst"))
+    assert (burst.total_s < wait.total_s) == faster
+    assert burst.max_trained_lag <= 3
+    assert burst.masked_share == 0

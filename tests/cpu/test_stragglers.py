@@ -109,7 +109,9 @@ def test_under_burst_as_much_is_admitted_after_each_d_steps_as_under_wait_after_
     changes = [0] + [i for i in range(1, len(burst)) if burst[i] != burst[i - 1]]
     assert [burst[i] for i in changes] == [wait[i] for i in changes], "a burst makes up for what was held back"
     assert all(v + k <= most <= w for v, most, w in zip(range(0, 200, k), burst, wait, strict=True))
-    assert all((later - earlier) * k < max(1, d) + k for earlier, later in pairwise(changes)), "within D steps, rounded up"
+    assert all((later - earlier) * k < max(1, d) + k for earlier, later in pairwise(changes)), (
+        "within D steps, rounded up"
+    )
 
 
 def test_the_built_in_policies_are_the_four_of_semantics_4_2_and_one_more_that_waits() -> None:
