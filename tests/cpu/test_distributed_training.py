@@ -183,7 +183,12 @@ SETTINGS = {
     "kl_cov": {"algorithm__policy_loss_type": "kl_cov", "algorithm__kl_cov": KlCovConfig(0.3, 1.0)},
     "m2po": {"algorithm__off_policy_correction__m2po_threshold": 0.04},
     "two passes": {"update_epochs_per_batch": 2},
-    "a coefficient of the divergence that changes": {"algorithm__kl_loss_coef": 0.5},
+    # With the usual eps of 1e-8 one weight ends 5.5e-6 apart, because its gradient is as small as that: the first step moves
+    # it by rate * gradient / (|gradient| + eps), so that the rounding of a sum shows. Whatever the eps, gradients agree.
+    "a coefficient of the divergence that changes": {
+        "algorithm__kl_loss_coef": 0.5,
+        "policy__optimizer_config__adam_eps": 1e-4,
+    },
     "padded rows": {"packing": False},
     "layers that run again": {"policy__gradient_checkpointing": True},
     "layers that stay whole": {"fsdp__reshard_after_forward": False},
@@ -196,12 +201,12 @@ def test_settings_mean_on_two_ranks_what_they_mean_on_one(
     folder: str, rejoined: Callable[..., RayBackend], changes: dict[str, object]
 ) -> None:
     ours, alone = rejoined(**changes), local(folder, **{k: v for k, v in changes.items() if not k.startswith("fsdp")})
-    for step in (1, 2):
+    for step in range(1, 6):
         batch = minibatch(step, step, LENGTHS)
         given = [dataclasses.replace(s, reference_logprobs=0.9 * s.behaviour_logprobs) for s in batch.sequences]
         batch = dataclasses.replace(batch, sequences=given, kl_factor=1 / step)
         assert ours.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
-    assert apart(weights(ours), weights(alone)) < 1e-5  # of 2e-3 that they may have moved
+    assert apart(weights(ours), weights(alone)) < 1e-6  # of 5e-3 that they may have moved
 
 
 def test_a_sharded_reference_scores_as_one_on_one_device(folder: str, rejoined: Callable[..., RayBackend]) -> None:
