@@ -14,11 +14,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skyrl_train.errors import ConfigError
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
+def checkpoint_activations(model: PreTrainedModel, whose: str = "trainer.policy") -> None:
     """Makes each layer of the model keep nothing but its inputs for the backward pass.
 
     That of transformers works in training mode only, and policies are trained in evaluation mode. Only ``forward`` is
     run again, within the hooks of the layer: a sharded layer (FSDP2) has its weights gathered by then.
+
+    Args:
+        whose: the section of the configuration with the model's settings, for messages.
 
     Raises:
         ConfigError: the model has no layers that can run again.
@@ -26,7 +29,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"trainer.policy.gradient_checkpointing=true: {type(model).__name__} has no layers that can be checkpointed. "
+            f"{whose}.gradient_checkpointing=true: {type(model).__name__} has no layers that can be checkpointed. "
             "Set it to false, and lower trainer.micro_batch_tokens if memory is short."
         )
     for layer in layers:

@@ -199,7 +199,7 @@ class LocalCritic(LocalTraining, CriticBackend):
         """
         model = put_value_head(load_model(model_path, trainer_config.policy.dtype, trainer_config.device))
         if trainer_config.policy.gradient_checkpointing:
-            checkpoint_activations(model)
+            checkpoint_activations(model, whose="trainer.critic")
         snapshots: Snapshots[BackendState] = Snapshots()
         self._trainer = CriticTrainer(model, trainer_config, total_steps, OneRank(), snapshots)
         super().__init__(self._trainer, snapshots)

@@ -36,16 +36,16 @@ class PolicyOptimizer:
     rounding. Float32 weights are their own masters.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, config: OptimizerConfig, where: str = "trainer.policy.optimizer_config"
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, whose: str = "trainer.policy") -> None:
         """
         Args:
-            where: the setting that ``config`` comes from, for messages.
+            whose: the section of the configuration that ``config`` is in, for messages.
 
         Raises:
             ConfigError: an unknown schedule, an impossible number, or a pattern of ``lr_multipliers`` that matches nothing.
         """
+        self._whose = whose
+        where = f"{whose}.optimizer_config"
         _check(config, where)
         self._max_grad_norm = config.max_grad_norm
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -117,7 +117,7 @@ class PolicyOptimizer:
         """Returns why ``state`` does not fit this optimizer, or None where it does."""
         mine = self.state_dict()
         if {n: m.shape for n, m in state["masters"].items()} != {n: m.shape for n, m in mine["masters"].items()}:
-            return "other master weights (trainer.policy.dtype differs)"
+            return f"other master weights ({self._whose}.dtype differs)"
         sizes = [[len(g["params"]) for g in s["adamw"]["param_groups"]] for s in (state, mine)]
         if sizes[0] != sizes[1]:
             return "other parameter groups"

@@ -51,7 +51,7 @@ class RankSteps:
         trainer_config: with the settings of this model in ``policy``.
         total_steps: optimizer minibatches of the whole run, which the learning-rate decay spans.
         snapshots: of the model and its optimizer: neither moves while one is being copied.
-        whose: the section of the configuration with the optimizer's settings, for messages.
+        whose: the section of the configuration with the model's settings, for messages.
 
     Raises:
         ConfigError: an impossible number in ``trainer_config``.
@@ -73,7 +73,7 @@ class RankSteps:
         self._ranks = ranks
         self._snapshots = snapshots
         self._vocab_size = int(model.config.get_text_config().vocab_size)
-        self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config, f"{whose}.optimizer_config")
+        self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config, whose)
         self._open: OpenStep | None = None
 
     def discard(self) -> None:

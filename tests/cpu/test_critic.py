@@ -57,6 +57,17 @@ def test_a_pattern_that_matches_nothing_is_named_as_the_critics(folder: str) -> 
         critic(folder, critic__optimizer_config__lr_multipliers={"nowhere": 2.0})
 
 
+def test_what_its_model_cannot_do_is_named_as_the_critics(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_train.training.activations.GradientCheckpointingLayer", str)  # no layer is one
+    with pytest.raises(ConfigError, match=r"^trainer\.critic\.gradient_checkpointing=true: .* has no layers"):
+        critic(folder, critic__gradient_checkpointing=True)
+
+
+def test_a_state_of_another_dtype_is_named_as_the_critics(folder: str) -> None:
+    wide, narrow = (critic(folder, critic__dtype=dtype)._trainer.optimizer for dtype in ("float32", "bfloat16"))
+    assert narrow.check_state_dict(wide.state_dict()) == "other master weights (trainer.critic.dtype differs)"
+
+
 # The loss -------------------------------------------------------------------------------------------------------------
 
 numbers = st.floats(-3, 3, allow_nan=False, width=32)

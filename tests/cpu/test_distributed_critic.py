@@ -16,7 +16,7 @@ from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.actor_critic import ActorCritic
 from skyrl_train.training.backend import CriticBackend, Minibatch
 from skyrl_train.training.distributed.sharding import whole
-from skyrl_train.training.distributed.worker import ModelSettings, Returned, Role
+from skyrl_train.training.distributed.worker import ModelSettings, Refused, Returned, Role
 
 ray = pytest.importorskip("ray")
 
@@ -171,3 +171,15 @@ def test_a_critic_whose_heads_the_policys_ranks_do_not_divide_is_refused(
     build_model_folder(dataclasses.replace(SMALL, num_heads=1), tmp_path / "one_head", seed=0)
     with pytest.raises(ConfigError, match="sequence_parallel_size=2 does not divide the model's 1 attention heads"):
         beside_policy(folder, str(tmp_path / "one_head"), fsdp__sequence_parallel_size=2)
+
+
+def test_what_its_model_cannot_do_is_named_as_the_critics(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_train.training.activations.GradientCheckpointingLayer", str)  # no layer is one
+    trainer = critic_config(critic__gradient_checkpointing=True)
+    rank = one_rank(trainer)
+    try:
+        held = rank.hold(Role.critic, ModelSettings(folder, trainer, 10, 1.0, 0))
+        assert isinstance(held, Refused)
+        assert str(held.error).startswith("trainer.critic.gradient_checkpointing=true: ")
+    finally:
+        rank.leave()

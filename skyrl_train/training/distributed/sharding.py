@@ -42,6 +42,7 @@ def load_sharded(
     mesh: DeviceMesh,
     ranks: Ranks,
     adapt: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
+    whose: str = "trainer.policy",
 ) -> PreTrainedModel:
     """Loads the model, each rank its shards. Called by all ranks.
 
@@ -51,9 +52,11 @@ def load_sharded(
 
     Args:
         adapt: changes the whole model before it is sharded, with the same result on every rank.
+        whose: the section of the configuration with the model's settings, for messages.
 
     Raises:
-        ModelError: the model folder cannot be used; through ``ranks``, on all of them.
+        ConfigError: the model's layers cannot be compiled or run again, though that was asked for.
+        ModelError: the model folder cannot be used. Both through ``ranks``, on all of them.
     """
 
     def built() -> tuple[PreTrainedModel, PreTrainedModel | None]:
@@ -61,14 +64,15 @@ def load_sharded(
         dtype = config.policy.dtype if lora.rank else "float32"
         with torch.device("meta"):
             empty = build_empty(model_path, dtype, "meta")
+        model = adapt(empty)
+        if config.policy.compile:
+            compile_layers(model)
+        if config.policy.gradient_checkpointing:
+            checkpoint_activations(model, whose)
         source = load_model(model_path, dtype, "cpu") if mesh.get_rank() == 0 else None
-        return adapt(empty), None if source is None else adapt(source)
+        return model, None if source is None else adapt(source)
 
     model, source = ranks.together(built)
-    if config.policy.compile:
-        compile_layers(model)
-    if config.policy.gradient_checkpointing:
-        checkpoint_activations(model)
     shard(model, config, mesh)
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
     for module in model.modules():  # buffers stay where the model computes

@@ -254,7 +254,9 @@ class TrainingWorker:
     def _build(self, role: Role, settings: ModelSettings) -> None:
         torch.manual_seed(settings.seed)
         path, trainer, steps = settings.model_path, settings.trainer, settings.total_steps
-        model = load_sharded(path, trainer, self._mesh, self._ranks, partial(_adapted, role=role, settings=settings))
+        whose = "trainer.critic" if role is Role.critic else "trainer.policy"
+        adapt = partial(_adapted, role=role, settings=settings)
+        model = load_sharded(path, trainer, self._mesh, self._ranks, adapt, whose)
         snapshots: Snapshots[checkpoint.State] = Snapshots()
 
         def built() -> RankTrainer | CriticTrainer:
