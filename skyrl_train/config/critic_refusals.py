@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from skyrl_train.config import derive
-from skyrl_train.config.limits import Problems, at_least, more_than_zero
+from skyrl_train.config.limits import Problems, at_least, changed, more_than_zero
 from skyrl_train.config.placement_refusals import ranks, shared_heads
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.training import CriticConfig, FSDPConfig, TrainingStrategy
+from skyrl_train.config.schema.training import TrainingStrategy
 
 KEY = "trainer.critic"
 ALGORITHM = "trainer.algorithm"
 
 
 def _without_critic(config: RunConfig) -> Problems:
-    algorithm, default = config.trainer.algorithm, AlgorithmConfig()
+    algorithm = config.trainer.algorithm
     if derive.needs_critic(algorithm):
         return
-    unused = [f"{ALGORITHM}.{name}" for name in ("lambd", "value_clip") if _differs(algorithm, default, name)]
-    unused += [
-        f"{KEY}.{name}" for name in vars(CriticConfig()) if _differs(config.trainer.critic, CriticConfig(), name)
-    ]
+    unused = [f"{ALGORITHM}.{name}" for name in changed(algorithm) if name in ("lambd", "value_clip")]
+    unused += [f"{KEY}.{name}" for name in changed(config.trainer.critic)]
     if unused:
         yield (
             f"{', '.join(unused)} with {ALGORITHM}.advantage_estimator={algorithm.advantage_estimator}: nothing predicts values "
@@ -68,8 +65,8 @@ def _colocated(config: RunConfig) -> Problems:
             f"{KEY}.device={critic.device} with {KEY}.placement=colocated: it computes where the policy does. Set "
             f"{KEY}.device=null."
         )
-    for name in vars(FSDPConfig()):
-        if name not in derive.OF_COLOCATED_CRITIC and _differs(critic.fsdp, FSDPConfig(), name):
+    for name in changed(critic.fsdp):
+        if name not in derive.OF_COLOCATED_CRITIC:
             yield (
                 f"{KEY}.fsdp.{name} with {KEY}.placement=colocated: its ranks are the policy's. Set trainer.fsdp.{name}, and "
                 "leave it out."
@@ -78,10 +75,6 @@ def _colocated(config: RunConfig) -> Problems:
         yield from shared_heads(
             derive.critic_model(trainer), trainer.fsdp.sequence_parallel_size, "trainer.fsdp", "critic"
         )
-
-
-def _differs(settings: object, default: object, name: str) -> bool:
-    return bool(getattr(settings, name) != getattr(default, name))
 
 
 RULES: tuple[Callable[[RunConfig], Problems], ...] = (_without_critic, _generalized_advantages, _workers)

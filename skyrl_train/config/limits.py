@@ -19,6 +19,12 @@ def setting(config: RunConfig, key: str) -> Any:
     return value
 
 
+def changed(section: Any) -> list[str]:
+    """The names of the settings of a section of the schema that are not as by default."""
+    default = type(section)()
+    return [name for name in vars(default) if getattr(section, name) != getattr(default, name)]
+
+
 def at_least(config: RunConfig, minimum: float, *keys: str) -> Problems:
     """A problem for each of ``keys`` that is below ``minimum``; None is not."""
     for key in keys:

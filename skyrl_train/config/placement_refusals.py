@@ -7,12 +7,15 @@ from typing import Any
 
 from skyrl_train.config import derive
 from skyrl_train.config.import_path import is_import_path
-from skyrl_train.config.limits import Problems, at_least, more_than_zero
+from skyrl_train.config.limits import Problems, at_least, changed, more_than_zero
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.schema.model import ModelConfig
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.config.schema.training import TrainingStrategy
+
+# What workers of a reference policy take from ``trainer.fsdp``; the rest of their settings are its own.
+_OF_REFERENCE_WORKERS = ("cpu_offload", "reshard_after_forward", "environment", "start_timeout_s")
 
 
 def _engines(config: RunConfig) -> Problems:
@@ -79,6 +82,22 @@ def ranks(trainer: TrainerConfig, model: ModelConfig, key: str, device_key: str,
         yield f"{key}.ray_num_gpus={gpus:g} with {device_key}=cpu: nothing would use them. Set {device_key}=cuda."
 
 
+def _without_workers(config: RunConfig) -> Problems:
+    trainer = config.trainer
+    if trainer.strategy is not TrainingStrategy.local:
+        return
+    reference = derive.needs_reference(trainer.algorithm) and config.rollout.stages.reference.placement == "workers"
+    taken = _OF_REFERENCE_WORKERS if reference else ()
+    unused = [f"trainer.fsdp.{name}" for name in changed(trainer.fsdp) if name not in taken]
+    if derive.needs_critic(trainer.algorithm):
+        unused += [f"trainer.critic.fsdp.{name}" for name in changed(trainer.critic.fsdp)]
+    if unused:
+        yield (
+            f"{', '.join(unused)} with trainer.strategy=local: there are no training workers, so nothing takes it. Set "
+            "trainer.strategy=fsdp2, or leave it out."
+        )
+
+
 def _mesh(trainer: TrainerConfig, model: ModelConfig, key: str, whose: str) -> Problems:
     workers, shared, split = trainer.fsdp.num_workers, trainer.fsdp.sequence_parallel_size, trainer.fsdp.shard_size
     if shared < 1 or workers < 1:
@@ -142,6 +161,12 @@ def _stages(config: RunConfig) -> Problems:
 def _reference_device(config: RunConfig) -> Problems:
     key, reference = "rollout.stages.reference", config.rollout.stages.reference
     if not derive.needs_reference(config.trainer.algorithm):
+        unused = [f"{key}.{name}" for name in changed(reference)]
+        if unused:
+            yield (
+                f"{', '.join(unused)} without a term that needs a reference policy, so nothing takes it. Set "
+                "trainer.algorithm.kl_loss_coef or kl_reward_coef above 0, or leave it out."
+            )
         return
     yield from _sharded_reference(config)
     if reference.placement == "colocated":
@@ -217,6 +242,11 @@ def _checkpoints(config: RunConfig) -> Problems:
     if not protocol or not folder.strip("/"):
         yield f"{key}={url} names no folder. Set it to one for this run alone, such as s3://bucket/folder."
         return
+    if protocol == "memory":
+        yield (
+            f"{key}={url} is gone when this process ends, and a run could not be resumed from it. Name an object store, or "
+            f"leave {key} out."
+        )
     from fsspec import get_filesystem_class
 
     try:
@@ -229,6 +259,7 @@ RULES: tuple[Callable[[RunConfig], Problems], ...] = (
     _checkpoints,
     _engines,
     _training_workers,
+    _without_workers,
     _stages,
     _actors,
 )

@@ -50,6 +50,19 @@ COLOCATED = "rollout.stages.reference.placement=colocated"
             ["trainer.device=cuda", KL, "rollout.stages.reference.placement=ray"],
             "Set rollout.stages.reference.ray_num_gpus=1",
         ),
+        (["trainer.fsdp.num_workers=4"], "trainer.fsdp.num_workers with trainer.strategy=local"),
+        (
+            [KL, "rollout.stages.reference.placement=workers", "trainer.fsdp.shard_size=2"],
+            "trainer.fsdp.shard_size with trainer.strategy=local",
+        ),
+        (
+            ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.fsdp.cpu_offload=true"],
+            "trainer.critic.fsdp.cpu_offload with trainer.strategy=local",
+        ),
+        (
+            ["rollout.stages.reference.placement=ray", "rollout.stages.reference.max_parallel=2"],
+            "rollout.stages.reference.placement, rollout.stages.reference.max_parallel without a term",
+        ),
         (["rollout.stages.reference.num_workers=0"], "rollout.stages.reference.num_workers=0: must be at least 1"),
         (
             [FSDP, "trainer.device=cuda", "generator.weight_transport=cuda_ipc"],
@@ -71,6 +84,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy:
     reference = [KL, "rollout.stages.reference.placement=workers"]
     assert problems(compose("quickstart", [FSDP, "trainer.device=cuda", *reference])) == []
     assert problems(compose("quickstart", [*reference, "trainer.max_restarts=1"])) == []
+    assert problems(compose("quickstart", [*reference, "trainer.fsdp.cpu_offload=true"])) == [], "the reference's"
     assert problems(compose("quickstart", [FSDP, KL, COLOCATED, "trainer.device=cuda"])) == []
 
 

@@ -267,8 +267,9 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
         ("nowhere://a/b", "fsspec knows"),
         ("://a", "no folder"),
         ("file:///", "no folder"),
+        ("memory://bucket/run", "gone when this process ends"),
     ],
 )
-def test_what_is_no_url_is_refused(url: str, remedy: str) -> None:
+def test_what_keeps_no_checkpoints_is_refused(url: str, remedy: str) -> None:
     (problem,) = problems(compose("quickstart", [f"trainer.ckpt_path={url}"]))
     assert remedy in problem
