@@ -1,4 +1,4 @@
-"""Threads for blocking calls beside the event loop, where some calls may never return.
+"""Threads for blocking calls beside the event loop, where some calls may never return, and signals whatever such a call does.
 
 A call that hangs (a request without a time-out, in somebody's generator) must cost no more than its own thread. asyncio's
 default executor has few threads, so some hung calls stop every ``asyncio.to_thread``, checkpoints and publications
@@ -7,10 +7,13 @@ included; and a program cannot exit before all of them have returned.
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -112,3 +115,21 @@ def in_lasting_thread(function: Callable[[], object]) -> None:
 
     threading.Thread(target=run, name="ray", daemon=True).start()
     ended.result()
+
+
+@contextmanager
+def keeping_signal_handlers() -> Iterator[None]:
+    """Puts the process's handlers of SIGTERM and Ctrl-C back as they were, whatever the block has done to them.
+
+    For libraries that install their own beneath Python, which would not hear of the signal then. Any thread may call this, as
+    ``signal.signal`` may not be.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.restype = put.restype = ctypes.c_void_p
+    before = [get(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            put(number, ctypes.c_void_p(handler))

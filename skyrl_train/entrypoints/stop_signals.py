@@ -16,7 +16,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SIGNAL_S = 0.5  # a Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on
 LISTEN_LIMIT_S = 60.0
 LAST_LIMIT_S = 5.0  # for a main thread that is inside a call which does not return to Python
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """In the main thread, until :class:`StopSignals` takes over: SIGTERM interrupts as Ctrl-C does, and is cleaned up after."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class StopSignals:

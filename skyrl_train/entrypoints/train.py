@@ -25,7 +25,7 @@ from skyrl_train.config.machine import this_machine
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.refusals import raise_problems, refuse
 from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.entrypoints.stop_signals import StopSignals
+from skyrl_train.entrypoints.stop_signals import StopSignals, sigterm_as_ctrl_c
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise_problems(fits.impossible)
         if options.dry_run:
             return 0
-        return run(config, plan, dataset, evaluation_prompts, console, arguments, started)
-    except KeyboardInterrupt:  # while starting up: once training runs, the signal is handled
+        with sigterm_as_ctrl_c():
+            return run(config, plan, dataset, evaluation_prompts, console, arguments, started)
+    except KeyboardInterrupt:  # while starting up: once training runs, signals are handled
         Console(stderr=True).print("interrupted before training began; give the same command again")
         return 130
     except SkyRLError as error:

@@ -499,6 +499,23 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
     assert calls[0] == calls[1] == ["stage", "score"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"fsdp__num_workers": 9},
+            r"num_workers=9, each with 0.5 CPU, need more than the 4 .* or trainer.fsdp.ray_num_cpus",
+        ),
+        ({"fsdp__ray_num_gpus": 1.0}, r"num_workers=2, each with 1 GPU, need more than the 0 "),
+    ],
+)
+def test_what_the_only_machine_does_not_have_is_refused_without_waiting(
+    two_ranks: RayBackend, changes: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        WorkerGroup(settings(**changes, fsdp__start_timeout_s=0.01), FSDP)
+
+
 def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     seat, store = object(), object()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,29 @@ class NanRewards(GymGenerator):
         output = await super().generate(input_batch)
         output["rewards"] = [math.nan] * len(output["response_ids"])
         return output
+
+
+def test_sigterm_before_training_begins_is_as_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned_up: list[bool] = []
+
+    async def starting(*arguments: object) -> bool:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(0)
+        finally:
+            cleaned_up.append(True)
+        return False
+
+    monkeypatch.setattr("skyrl_train.entrypoints.train._train", starting)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what would end the tests
+    try:
+        assert main([*TINY, f"trainer.run_dir={tmp_path}"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert cleaned_up == [True]
+    assert "interrupted before training began" in capsys.readouterr().err
 
 
 def prompts(tmp_path: Path, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import os
 import signal
@@ -424,6 +425,24 @@ async def test_a_request_of_a_killed_actor_goes_on_elsewhere_token_for_token(
     assert [(await answer)["response_ids"] for answer in answers] == expected
     assert client.engines == [other]
     await other.teardown()
+
+
+def test_signals_come_to_python_after_ray_has_put_its_own_handlers_beneath(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            ctypes.pythonapi.PyOS_setsig(number, ctypes.c_void_p(signal.SIG_IGN.value))
+
+    monkeypatch.setattr(ray_actor, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: heard.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        connect()
+        for number in before:
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == list(before)
 
 
 async def test_engines_that_start_at_once_connect_to_ray_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ from skyrl_train.inference.interface import (
     TokenChunk,
 )
 from skyrl_train.inference.weight_update import WeightUpdate
-from skyrl_train.threads import in_lasting_thread
+from skyrl_train.threads import in_lasting_thread, keeping_signal_handlers
 
 # One part of an update on its way to another node: passes through the object store, which may be small.
 RELAY_PART_BYTES = 32 << 20
@@ -369,11 +369,18 @@ def connect() -> None:
         if ray.is_initialized():
             return
         try:
-            in_lasting_thread(ray.init)  # what it starts on this machine ends with the thread that has started it
+            with keeping_signal_handlers():  # Ray's library would meet SIGTERM with a stack trace
+                in_lasting_thread(ray.init)  # what it starts on this machine ends with the thread that has started it
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"Ray cannot be reached: {_first_line(error)}. Look at RAY_ADDRESS, or start a cluster with ray start."
             ) from error
+
+
+def cluster_is_own() -> bool:
+    """Whether this process has started the Ray that it is connected to: one machine, which no other will join."""
+    node = ray._private.worker._global_node
+    return node is not None and node.is_head()
 
 
 class _ActorHost(EngineHost):

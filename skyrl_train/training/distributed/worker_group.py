@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_train.config.derive import fsdp_num_gpus
 from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.config.schema.training import FSDPConfig
-from skyrl_train.errors import SkyRLError, TrainingWorkerError
-from skyrl_train.inference.engines.ray_actor import connect
+from skyrl_train.errors import ConfigError, SkyRLError, TrainingWorkerError
+from skyrl_train.inference.engines.ray_actor import cluster_is_own, connect
 from skyrl_train.training.distributed.worker import Refused, Returned, Role, TrainingWorker
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class WorkerGroup:
         key: where ``fsdp`` is set, for messages.
 
     Raises:
-        ConfigError: (constructor) Ray cannot be reached.
+        ConfigError: (constructor) Ray cannot be reached, or this process has started it and the machine has less than they need.
         TrainingWorkerError: the cluster has no room for the workers, or one of them is gone; all have ended then.
     """
 
@@ -180,6 +180,8 @@ class _Actor(TrainingWorker):
 
 
 def _reserve(trainer: TrainerConfig, key: str) -> PlacementGroup:
+    if cluster_is_own():
+        _check_machine(trainer, key, ray.cluster_resources())
     bundles = [_bundle(trainer) for _ in range(trainer.fsdp.num_workers)]
     bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
     group = placement_group(bundles, strategy="PACK")
@@ -192,6 +194,20 @@ def _reserve(trainer: TrainerConfig, key: str) -> PlacementGroup:
             f"{_bundle(trainer)}, the first on this machine; free now: {free}. Free some, add nodes, or ask for less."
         )
     return group
+
+
+def _check_machine(trainer: TrainerConfig, key: str, there: Mapping[str, float]) -> None:
+    """Raises:
+    ConfigError: ``there`` is not enough, and waiting would not help.
+    """
+    workers = trainer.fsdp.num_workers
+    for resource, amount in _bundle(trainer).items():
+        if workers * amount > there.get(resource, 0.0):
+            raise ConfigError(
+                f"{key}.num_workers={workers}, each with {amount:g} {resource}, need more than the {there.get(resource, 0.0):g} "
+                f"of the Ray that this run has started on its machine. Lower {key}.num_workers or {key}.ray_num_"
+                f"{resource.lower()}s, or start a cluster with more (ray start)."
+            )
 
 
 def _bundle(trainer: TrainerConfig) -> dict[str, float]:
