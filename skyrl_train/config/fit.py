@@ -12,6 +12,8 @@ from skyrl_train.config.schema.trainer import TrainerConfig
 from skyrl_train.config.schema.training import TrainingStrategy
 
 _GIB = 2**30
+_STATE = "weights, gradients and moments"
+_STATE_AND_SNAPSHOTS = "weights, gradients, moments and snapshots"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class _Need:
     """What one device has to hold of the training."""
 
     what: str
+    kept: str  # of what ``state_bytes`` are
     state_bytes: int  # for certain, while the run lasts
     activation_bytes: int  # at most, while a micro-batch is trained
     there_bytes: int
@@ -40,12 +43,11 @@ def fit(plan: Plan, machine: Machine) -> Fit:
         state, there = need.state_bytes, need.there_bytes
         if state > there:
             impossible.append(
-                f"{need.what}: weights, gradients, moments and snapshots take {_gib(state)}, and there are {_gib(there)}. "
-                f"{need.remedy}"
+                f"{need.what}: {need.kept} take {_gib(state)}, and there are {_gib(there)}. {need.remedy}"
             )
         elif state + need.activation_bytes > there:
             tight.append(
-                f"{need.what}: {_gib(state)} of weights, gradients, moments and snapshots, and up to "
+                f"{need.what}: {_gib(state)} of {need.kept}, and up to "
                 f"{_gib(need.activation_bytes)} of activations, but there are {_gib(there)}. Set "
                 f"trainer.policy.gradient_checkpointing=true, lower trainer.micro_batch_tokens, or: {need.remedy}"
             )
@@ -58,31 +60,44 @@ def _needs(plan: Plan, machine: Machine) -> list[_Need]:
         return []
     sharded = trainer.strategy is TrainingStrategy.fsdp2
     on_gpu = trainer.device != "cpu"
-    critic_beside = not sharded and derive.critic_trainer(trainer).device == trainer.device
-    snapshot = 0 if sharded or on_gpu else memory.snapshot_bytes  # else it lies elsewhere, or is one of several there
-    of_rank = _Need(
-        f"Each of {trainer.fsdp.num_workers} ranks" if sharded else f"Training on {trainer.device}",
-        memory.rank_bytes + (memory.critic_bytes if critic_beside else 0) + snapshot,
-        memory.activation_bytes,
-        min(machine.gpu_bytes, default=0) if on_gpu else machine.main_memory_bytes,
-        _remedy(trainer),
-    )
     if on_gpu and not machine.gpu_bytes:
         return []  # on another machine, or none that says
-    of_policy = _on_gpus(trainer, memory, of_rank, machine) if sharded and on_gpu else [of_rank]
+    of_rank = _Need(
+        f"Each of {trainer.fsdp.num_workers} ranks" if sharded else f"Training on {trainer.device}",
+        _STATE if on_gpu else _STATE_AND_SNAPSHOTS,
+        memory.rank_bytes
+        + (memory.critic_bytes if not sharded and derive.critic_trainer(trainer).device == trainer.device else 0)
+        + (0 if on_gpu else _snapshot_bytes(trainer, memory)),
+        memory.activation_bytes,
+        min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+        _remedy(trainer),
+    )
+    of_policy = _on_gpus(trainer, memory, of_rank, machine) if on_gpu else [of_rank]
     return [*of_policy, *_of_critic_workers(trainer, memory, machine)]
 
 
+def _snapshot_bytes(trainer: TrainerConfig, memory: MemoryEstimate) -> int:
+    """What each rank's snapshot takes of the main memory of its machine, wherever it trains."""
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    with_critic = not sharded or derive.critic_is_colocated(trainer)
+    together = memory.snapshot_bytes + (memory.critic_snapshot_bytes if with_critic else 0)
+    return -(-together // memory.num_ranks)
+
+
 def _on_gpus(trainer: TrainerConfig, memory: MemoryEstimate, of_rank: _Need, machine: Machine) -> list[_Need]:
-    """What ranks hold on their GPUs, and of those of this machine in its main memory."""
-    offload, here = trainer.fsdp.cpu_offload, min(trainer.fsdp.num_workers, len(machine.gpu_bytes))
-    in_main = memory.rank_bytes if offload else memory.rank_elsewhere_bytes
+    """What ranks hold on their GPUs, and those of this machine in its main memory."""
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    offload = sharded and trainer.fsdp.cpu_offload
+    here = min(trainer.fsdp.num_workers, len(machine.gpu_bytes)) if sharded else 1
+    state = memory.rank_bytes if offload else memory.rank_elsewhere_bytes
+    where = f", with {here} ranks{' and cpu_offload=true' if state else ''}" if sharded else ""
     in_main_memory = _Need(
-        f"The main memory, with {here} ranks and cpu_offload=true",
-        here * in_main,
+        f"The main memory{where}",
+        _STATE_AND_SNAPSHOTS if state else "snapshots for checkpoints",
+        here * (state + _snapshot_bytes(trainer, memory)),
         0,
         machine.main_memory_bytes,
-        "Use more nodes.",
+        "Use more nodes." if sharded else "Use a machine with more, or train an adapter (trainer.policy.model.lora).",
     )
     if not offload:
         return [of_rank, in_main_memory]
@@ -93,7 +108,7 @@ def _on_gpus(trainer: TrainerConfig, memory: MemoryEstimate, of_rank: _Need, mac
 
 
 def _of_critic_workers(trainer: TrainerConfig, memory: MemoryEstimate, machine: Machine) -> list[_Need]:
-    """What a critic's own workers hold; none where there are none."""
+    """What a critic's own workers hold; none where there are none. Of those on GPUs, their snapshots are on any machine."""
     critic, sharded = derive.critic_trainer(trainer), trainer.strategy is TrainingStrategy.fsdp2
     if not sharded or not memory.critic_bytes or derive.critic_is_colocated(trainer):
         return []
@@ -101,10 +116,12 @@ def _of_critic_workers(trainer: TrainerConfig, memory: MemoryEstimate, machine: 
     if on_gpu and not machine.gpu_bytes:
         return []
     key, workers = "trainer.critic.fsdp", critic.fsdp.num_workers
+    held = memory.critic_bytes + (0 if on_gpu else memory.critic_snapshot_bytes)
     return [
         _Need(
             f"Each of the critic's {workers} ranks",
-            -(-memory.critic_bytes // memory.critic_ranks),
+            _STATE if on_gpu else _STATE_AND_SNAPSHOTS,
+            -(-held // memory.critic_ranks),
             0,
             min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
             f"Use more than {key}.num_workers={workers}{f', or set {key}.cpu_offload=true' if on_gpu else ''}.",

@@ -28,7 +28,10 @@ class MemoryEstimate:
     engine_weight_bytes: int  # all engines together
     kv_cache_bytes: int  # all embedded engines together, every slot full
     critic_bytes: int = 0  # weights, gradients and moments of a critic, over all its ranks; 0 where its size is unknown
-    snapshot_bytes: int = 0  # in main memory from the first checkpoint on: weights and moments, the critic's too
+    # In main memory from the first checkpoint on, wherever the training is: a copy of weights and moments (of each copy of the
+    # policy, where there are several), and of the critic's.
+    snapshot_bytes: int = 0
+    critic_snapshot_bytes: int = 0
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
     activation_bytes: int = 0  # of each rank, at most, beside what stays
     reference_bytes: int = 0  # of a reference that the same ranks hold
@@ -91,7 +94,8 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         engine_weight_bytes=engine.num_engines * (base + learning) * served,
         kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
         critic_bytes=critic * of_critic,
-        snapshot_bytes=learning * (trained + 2 * _FLOAT32_BYTES) + critic * (of_critic - _FLOAT32_BYTES),
+        snapshot_bytes=learning * (trained + 2 * _FLOAT32_BYTES),
+        critic_snapshot_bytes=critic * (of_critic - _FLOAT32_BYTES),
         num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
         activation_bytes=_activation_bytes(config, shape, critic_shape, max_model_len),
         reference_bytes=reference,

@@ -262,7 +262,10 @@ def _memory_rows(memory: MemoryEstimate | None) -> Rows:
             f"gradients {_mib(memory.gradient_bytes)}, optimizer {_mib(memory.optimizer_bytes)}, "
             f"staging {_mib(memory.staging_bytes)}{beside})",
         ),
-        ("snapshot", f"{_mib(memory.snapshot_bytes)} of main memory, from the first checkpoint on"),
+        (
+            "snapshot",
+            f"{_mib(memory.snapshot_bytes + memory.critic_snapshot_bytes)} of main memory, from the first checkpoint on",
+        ),
         (
             "activations",
             f"up to {_mib(memory.activation_bytes)} on top{' of each rank' if memory.num_ranks > 1 else ''}",

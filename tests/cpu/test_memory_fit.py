@@ -118,6 +118,27 @@ def test_a_snapshot_takes_what_the_plan_says(dtype: str, tmp_path: Path) -> None
     assert "snapshots" in fit(plan, machine).impossible[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "snapshots", "whose"),
+    [
+        (CUDA, 2, 1.0, "The main memory: snapshots"),
+        (RANKS, 8, 1.0, "The main memory, with 4 ranks: snapshots"),
+        (RANKS, 2, 0.5, "with 2 ranks: snapshots"),  # the other two are on another machine
+        ([*RANKS, "trainer.fsdp.shard_size=2"], 8, 2.0, "with 4 ranks: snapshots"),  # two copies of the policy
+        (["trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4"], 0, 0.25, "Each of 4 ranks: weights"),
+    ],
+)
+def test_snapshots_lie_in_the_main_memory_of_the_ranks_wherever_they_train(
+    overrides: list[str], gpus: int, snapshots: float, whose: str
+) -> None:
+    plan = planned(*overrides)
+    assert plan.memory is not None
+    needed = int(plan.memory.snapshot_bytes * snapshots) + (0 if gpus else plan.memory.rank_bytes)
+    assert fit(plan, Machine(needed, (99 * GIB,) * gpus)).impossible == []
+    (impossible,) = fit(plan, Machine(needed - 1, (99 * GIB,) * gpus)).impossible
+    assert whose in impossible
+
+
 def test_a_copy_is_split_over_the_ranks_of_its_shards() -> None:
     whole = planned().memory
     halves = planned("trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4", "trainer.fsdp.shard_size=2").memory
@@ -151,14 +172,18 @@ def test_a_critic_counts_with_the_size_of_its_own_model(tmp_path: Path, build: B
         (["trainer.fsdp.cpu_offload=true"], 0, 16),
         (["trainer.fsdp.cpu_offload=true", "trainer.critic.fsdp.cpu_offload=true"], 16, 0),
         (["trainer.device=cpu", "trainer.critic.fsdp.cpu_offload=true"], 16, 0),
-        ([KL, "rollout.stages.reference.cpu_offload=true"], 16, 4),
+        (
+            [KL, "rollout.stages.reference.placement=colocated", "rollout.stages.reference.cpu_offload=true"],
+            16,
+            4,
+        ),
         (["trainer.critic.placement=workers"], 0, 0),
     ],
 )
 def test_a_critic_in_the_policys_ranks_counts_in_the_memory_that_its_state_is_in(
     overrides: list[str], beside: int, elsewhere: int
 ) -> None:
-    memory = planned(*RANKS, GAE, COLOCATED, "rollout.stages.reference.placement=colocated", *overrides).memory
+    memory = planned(*RANKS, GAE, COLOCATED, *overrides).memory
     assert memory is not None
     parameters = memory.num_parameters
     assert memory.rank_bytes == parameters * (4 + 4 + 8 + beside) // 4
