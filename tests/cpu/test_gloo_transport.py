@@ -112,9 +112,10 @@ def test_who_does_not_know_the_token_gets_nothing(staged: tuple[GlooTransport, W
             stranger.sendall(json.dumps(greeting).encode() + b"\n")
             answer = stranger.makefile("rb").read()
             assert b"token" in answer and location["token"].encode() not in answer
-    with socket.create_connection((location["host"], location["port"]), timeout=30) as stranger:
-        stranger.sendall(b"\xff no json\n")
-        assert stranger.makefile("rb").read() == b""
+    for line in (b"\xff no json\n", b"[1, 2]\n", b"7\n", b"[" * 60_000 + b"\n"):
+        with socket.create_connection((location["host"], location["port"]), timeout=30) as stranger:
+            stranger.sendall(line)
+            assert stranger.makefile("rb").read() == b""
     with closing(WeightReceiver(CPU)) as receiver:
         assert receiver.open_update(staged[1])["w"][1] == 1.0, "others are served all the same"
 
