@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,19 @@ def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
     assert main([f"--config-name={RECIPES / recipe / recipe}.yaml", "--dry-run"]) == 0
     plan = capsys.readouterr().out
     assert "Qwen/Qwen" in plan and "vllm" in plan and "unknown until the model is loaded" in plan
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "dapo_math", "search", "code"])
+def test_without_a_network_it_says_what_to_do(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*arguments: object, **options: object) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(RECIPES / recipe / "prepare_data.py"), run_name="__main__")
+    text = ended.value.code  # printed to stderr; the exit code is 1
+    assert isinstance(text, str) and text.startswith("Couldn't reach the hub. Run this where there is a network")
 
 
 def test_gsm8k_keeps_the_number_behind_the_marks() -> None:

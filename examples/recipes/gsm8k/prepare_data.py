@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,4 +37,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConnectionError as error:  # after several attempts
+        sys.exit(f"{error}. Run this where there is a network, and copy the folder of --output from there.")
