@@ -79,10 +79,14 @@ async def test_a_row_goes_on_in_a_run_that_was_stopped_within_it(tmp_path: Path,
 
     first.backend.finish = stopping  # type: ignore[method-assign]
     await first.train()
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "global_step_5"
     again = Harness(tmp_path, *settings)
     breaks(again, 4, 8)
     with pytest.raises(NonFiniteStepsError, match=r"Steps 4 to 6 .*before step 4"):
         await again.train()
+    assert float(again.backend.weight) == 3.0, (
+        "what the stop has saved are the weights of step 3, which is all that a skipped step leaves"
+    )
 
 
 async def test_a_run_outlives_a_few_steps_that_are_skipped(tmp_path: Path) -> None:
