@@ -11,6 +11,7 @@ os.environ.setdefault(
 
 import pytest
 from hypothesis import settings
+from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
 
 # Machines are shared and slow at times, so an example's wall-clock time says nothing. In CI the examples are the same each

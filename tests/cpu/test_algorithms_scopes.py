@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from training_worlds import backend, build_small_model, minibatch, one_thread, weights
+from training_worlds import backend, minibatch, weights
 
 from skyrl_train.config.schema.algorithm import (
     ClipCovConfig,
@@ -20,19 +19,10 @@ from skyrl_train.config.schema.algorithm import (
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.backend import Minibatch
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 SEQUENCE = "sequence"
 MINIBATCH = "minibatch"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("model"))
 
 
 def grouped(batch: Minibatch) -> Minibatch:

@@ -9,20 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoint_worlds import Crash, QuickFileSystem, content, writing
 
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, is_complete
-
-
-class Crash(BaseException):
-    """The process is gone: no handler of ``Exception`` runs, nothing is cleaned up."""
-
-
-class QuickFileSystem(FileSystem):
-    """Does not wait for the disk: these crashes end the process, not the machine."""
-
-    def sync(self, path: Path) -> None:
-        assert path.exists()
 
 
 class CrashingFileSystem(QuickFileSystem):
@@ -62,25 +52,6 @@ class CrashingFileSystem(QuickFileSystem):
     def remove_file(self, path: Path) -> None:
         self._step()
         super().remove_file(path)
-
-
-def writing(content: str) -> Callable[[Path], None]:
-    def writer(folder: Path) -> None:
-        (folder / "weights").write_text(content)
-        (folder / "trainer").mkdir()
-        (folder / "trainer" / "state.json").write_text(content * 2)
-
-    return writer
-
-
-def content(folder: Path | None) -> str | None:
-    """What a complete checkpoint holds; fails on a torn one."""
-    if folder is None:
-        return None
-    assert is_complete(folder)
-    text = (folder / "weights").read_text()
-    assert (folder / "trainer" / "state.json").read_text() == text * 2
-    return text
 
 
 def steps(root: Path) -> list[str]:
@@ -191,7 +162,7 @@ def test_a_torn_folder_is_not_a_checkpoint(tmp_path: Path, damage: str) -> None:
         case "truncate":
             (torn / "weights").write_text("t")
         case "delete":
-            (torn / "trainer" / "state.json").unlink()
+            (torn / "policy" / "state").unlink()
         case "no manifest":
             (torn / "manifest.json").unlink()
         case "torn manifest":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from critic_worlds import actor_critic, critic, critic_config, off_zero, valued_minibatch, values_of, with_values
 from hypothesis import given
 from hypothesis import strategies as st
-from training_worlds import backend, build_small_model, config, minibatch, one_thread, same, weights
+from training_worlds import backend, config, minibatch, same, weights
 
 from skyrl_train.algorithms.values import value_loss, value_metrics, value_statistics
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, HalfStepError
@@ -22,16 +21,7 @@ from skyrl_train.training.batch import MicroBatch
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
 from skyrl_train.training.value_model import can_pack
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("models"))
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def parameters(of: LocalCritic) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from critic_worlds import actor_critic, critic, critic_config, valued_minibatch, with_values
-from training_worlds import SMALL, build_small_model, config, minibatch, one_thread, weights
+from training_worlds import SMALL, config, minibatch, weights
 
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
 from skyrl_train.models.tiny import build_model_folder
@@ -26,7 +26,10 @@ from skyrl_train.training.distributed import ray_backend  # noqa: E402
 from skyrl_train.training.distributed.ray_backend import RayBackend, RayCritic  # noqa: E402
 from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
+pytestmark = [
+    pytest.mark.usefixtures("one_compute_thread"),
+    pytest.mark.timeout(300),  # the first test starts Ray and two processes that import torch
+]
 
 LIKE_LOCAL = {
     "critic__optimizer_config__lr": 1e-3,
@@ -36,17 +39,6 @@ LIKE_LOCAL = {
 }
 COLOCATED = {"critic__placement": "colocated"}
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

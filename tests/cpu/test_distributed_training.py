@@ -23,10 +23,8 @@ from training_worlds import (
     SMALL,
     VOCABULARY,
     backend,
-    build_small_model,
     config,
     minibatch,
-    one_thread,
     same,
     weights,
 )
@@ -57,23 +55,15 @@ from skyrl_train.training.distributed.ray_backend import RayBackend  # noqa: E40
 from skyrl_train.training.distributed.reference import ShardedReference  # noqa: E402
 from skyrl_train.training.distributed.worker_group import Seat, WorkerGroup  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)  # the first test starts Ray and two processes that import torch
+pytestmark = [
+    pytest.mark.usefixtures("one_compute_thread"),
+    pytest.mark.timeout(300),  # the first test starts Ray and two processes that import torch
+]
 
 POLICY = Role.policy
 # AdamW moves a weight by up to the rate, whatever the size of its gradient: the last bit of a small one shows in full.
 LIKE_LOCAL = {"policy__optimizer_config__lr": 1e-3, "micro_batch_tokens": 34}
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)  # nine sequences over two ranks, five groups
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_worlds import (
     backend,
-    build_small_model,
     config,
     minibatch,
-    one_thread,
     same,
     token_fields,
     weights,
@@ -31,19 +29,10 @@ from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.objective import Objective
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 logprob = st.floats(-6, 0, allow_nan=False)
 pairs = st.lists(st.tuples(logprob, logprob), min_size=1, max_size=8)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("model"))
 
 
 # Estimators -----------------------------------------------------------------------------------------------------------

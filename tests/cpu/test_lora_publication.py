@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
 from test_lora_training import lora
-from training_worlds import backend, one_thread
+from training_worlds import backend
 from vllm_engines import CONTEXT, PROMPT, TOLERANCE, request, save_folder
 
 from skyrl_train.errors import EngineError, RequestError
@@ -32,7 +32,10 @@ from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.local_backend import LocalBackend
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.usefixtures("one_compute_thread"),
+    pytest.mark.timeout(300),
+]
 
 TRANSPORTS: dict[str, Callable[[str, str], WeightTransport]] = {
     "shared_memory": lambda folder, dtype: SharedMemoryTransport(dtype, verify=True),
@@ -40,12 +43,6 @@ TRANSPORTS: dict[str, Callable[[str, str], WeightTransport]] = {
     "delta": lambda folder, dtype: DeltaTransport(folder, dtype, verify=True),
     "gloo": lambda folder, dtype: GlooTransport(dtype, address="127.0.0.1", verify=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_worlds import SMALL, backend, build_small_model, minibatch, one_thread, same, weights
+from training_worlds import SMALL, backend, minibatch, same, weights
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.schema.model import LoraConfig
@@ -23,20 +22,11 @@ from skyrl_train.training.frozen_policy import FrozenPolicy, TokensToScore
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.optimizer import PolicyOptimizer
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 pytest.importorskip("peft")
 
 RANK, ALPHA = 4, 6.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("models"))
 
 
 def lora(**changes: object) -> LoraConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from checkpoint_worlds import Crash, QuickFileSystem, content, writing
 from fsspec.implementations.memory import MemoryFileSystem
 
 from skyrl_train.config.compose import compose, to_yaml
@@ -15,19 +16,10 @@ from skyrl_train.config.refusals import problems
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training import remote_checkpoint
-from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, is_complete
+from skyrl_train.training.checkpoint import CheckpointStore, checkpoint_step
 from skyrl_train.training.remote_checkpoint import RemoteCheckpointStore
 
 URL = "memory://bucket/global_step_1/run"  # a folder that is named like a checkpoint is none
-
-
-class Crash(BaseException):
-    """The process is gone: nothing is cleaned up."""
-
-
-class QuickFileSystem(FileSystem):
-    def sync(self, path: Path) -> None:
-        assert path.exists()
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +44,6 @@ def store(local: Path, *overrides: str) -> RemoteCheckpointStore:
 @functools.cache
 def configured(*overrides: str) -> RunConfig:
     return compose("quickstart", [f"trainer.ckpt_path={URL}", *overrides])
-
-
-def writing(text: str) -> Callable[[Path], None]:
-    def writer(folder: Path) -> None:
-        (folder / "weights").write_text(text)
-        (folder / "policy").mkdir()
-        (folder / "policy" / "state").write_text(text * 2)
-
-    return writer
-
-
-def content(folder: Path | None) -> str | None:
-    if folder is None:
-        return None
-    assert is_complete(folder)
-    text = (folder / "weights").read_text()
-    assert (folder / "policy" / "state").read_text() == text * 2
-    return text
 
 
 def there() -> list[str]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from training_worlds import backend, build_small_model, minibatch, one_thread, same, weights
+from training_worlds import backend, build_small_model, minibatch, same, weights
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.training import snapshots as of_snapshots
 from skyrl_train.training.snapshots import Snapshots
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def test_the_policy_moves_only_after_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

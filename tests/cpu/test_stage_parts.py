@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from stage_worlds import RECORD, Held, decode, group, sequence, work
-from training_worlds import backend, build_small_model, one_thread
+from training_worlds import backend, one_thread
 
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
@@ -151,11 +151,6 @@ async def test_a_reward_function_that_fails_for_good_is_a_failed_rollout_with_it
 
 
 # Log-probs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("model"))
 
 
 def scored_group() -> RolloutGroup:

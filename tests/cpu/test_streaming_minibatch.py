@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,8 @@ from training_worlds import (
     VOCABULARY,
     backend,
     brute_force_loss,
-    build_small_model,
     config,
     minibatch,
-    one_thread,
     optimizer_state,
     same,
     weights,
@@ -40,19 +38,10 @@ from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.local_backend import LocalBackend
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 REDUCTIONS = ["token_mean", "sequence_mean"]
 PROPORTIONAL = {"policy__optimizer_config__adam_eps": 1e3}  # AdamW's first step is a multiple of the gradient then
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("models"))
 
 
 def aged(batch: Minibatch) -> Minibatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,8 @@ from training_worlds import (
     VOCABULARY,
     backend,
     brute_force_loss,
-    build_small_model,
     config,
     minibatch,
-    one_thread,
     optimizer_state,
     same,
     weights,
@@ -31,16 +29,7 @@ from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_small_model(tmp_path_factory.mktemp("models"))
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def brute_force_logprobs(model: torch.nn.Module, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

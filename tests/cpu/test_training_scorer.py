@@ -25,7 +25,9 @@ from skyrl_train.training.rank_trainer import RankTrainer
 from skyrl_train.training.ranks import OneRank
 from skyrl_train.training.scorer import Scorer
 from skyrl_train.training.snapshots import Snapshots
-from tests.cpu.training_worlds import config, one_thread
+from tests.cpu.training_worlds import config
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 VOCABULARY = 29
 LENGTHS = (3, 14, 2, 9, 14, 21)
@@ -59,12 +61,6 @@ PADDED = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},  # attention sinks
     "bloom": {"n_head": 4, "n_layer": 2},  # positions in its attention scores
 }
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def model(kind: str, **changes: object) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from skyrl_train.config.schema.model import BuildModelConfig
@@ -38,6 +39,19 @@ def build_small_model(parent: Path) -> str:
     """Writes the policy's folder and returns it."""
     build_model_folder(SMALL, parent / "small", seed=0)
     return str(parent / "small")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a small policy, one for each file of tests."""
+    return build_small_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def one_compute_thread() -> Iterator[None]:
+    """See :func:`one_thread`."""
+    with one_thread():
+        yield
 
 
 def config(**changes: object) -> TrainerConfig:
