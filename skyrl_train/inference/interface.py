@@ -217,7 +217,8 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A snapshot. ``running`` and ``waiting`` count requests; token counters are totals since the start."""
+    """A snapshot. ``running`` and ``waiting`` count requests; token counters are totals since the start, and so is ``busy_s``:
+    seconds with something to do, during which the engine was neither paused nor asleep."""
 
     alive: bool
     policy_version: int

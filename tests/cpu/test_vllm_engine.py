@@ -218,6 +218,8 @@ async def test_abort_generation_returns_what_there_is(vllm: Served, paused: bool
         async with asyncio.timeout(20):
             while (await vllm.engine.health()).waiting == 0:
                 pass
+        busy_s = (await vllm.engine.health()).busy_s
+        assert (await vllm.engine.health()).busy_s == busy_s > 0, "requests that stand still keep nobody busy"
     await vllm.engine.abort_generation()
     health = await vllm.engine.health()
     assert (health.running, health.waiting) == (0, 0)

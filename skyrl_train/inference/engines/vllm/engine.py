@@ -228,6 +228,7 @@ class VLLMEngine(InferenceEngineInterface):
         await traffic.all_added()
         await self._pausing.quiesced(_quiesce(vllm, traffic, mode))
         self._paused = True
+        traffic.busy.paused(True)
 
     async def resume(self) -> None:
         vllm, traffic, updates = self._alive()
@@ -237,6 +238,7 @@ class VLLMEngine(InferenceEngineInterface):
         await self._pausing.ended()  # vLLM must hear of the pause before it hears of its end
         await vllm.resume()
         self._paused = False
+        traffic.busy.paused(False)
         traffic.gate.open()
 
     async def sleep(self, level: int = 1) -> None:
@@ -311,7 +313,7 @@ class VLLMEngine(InferenceEngineInterface):
             paused=self._paused,
             generated_tokens=traffic.generated_tokens,
             prefill_tokens=traffic.prefill_tokens,
-            busy_s=traffic.busy_s,
+            busy_s=traffic.busy.seconds,
         )
 
     async def worker_pids(self) -> list[int]:

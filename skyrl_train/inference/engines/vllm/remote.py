@@ -152,6 +152,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
             self._traffic.gate.turn_away()
         await self._pausing.quiesced(self._quiesce(mode))
         self._paused = mode
+        self._traffic.busy.paused(True)
 
     async def _quiesce(self, mode: PauseMode) -> None:
         await self._pause_server(mode)
@@ -184,6 +185,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
         if (await link.look()).paused:
             raise EngineError("The vLLM server is still paused after resume().")
         self._paused = None
+        self._traffic.busy.paused(False)
         self._traffic.gate.open()
 
     async def sleep(self, level: int = 1) -> None:
@@ -232,7 +234,7 @@ class RemoteVLLMEngine(InferenceEngineInterface):
             paused=facts.paused,
             generated_tokens=self._traffic.generated_tokens,
             prefill_tokens=self._traffic.prefill_tokens,
-            busy_s=self._traffic.busy_s,
+            busy_s=self._traffic.busy.seconds,
         )
 
     async def teardown(self) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from skyrl_train.concurrency import Gate
 from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.engines.busy_time import BusyTime
 from skyrl_train.inference.engines.vllm.remote_flight import RemoteFlight
 from skyrl_train.inference.engines.vllm.remote_link import ServerLink
 from skyrl_train.inference.engines.vllm.remote_wire import Spans, external_id, parse_version
@@ -34,6 +34,7 @@ class RemoteTraffic:
         alive: the way to the server; raises EngineDeadError where there is none.
 
     Attributes:
+        busy: for how long there were requests that were not paused.
         gate: where requests wait while the engine is paused.
         version: of the tokens sampled from now on; -1 for weights that this library did not publish.
         generated_tokens: tokens that have arrived.
@@ -41,6 +42,7 @@ class RemoteTraffic:
     """
 
     def __init__(self, alive: Callable[[], ServerLink]) -> None:
+        self.busy = BusyTime()
         self.gate = Gate()
         self.version = -1
         self.generated_tokens = self.prefill_tokens = 0
@@ -49,18 +51,13 @@ class RemoteTraffic:
         self._salts = itertools.count()
         self._salts_prefix = self._salt = ""
         self._flights: dict[RemoteFlight, asyncio.Task[None]] = {}
-        self._busy_s, self._busy_since = 0.0, 0.0
 
     def begin(self) -> None:
         """The engine is started; nothing that the server cached before is found again."""
         self._salts_prefix = uuid.uuid4().hex
         self.forget_prefixes()
+        self.busy.paused(False)
         self.gate.open()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds during which at least one request was at the server."""
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._flights else 0.0)
 
     async def chunks(self, asked: Asked) -> AsyncGenerator[TokenChunk, None]:
         """The parts of one answer; a request may be sent more than once before its first token.
@@ -167,16 +164,15 @@ class RemoteTraffic:
     def _take_off(self, asked: Asked) -> RemoteFlight:
         link = self._alive()
         flight = RemoteFlight(uuid.uuid4().hex, asked, self._salt, self.version, self._loads)
-        if not self._flights:
-            self._busy_since = time.perf_counter()
         self._flights[flight] = flight.send(link.connection)
+        self.busy.requests(len(self._flights))
         self.prefill_tokens += len(asked.prompt)
         return flight
 
     def _land(self, flight: RemoteFlight) -> None:
         flight.cancel()
-        if self._flights.pop(flight, None) is not None and not self._flights:
-            self._busy_s += time.perf_counter() - self._busy_since
+        self._flights.pop(flight, None)
+        self.busy.requests(len(self._flights))
 
     async def _abort(self, flights: Sequence[RemoteFlight]) -> None:
         """Returns when the server has answered all of these; one may still be on its way there when the first abort is."""

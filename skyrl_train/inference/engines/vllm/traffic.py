@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from skyrl_train.concurrency import Gate
 from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.engines.busy_time import BusyTime
 from skyrl_train.inference.engines.vllm.frontend import Frontend
 from skyrl_train.inference.engines.vllm.requests import Asked, Flight
 from skyrl_train.inference.interface import StopReason, TokenChunk
@@ -26,11 +26,13 @@ class Traffic:
     """All requests of ``vllm``. With ``salted``, prefixes that it has cached never serve another version.
 
     Attributes:
+        busy: for how long it had requests that were not paused.
         gate: where requests wait while the engine is paused.
         version: of the tokens sampled from now on.
     """
 
     def __init__(self, vllm: Frontend, salted: bool) -> None:
+        self.busy = BusyTime()
         self.gate = Gate()
         self.version = -1
         self._vllm = vllm
@@ -41,7 +43,6 @@ class Traffic:
         self._flights: set[Flight] = set()
         self._adding: set[asyncio.Future[Any]] = set()
         self._generated_tokens = self._prefill_tokens = 0
-        self._busy_s, self._busy_since = 0.0, 0.0
 
     @property
     def generated_tokens(self) -> int:
@@ -53,11 +54,6 @@ class Traffic:
     def prefill_tokens(self) -> int:
         """Prompt tokens computed since the start, for requests that have ended."""
         return self._prefill_tokens
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds during which at least one request was in vLLM."""
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._flights else 0.0)
 
     @property
     def begun(self) -> bool:
@@ -149,9 +145,8 @@ class Traffic:
                 await self._vllm.abort([adding.result().request_id])
             raise
         flight = Flight(asked, queue.request_id, queue, version)
-        if not self._flights:
-            self._busy_since = time.perf_counter()
         self._flights.add(flight)
+        self.busy.requests(len(self._flights))
         return flight
 
     async def _next_output(self, flight: Flight) -> Any:
@@ -164,8 +159,7 @@ class Traffic:
 
     async def _land(self, flight: Flight, ended: bool) -> None:
         self._flights.discard(flight)
-        if not self._flights:
-            self._busy_s += time.perf_counter() - self._busy_since
+        self.busy.requests(len(self._flights))
         if not ended:
             await self._vllm.abort([flight.key])
 
