@@ -67,7 +67,9 @@ class Sample:
 
     @cached_property
     def rewards(self) -> list[float]:
-        """The rewards of all tokens, sequence after sequence."""
+        """The rewards of all tokens, sequence after sequence; of a single one its own list, which nobody may change."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].rewards
         return list(chain.from_iterable(sequence.rewards for sequence in self.sequences))
 
     @cached_property
