@@ -189,10 +189,23 @@ class StalenessManager:
     @property
     def _acceptable(self) -> int:
         """Groups that may be accepted before the next publication, beside those that are late."""
-        depth = self.policy.depth(self._published, self.pipeline_depth, self.steps_per_publication)
-        ahead = int(min(depth, self.pipeline_depth) * self.batch_groups + 1e-9)  # 0.29 * 100 is a little less than 29
+        ahead = int(self._depth_now() * self.batch_groups + 1e-9)  # 0.29 * 100 is a little less than 29
         whole_steps = self._published + self.steps_per_publication
         return min(ahead + whole_steps * self.batch_groups, self._total_groups)
+
+    def _depth_now(self) -> float:
+        """Steps that generation may run ahead.
+
+        Raises:
+            StalenessError: the policy's answer is no depth. With one below 0 the trainer would wait for groups for ever.
+        """
+        depth = self.policy.depth(self._published, self.pipeline_depth, self.steps_per_publication)
+        if not depth >= 0:  # NaN included
+            raise StalenessError(
+                f"{type(self.policy).__name__}.depth answered {depth!r}; a straggler policy gives 0 to pipeline_depth = "
+                f"{self.pipeline_depth:g} steps"
+            )
+        return min(depth, self.pipeline_depth)
 
     def may_admit(self, version: int) -> bool:
         """Whether a group whose recorded tokens go back to ``version`` may go on with them (after a resume); if not, it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -136,6 +137,15 @@ class Patient(StragglerPolicy):
         return sum(outlook.running.values()) > 0
 
 
+class AnyDepth(StragglerPolicy):
+    """Answers what it is told to."""
+
+    answer = 0.0
+
+    def depth(self, version: int, pipeline_depth: float, steps_per_publication: int) -> float:
+        return self.answer
+
+
 class NeedsArguments(StragglerPolicy):
     def __init__(self, patience: int) -> None:
         self.patience = patience
@@ -172,6 +182,20 @@ def test_the_promise_of_a_policy_of_ones_own_is_asserted_too() -> None:
     m.advance()
     with pytest.raises(StalenessError, match="lag 1 > S = 0"):
         m.assert_bound([Finished(0, 0)])
+
+
+@pytest.mark.parametrize("depth", [-0.5, math.nan])
+def test_a_depth_under_which_no_step_would_ever_be_full_is_refused(depth: float) -> None:
+    m = manager(2, 1, 1, policy=f"{__name__}:AnyDepth")
+    m.policy.answer = depth  # type: ignore[attr-defined]
+    with pytest.raises(StalenessError, match="AnyDepth"):
+        m.capacity()
+
+
+def test_a_depth_beyond_that_of_the_settings_is_that_of_the_settings() -> None:
+    m = manager(2, 1, 1, policy=f"{__name__}:AnyDepth")
+    m.policy.answer = math.inf  # type: ignore[attr-defined]
+    assert m.capacity() == 4
 
 
 @pytest.mark.parametrize(
