@@ -8,7 +8,6 @@ Continuation.recall <── TokenChunk ... TokenChunk ────────�
 from __future__ import annotations
 
 import base64
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -152,17 +151,6 @@ class ResponseSoFar:
             response.top_logprobs,
             tokens,
             response.stop_reason,
-        )
-
-    def copied(self) -> ResponseSoFar:
-        """The same in lists of its own: those of a response that has ended are its caller's to change."""
-        end = self.tokens
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids[:end],
-            logprobs=self.logprobs[:end],
-            versions=self.versions[:end],
-            top_logprobs=None if self.top_logprobs is None else self.top_logprobs[:end],
         )
 
 

@@ -97,7 +97,7 @@ class _Request:
         """Keeps what there is now."""
         now = self.so_far()
         if isinstance(now, ResponseSoFar):
-            self.sampled = now.copied()
+            self.sampled = now
 
     def packed(self) -> RecordedResponse:
         """What was kept, packed once. Any thread."""

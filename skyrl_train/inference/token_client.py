@@ -260,14 +260,14 @@ class TokenClient:
             text = response.text.whole()
         else:
             text = text_of(self._tokenizer, response.token_ids) if request.detokenize else ""
-        return Generation(
+        return Generation(  # with lists of its own, which its caller may change: the record reads those of the response later
             prompt_token_ids=response.prompt_token_ids,
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
-            versions=response.versions,
+            token_ids=list(response.token_ids),
+            logprobs=list(response.logprobs),
+            versions=list(response.versions),
             stop_reason=response.stop_reason,
             text=text,
-            top_logprobs=response.top_logprobs,
+            top_logprobs=None if response.top_logprobs is None else list(response.top_logprobs),
             stop_string=None if response.text is None else response.text.stop_string,
             segments=response.segments,
             restarts=response.restarts,

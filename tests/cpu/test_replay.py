@@ -441,6 +441,23 @@ def test_a_snapshot_does_not_change_when_more_is_sampled() -> None:
     assert chunk == TokenChunk([7, 8], [-1.0, -2.0], [0, 1], None)
 
 
+async def test_a_snapshot_does_not_change_when_a_response_has_ended_and_its_caller_changes_it() -> None:
+    request = GenerationRequest([5, 6], replace(PARAMS, top_logprobs=1), SESSION)
+    async with world(free_running=False) as it:
+        it.client.recordings.begin(4, [SESSION])
+        running = asyncio.create_task(it.client.complete(request))
+        await it.tick_until(lambda: it.engine.sampled == 3)
+        expected, [snapshot] = checkpoint(it), it.client.recordings.snapshot()
+        await it.tick_until(running.done)
+        got = running.result()
+        whole = checkpoint(it)
+        for of in (got.token_ids, got.logprobs, got.versions, got.top_logprobs):
+            assert of is not None
+            of.clear()  # a generator that cuts a response off, say, while the checkpoint is written
+        assert [snapshot.to_json()] == expected
+        assert checkpoint(it) == whole
+
+
 tokens = st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False), st.integers(-1, 2**40))
 
 
