@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.concurrency import close_all, gather_or_cancel
 from skyrl_train.errors import ConfigError, RequestError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.continuation import Continuation, Segment
@@ -163,11 +163,22 @@ class TokenClient:
         self.supervisor.start()
 
     async def teardown(self) -> None:
-        """Stops all engines; requests that run or wait fail with :class:`NoEngineError`."""
-        await self.supervisor.stop()
+        """Stops all engines, whatever one of them does; requests that run or wait fail with :class:`NoEngineError`.
+
+        Raises:
+            Exception: the first failure, once nothing is left to stop.
+        """
+        errors = await close_all([self.supervisor.stop, self._stop_engines])
+        if errors:
+            raise errors[0]
+
+    async def _stop_engines(self) -> None:
         self._pool.close()
         self._updates.gate.open()
-        await asyncio.gather(*(engine.teardown() for engine in self._pool.everyone))
+        ends = await asyncio.gather(*(engine.teardown() for engine in self._pool.everyone), return_exceptions=True)
+        for end in ends:
+            if end is not None:
+                raise end
 
     async def health(self) -> list[EngineHealth]:
         """A snapshot per engine in the routing; an engine that died meanwhile leaves the routing and the list."""

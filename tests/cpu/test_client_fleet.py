@@ -243,7 +243,7 @@ async def test_stragglers_go_before_fresh_requests_where_engines_know_priorities
     engine.tick()
     await publish(client, 5, PauseMode.ABORT)
     await settle()
-    assert [r["priority"] for r in engine.requests] == [2, 4, 2, 4]
+    assert [r["priority"] for r in engine.requests] == [4, 2, 4, 2]
     engine.tick(5)
     await asyncio.gather(task, old_session)
 
@@ -260,3 +260,33 @@ async def test_the_supervisor_watches_by_itself_once_the_client_is_started() -> 
         assert engine.calls.count("start") == 2
     finally:
         await client.teardown()
+
+
+@pytest.mark.parametrize("culprit", ["supervisor", "first engine"])
+async def test_whatever_one_part_does_at_the_end_every_engine_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, culprit: str
+) -> None:
+    class Stubborn(ScriptedEngine):
+        async def teardown(self) -> None:
+            await super().teardown()
+            if culprit == "first engine":
+                raise EngineError("will not")
+
+    class Slow(ScriptedEngine):
+        async def teardown(self) -> None:
+            await settle()
+            await super().teardown()
+
+    a, b = Stubborn(), Slow()
+    client, _ = fleet_of(a, b)
+    await publish(client, 0)
+    if culprit == "supervisor":
+
+        async def cannot() -> None:
+            raise EngineError("will not")
+
+        monkeypatch.setattr(client.supervisor, "stop", cannot)
+    with pytest.raises(EngineError, match="will not"):
+        await client.teardown()
+    healths = [await engine.health() for engine in (a, b)]
+    assert not any(health.alive for health in healths)
