@@ -52,6 +52,9 @@ class ActorCritic(TrainingBackend):
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return self._policy.forward_logprobs(sequences)
 
+    def reference_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return self._policy.reference_logprobs(sequences)
+
     # ---- training
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:

@@ -61,7 +61,8 @@ def own_workers(folder: str, **changes: object) -> RayCritic:
 
 
 def beside_policy(folder: str, critic_folder: str | None = None, **changes: object) -> ActorCritic:
-    policy = RayBackend(folder, config(**LIKE_LOCAL, **changes), total_steps=10, temperature=1.0, seed=0)
+    trainer = config(**LIKE_LOCAL, **changes)
+    policy = RayBackend(folder, trainer, total_steps=10, temperature=1.0, seed=0, reference=trainer)
     of_critic = critic_config(**LIKE_LOCAL, **COLOCATED, **changes)
     return ActorCritic(policy, RayCritic(critic_folder or folder, of_critic, 10, 0, policy.group))
 
@@ -118,6 +119,8 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
     folder: str, on_both: None, changes: dict[str, object], tmp_path: Path
 ) -> None:
     both, alone = beside_policy(folder, **changes), actor_critic(folder, **LIKE_LOCAL)
+    sequences = minibatch(7, lengths=LENGTHS).sequences
+    at_start = both.forward_logprobs(sequences)
     for step in range(1, 6):
         batch = with_values(minibatch(step, step, LENGTHS), alone._critic)
         if step == 3:  # part by part, while values are asked for
@@ -131,6 +134,7 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
     assert apart(both._critic, alone._critic) < 1e-6
     moved = [values.abs().max().item() for values in both.submit_values(batch.sequences).result()]
     assert max(moved) > 1e-3, "a comparison of critics that stand still compares nothing"
+    assert all(map(torch.equal, both.reference_logprobs(sequences), at_start)), "the third model of the ranks stays"
 
     both.save(both.snapshot(), tmp_path)
     rank = one_rank(
