@@ -146,10 +146,11 @@ def _stages(config: RunConfig) -> Problems:
         ),
     )
     yield from more_than_zero(config, f"{key}.reward.timeout_s")
-    if reward.function is None and reward.kwargs:
+    unused = [f"{key}.reward.{name}" for name in changed(reward)] if reward.function is None else []
+    if unused:
         yield (
-            f"{key}.reward.kwargs={dict(reward.kwargs)} without {key}.reward.function: nothing takes them. Name the function, "
-            "as package.module:function or file.py:function, or remove them."
+            f"{', '.join(unused)} without {key}.reward.function, so nothing takes it. Name the function, as "
+            "package.module:function or file.py:function, or leave it out."
         )
     if reward.function is not None and not is_import_path(reward.function):
         yield (
@@ -168,20 +169,59 @@ def _reference_device(config: RunConfig) -> Problems:
                 "trainer.algorithm.kl_loss_coef or kl_reward_coef above 0, or leave it out."
             )
         return
+    yield from _of_other_places(config)
     yield from _sharded_reference(config)
     if reference.placement == "colocated":
         return
-    on_gpu = derive.reference_device(config).startswith("cuda")
-    in_actors = reference.placement in ("ray", "workers")
-    if on_gpu and in_actors and not derive.reference_num_gpus(config) > 0:
-        yield (
-            f"{key}.placement={reference.placement} on {derive.reference_device(config)} with {key}.ray_num_gpus=0: its actor "
-            f"would see no GPU. Set {key}.ray_num_gpus=1, or {key}.device=cpu."
-        )
+    device = derive.reference_device(config)
+    on_gpu, in_actors = device.startswith("cuda"), reference.placement in ("ray", "workers")
+    if in_actors:
+        yield from _reference_gpus(config, device)
     if on_gpu and not in_actors and reference.device is None and config.trainer.strategy is TrainingStrategy.fsdp2:
         yield (
             f"{key}.placement={reference.placement} with trainer.strategy=fsdp2 on cuda: the GPUs are those that Ray gave to the "
             f"workers. Set {key}.placement=workers or colocated, or name a GPU of its own in {key}.device."
+        )
+
+
+def _reference_gpus(config: RunConfig, device: str) -> Problems:
+    """What is wrong with the device of a reference in actors, and with the GPUs that each of them reserves."""
+    key, reference = "rollout.stages.reference", config.rollout.stages.reference
+    gpus, placed = derive.reference_num_gpus(config), f"{key}.placement={reference.placement}"
+    if device not in ("cpu", "cuda"):
+        yield (
+            f"{placed} on {device}: each actor sees the GPU that Ray gives it and no other. Set {key}.device=cuda, or "
+            f"{key}.device=cpu."
+        )
+    elif device == "cpu" and gpus > 0:
+        yield f"{key}.ray_num_gpus={gpus:g} on cpu: nothing would use them. Set {key}.device=cuda, or {key}.ray_num_gpus=0."
+    elif device == "cuda" and not gpus > 0:
+        yield (
+            f"{placed} on cuda with {key}.ray_num_gpus=0: its actor would see no GPU. Set {key}.ray_num_gpus=1, or "
+            f"{key}.device=cpu."
+        )
+    elif device == "cuda" and gpus < 1 and reference.placement == "workers" and reference.num_workers > 1:
+        yield (
+            f"{key}.ray_num_gpus={gpus:g}: two workers could share a GPU, which NCCL refuses. Set {key}.ray_num_gpus=1, or "
+            f"{key}.num_workers=1."
+        )
+
+
+def _of_other_places(config: RunConfig) -> Problems:
+    """Settings of a reference that another placement than its own would take."""
+    key, reference = "rollout.stages.reference", config.rollout.stages.reference
+    takers = {
+        "num_workers": ("workers",),
+        "ray_num_cpus": ("ray", "workers"),
+        "ray_num_gpus": ("ray", "workers"),
+    }
+    unused = [
+        name for name in changed(reference) if reference.placement not in takers.get(name, (reference.placement,))
+    ]
+    for name in unused:
+        yield (
+            f"{key}.{name} with {key}.placement={reference.placement}, so nothing takes it. Set {key}.placement="
+            f"{' or '.join(takers[name])}, or leave it out."
         )
 
 
@@ -192,17 +232,17 @@ def _sharded_reference(config: RunConfig) -> Problems:
             f"{key}.cpu_offload with {key}.placement={reference.placement}: only sharded weights are moved as they are needed. "
             f"Set {key}.cpu_offload=null, or {key}.placement=workers."
         )
+    if reference.max_parallel != 1 and reference.placement in ("workers", "colocated"):
+        yield (
+            f"{key}.max_parallel={reference.max_parallel} with {key}.placement={reference.placement}: the ranks do one thing "
+            f"at a time. Set {key}.max_parallel=1."
+        )
     if reference.placement != "colocated":
         return
     if config.trainer.strategy is TrainingStrategy.local:
         yield (
             f"{key}.placement=colocated with trainer.strategy=local: there are no ranks that could hold it. Set "
             f"{key}.placement=process, or trainer.strategy=fsdp2."
-        )
-    if reference.max_parallel != 1:
-        yield (
-            f"{key}.max_parallel={reference.max_parallel} with {key}.placement=colocated: the ranks do one thing at a time. Set "
-            f"{key}.max_parallel=1."
         )
     if reference.device is not None:
         yield (

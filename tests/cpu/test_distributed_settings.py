@@ -18,7 +18,9 @@ from skyrl_train.errors import CheckpointError, TrainingWorkerError
 
 FSDP = "trainer.strategy=fsdp2"
 KL = "trainer.algorithm.kl_loss_coef=0.1"
-COLOCATED = "rollout.stages.reference.placement=colocated"
+REFERENCE = "rollout.stages.reference"
+COLOCATED = f"{REFERENCE}.placement=colocated"
+WORKERS = f"{REFERENCE}.placement=workers"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,17 @@ COLOCATED = "rollout.stages.reference.placement=colocated"
             "Set rollout.stages.reference.max_parallel=1",
         ),
         ([KL, "rollout.stages.reference.cpu_offload=true"], "Set rollout.stages.reference.cpu_offload=null"),
+        ([KL, WORKERS, f"{REFERENCE}.max_parallel=2"], f"Set {REFERENCE}.max_parallel=1"),
+        ([KL, WORKERS, f"{REFERENCE}.device=cuda:1"], f"Set {REFERENCE}.device=cuda"),
+        (["trainer.device=cuda:1", KL, f"{REFERENCE}.placement=ray"], f"Set {REFERENCE}.device=cuda"),
+        ([KL, WORKERS, f"{REFERENCE}.ray_num_gpus=1"], f"or {REFERENCE}.ray_num_gpus=0"),
+        (["trainer.device=cuda", KL, WORKERS, f"{REFERENCE}.ray_num_gpus=0.5"], "which NCCL refuses"),
+        ([KL, f"{REFERENCE}.num_workers=4"], f"Set {REFERENCE}.placement=workers, or leave it out"),
+        ([KL, f"{REFERENCE}.ray_num_gpus=1"], f"Set {REFERENCE}.placement=ray or workers, or leave it out"),
+        (
+            [FSDP, KL, COLOCATED, f"{REFERENCE}.ray_num_cpus=2"],
+            f"{REFERENCE}.ray_num_cpus with {COLOCATED}, so nothing",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:

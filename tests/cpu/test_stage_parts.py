@@ -333,6 +333,7 @@ def test_a_function_that_blocks_is_refused_on_the_loop(folder: str) -> None:
     ("override", "remedy"),
     [
         (f"{REWARD}.kwargs={{scale: 1}}", "Name the function"),
+        (f"{REWARD}.max_parallel=2", "Name the function"),
         (f"{REWARD}.function=length_reward", "Name it as package.module:function"),
         (f"{REWARD}.max_parallel=0", "must be at least 1"),
         (f"{REWARD}.timeout_s=0", "must be more than 0"),
