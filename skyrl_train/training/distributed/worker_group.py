@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.config.derive import fsdp_num_gpus
@@ -181,7 +181,7 @@ class _Actor(TrainingWorker):
 
 def _reserve(trainer: TrainerConfig, key: str) -> PlacementGroup:
     if cluster_is_own():
-        _check_machine(trainer, key, ray.cluster_resources())
+        _check_machine(trainer, key, _left())
     bundles = [_bundle(trainer) for _ in range(trainer.fsdp.num_workers)]
     bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
     group = placement_group(bundles, strategy="PACK")
@@ -196,16 +196,28 @@ def _reserve(trainer: TrainerConfig, key: str) -> PlacementGroup:
     return group
 
 
+def _left() -> dict[str, float]:
+    """What no group of workers has reserved: those of this run go with it, so that waiting for theirs would not help."""
+    left = dict(ray.cluster_resources())
+    for group in placement_group_table().values():
+        if group["state"] != "REMOVED":
+            for bundle in group["bundles"].values():
+                for resource, amount in bundle.items():
+                    left[resource] = left.get(resource, 0.0) - amount
+    return left
+
+
 def _check_machine(trainer: TrainerConfig, key: str, there: Mapping[str, float]) -> None:
     """Raises:
     ConfigError: ``there`` is not enough, and waiting would not help.
     """
     workers = trainer.fsdp.num_workers
     for resource, amount in _bundle(trainer).items():
-        if workers * amount > there.get(resource, 0.0):
+        left = round(there.get(resource, 0.0), 4)  # as finely as Ray counts
+        if round(workers * amount, 4) > left:
             raise ConfigError(
-                f"{key}.num_workers={workers}, each with {amount:g} {resource}, need more than the {there.get(resource, 0.0):g} "
-                f"of the Ray that this run has started on its machine. Lower {key}.num_workers or {key}.ray_num_"
+                f"{key}.num_workers={workers}, each with {amount:g} {resource}, need more than the {left:g} that other training "
+                f"workers leave of the Ray that this run has started on its machine. Lower {key}.num_workers or {key}.ray_num_"
                 f"{resource.lower()}s, or start a cluster with more (ray start)."
             )
 
