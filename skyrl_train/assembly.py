@@ -7,7 +7,7 @@ config ──> model folder ──> engines ──> client ──> generator ─
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.backend_factory import build_backend
-from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.concurrency import close_all, gather_or_cancel
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.schema.trainer import TrainerMode
@@ -77,21 +77,25 @@ async def build_trainer(
     stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed)
     clients = [side.client for side in (run, evaluation) if side is not None]
     backend = await _start(clients, stages, lambda: build_backend(config, plan, model_path))
-    parts = TrainerParts(
-        client=run.client,
-        generator=run.generator,
-        backend=backend,
-        publisher=run.publisher,
-        dataset=dataset,
-        checkpoints=checkpoints,
-        reporter=reporter,
-        stages=[*stages, *value_stages(config.trainer.algorithm, backend)],
-        evaluation_engines=None if evaluation is None else evaluation.own_engines(backend),
-        evaluation_prompts=evaluation_prompts,
-        spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
-        export_folder=run_folder.path / "policy",
-    )
-    return trainer_class(config.trainer.mode)(config, plan, parts)
+    try:
+        parts = TrainerParts(
+            client=run.client,
+            generator=run.generator,
+            backend=backend,
+            publisher=run.publisher,
+            dataset=dataset,
+            checkpoints=checkpoints,
+            reporter=reporter,
+            stages=[*stages, *value_stages(config.trainer.algorithm, backend)],
+            evaluation_engines=None if evaluation is None else evaluation.own_engines(backend),
+            evaluation_prompts=evaluation_prompts,
+            spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
+            export_folder=run_folder.path / "policy",
+        )
+        return trainer_class(config.trainer.mode)(config, plan, parts)
+    except BaseException:
+        await _stop(clients, stages, backend)
+        raise
 
 
 @dataclass(frozen=True)
@@ -134,12 +138,21 @@ async def _start(
         await starting
         return backend
     except BaseException:
-        if backend is not None:
-            await asyncio.to_thread(backend.close)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        await asyncio.gather(*(client.teardown() for client in clients), *(stage.aclose() for stage in stages))
+        await _stop(clients, stages, backend)
         raise
+
+
+async def _stop(
+    clients: Sequence[InferenceEngineClient], stages: Sequence[Stage], backend: TrainingBackend | None
+) -> None:
+    """Ends all of them, whatever one of them raises: what ended the building is why there is no run."""
+    closings: list[Callable[[], Awaitable[None]]]
+    closings = [*(client.teardown for client in clients), *(stage.aclose for stage in stages)]
+    if backend is not None:
+        closings.append(lambda: asyncio.to_thread(backend.close))
+    await close_all(closings)
 
 
 def trainer_class(mode: TrainerMode) -> type[PPOTrainer]:
