@@ -14,7 +14,7 @@ from skyrl_train.config.transports import TRANSPORTS
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.folder import check_place
 from skyrl_train.observability.tracking import tracker_names
-from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES
+from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES, resolve_straggler_policy
 from skyrl_train.training.objective import Objective
 from skyrl_train.training.schedule import SCHEDULES
 
@@ -46,6 +46,20 @@ def check_objective(config: RunConfig) -> None:
             f"trainer.fully_async.streaming_min_groups={groups}: the configured loss or correction looks at all groups of a "
             "step before it trains on any. Set streaming_min_groups=null."
         )
+
+
+def check_import_paths(config: RunConfig) -> None:
+    """What the run would ask for only after models are loaded, or in its first step.
+
+    Raises:
+        ConfigError: the import path of an estimator, a schedule or a straggler policy leads to none.
+    """
+    trainer = config.trainer
+    ADVANTAGE_ESTIMATORS.get(trainer.algorithm.advantage_estimator)
+    for optimizer in (trainer.policy.optimizer_config, trainer.critic.optimizer_config):
+        SCHEDULES.get(optimizer.scheduler)
+    if derive.is_fully_async(config):
+        resolve_straggler_policy(trainer.fully_async.straggler_policy)
 
 
 def check_model_path(config: RunConfig) -> None:

@@ -15,7 +15,7 @@ from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.implementation_checks import check_objective, known_names
+from skyrl_train.implementation_checks import check_import_paths, check_objective, known_names
 
 STREAMING = ("trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1")
 RULES = "off_policy_correction.rejections"
@@ -85,6 +85,20 @@ def test_a_loss_of_ones_own_that_needs_the_whole_minibatch_is_refused_before_any
     check_objective(compose("quickstart", ["trainer.mode=fully_async", own]))
     with pytest.raises(ConfigError, match="Set streaming_min_groups=null"):
         check_objective(compose("quickstart", [own, *STREAMING]))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.algorithm.advantage_estimator",
+        "trainer.policy.optimizer_config.scheduler",
+        "trainer.fully_async.straggler_policy",
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused_before_a_model_is_loaded(key: str) -> None:
+    check_import_paths(compose("quickstart", []))
+    with pytest.raises(ConfigError, match=rf"{key}='json.nothing' cannot be imported"):
+        check_import_paths(compose("quickstart", [f"{key}=json.nothing"]))
 
 
 def test_an_estimator_of_the_tutorial_is_found_by_its_path_and_reads_its_own_parameter(
