@@ -6,7 +6,18 @@ from collections.abc import Mapping
 
 from skyrl_train.errors import NonFiniteStepsError
 
-SKIPPED = ("policy/skipped_nonfinite", "critic/skipped_nonfinite")
+# By the count of a model's skipped steps: what has probably led to them.
+CAUSES = {
+    "policy/skipped_nonfinite": (
+        "a learning rate too high (trainer.policy.optimizer_config.lr, num_warmup_steps), gradients that are not clipped "
+        "(max_grad_norm), weights too narrow (trainer.policy.dtype=bfloat16), huge advantages (rewards, grpo_norm_by_std), or "
+        "unbounded ratios (off_policy_correction)"
+    ),
+    "critic/skipped_nonfinite": (
+        "of the critic, a learning rate too high (trainer.critic.optimizer_config.lr, num_warmup_steps), gradients that are not "
+        "clipped (max_grad_norm), weights too narrow (trainer.critic.dtype=bfloat16), or huge returns (rewards)"
+    ),
+}
 
 
 class NonFiniteSteps:
@@ -28,7 +39,8 @@ class NonFiniteSteps:
         Raises:
             NonFiniteStepsError: too many in a row.
         """
-        self.in_a_row = self.in_a_row + 1 if any(metrics.get(key, 0.0) > 0 for key in SKIPPED) else 0
+        skipped = [key for key in CAUSES if metrics.get(key, 0.0) > 0]
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row <= self._limit:
             return
         known = (
@@ -43,9 +55,7 @@ class NonFiniteSteps:
         first = step - self.in_a_row + 1
         raise NonFiniteStepsError(
             f"Steps {first} to {step} were skipped, because their loss or gradient is not finite: more than "
-            f"trainer.failures.max_nonfinite_steps={self._limit} in a row. The last one: {numbers}. Likely causes: a learning "
-            "rate too high (trainer.policy.optimizer_config.lr, num_warmup_steps), gradients that are not clipped "
-            "(max_grad_norm), weights too narrow (trainer.policy.dtype=bfloat16), huge advantages (rewards, "
-            "grpo_norm_by_std), or unbounded ratios (off_policy_correction). Start from the policy of a "
-            f"checkpoint from before step {first}, with another setting under another trainer.run_dir."
+            f"trainer.failures.max_nonfinite_steps={self._limit} in a row. The last one: {numbers}. Likely causes: "
+            f"{'; '.join(CAUSES[key] for key in skipped)}. Start from the policy of a checkpoint from before step {first}, with "
+            "another setting under another trainer.run_dir."
         )

@@ -32,6 +32,13 @@ def test_the_first_row_that_is_longer_than_the_limit_stops(skipped: list[bool], 
     assert stopped == expected
 
 
+@pytest.mark.parametrize(("whose", "other"), [("policy", "critic"), ("critic", "policy")])
+def test_the_settings_of_the_model_that_was_skipped_are_named(whose: str, other: str) -> None:
+    with pytest.raises(NonFiniteStepsError, match=rf"trainer\.{whose}\.optimizer_config\.lr") as caught:
+        NonFiniteSteps(0).observe(3, {f"{whose}/skipped_nonfinite": 1.0, f"{other}/skipped_nonfinite": 0.0})
+    assert f"trainer.{other}" not in str(caught.value)
+
+
 def breaks(h: Harness, first: int, last: int) -> None:
     """The steps from ``first`` to ``last`` are skipped, as a real backend skips them."""
     finish = h.backend.finish
