@@ -9,7 +9,7 @@ from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.config.schema.model import ModelConfig
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.schema.trainer import TrainerConfig, TrainerMode
-from skyrl_train.config.schema.training import PolicyConfig
+from skyrl_train.config.schema.training import PolicyConfig, TrainingStrategy
 
 
 def is_async(config: RunConfig) -> bool:
@@ -89,6 +89,13 @@ def needs_critic(algorithm: AlgorithmConfig) -> bool:
 def critic_is_colocated(trainer: TrainerConfig) -> bool:
     """Whether the ranks that train the policy hold the critic too."""
     return needs_critic(trainer.algorithm) and trainer.critic.placement == "colocated"
+
+
+def critic_is_beside(trainer: TrainerConfig) -> bool:
+    """Whether there is a critic that computes where the policy does: in its ranks, or in this process on the same device."""
+    if trainer.strategy is TrainingStrategy.fsdp2:
+        return critic_is_colocated(trainer)
+    return needs_critic(trainer.algorithm) and critic_trainer(trainer).device == trainer.device
 
 
 # Settings of ``trainer.critic.fsdp`` that a critic in the policy's ranks has, because they are about the model and not about the

@@ -48,8 +48,8 @@ def fit(plan: Plan, machine: Machine) -> Fit:
         elif state + need.activation_bytes > there:
             tight.append(
                 f"{need.what}: {_gib(state)} of {need.kept}, and up to "
-                f"{_gib(need.activation_bytes)} of activations, but there are {_gib(there)}. Set "
-                f"trainer.policy.gradient_checkpointing=true, lower trainer.micro_batch_tokens, or: {need.remedy}"
+                f"{_gib(need.activation_bytes)} of activations, but there are {_gib(there)}. "
+                f"{_fewer_activations(plan.config.trainer)} trainer.micro_batch_tokens, or: {need.remedy}"
             )
     return Fit(impossible, tight)
 
@@ -66,7 +66,7 @@ def _needs(plan: Plan, machine: Machine) -> list[_Need]:
         f"Each of {trainer.fsdp.num_workers} ranks" if sharded else f"Training on {trainer.device}",
         _STATE if on_gpu else _STATE_AND_SNAPSHOTS,
         memory.rank_bytes
-        + (memory.critic_bytes if not sharded and derive.critic_trainer(trainer).device == trainer.device else 0)
+        + (memory.critic_bytes if not sharded and derive.critic_is_beside(trainer) else 0)
         + (0 if on_gpu else _snapshot_bytes(trainer, memory)),
         memory.activation_bytes,
         min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
@@ -127,6 +127,15 @@ def _of_critic_workers(trainer: TrainerConfig, memory: MemoryEstimate, machine: 
             f"Use more than {key}.num_workers={workers}{f', or set {key}.cpu_offload=true' if on_gpu else ''}.",
         )
     ]
+
+
+def _fewer_activations(trainer: TrainerConfig) -> str:
+    """What to set, ending in what to do with the tokens of a micro-batch."""
+    models = {"policy": trainer.policy.gradient_checkpointing}
+    if derive.critic_is_beside(trainer):
+        models["critic"] = trainer.critic.gradient_checkpointing
+    keep = [f"trainer.{model}.gradient_checkpointing=true" for model, again in models.items() if not again]
+    return f"Set {' and '.join(keep)}, lower" if keep else "Lower"
 
 
 def _remedy(trainer: TrainerConfig) -> str:

@@ -123,12 +123,14 @@ def _of_policy_ranks(config: RunConfig, reference: int, critic: int) -> tuple[in
 
 
 def _activation_bytes(config: RunConfig, policy: ModelShape, critic: ModelShape | None, max_model_len: int) -> int:
-    """Of the policy, or of a critic in the same ranks, where those are more: one of them computes at a time."""
+    """Of the policy, and of a critic where it computes in the same memory: in the same ranks one of them at a time, in this
+    process both at once."""
     trainer, tokens = config.trainer, _micro_batch_tokens(config, max_model_len)
     of_policy = activation_bytes(trainer, policy, tokens)
-    if critic is None or not derive.critic_is_colocated(trainer):
+    if critic is None or not derive.critic_is_beside(trainer):
         return of_policy
-    return max(of_policy, activation_bytes(derive.critic_trainer(trainer), critic, tokens))
+    of_critic = activation_bytes(derive.critic_trainer(trainer), critic, tokens)
+    return max(of_policy, of_critic) if derive.critic_is_colocated(trainer) else of_policy + of_critic
 
 
 def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:

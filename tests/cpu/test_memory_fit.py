@@ -217,6 +217,35 @@ def test_what_a_critic_adds_has_to_fit(overrides: list[str], short_by: int, reme
     assert remedy is None or remedy in found[0]
 
 
+CHECKPOINTING = "trainer.{}.gradient_checkpointing=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "times", "remedies"),
+    [
+        ([*RANKS, COLOCATED], 1, ["policy", "critic"]),  # one computes at a time
+        ([*RANKS], 1, ["policy"]),  # it has workers of its own
+        (CUDA, 2, ["policy", "critic"]),
+        ([*CUDA, "trainer.critic.device=cpu"], 1, ["policy"]),
+        ([*RANKS, COLOCATED, CHECKPOINTING.format("policy")], 1, ["critic"]),
+        ([*RANKS, COLOCATED, *map(CHECKPOINTING.format, ("policy", "critic"))], None, []),
+    ],
+)
+def test_activations_of_policy_and_critic_add_up_where_both_compute_at_once(
+    overrides: list[str], times: int | None, remedies: list[str]
+) -> None:
+    alone, plan = (
+        planned(*[name for name in overrides if "critic" not in name and "checkpointing" not in name]).memory,
+        planned(*overrides, GAE),
+    )
+    assert alone is not None and plan.memory is not None
+    assert times is None or plan.memory.activation_bytes == times * alone.activation_bytes
+    machine = Machine(99 * GIB, (16 * plan.memory.num_parameters * 2 + plan.memory.activation_bytes // 2,) * 4)
+    (tight,) = fit(plan, machine).tight
+    named = [model for model in ("policy", "critic") if CHECKPOINTING.format(model) in tight]
+    assert named == remedies and ("Lower trainer.micro_batch_tokens" in tight) == (not remedies)
+
+
 @pytest.mark.parametrize(
     ("visible", "mib"),
     [(None, (81920, 40960)), ("1", (40960,)), ("GPU-aa", (81920,)), ("", ())],
