@@ -25,7 +25,7 @@ def sections(plan: Plan) -> list[tuple[str, Rows]]:
         ("data", _data_rows(plan)),
         ("asynchrony" if plan.mode is not TrainerMode.sync else "generation", _rollout_rows(plan)),
         ("engines", _engine_rows(plan)),
-        ("memory", _memory_rows(plan.memory)),
+        ("memory", _memory_rows(plan.config.trainer, plan.memory)),
     ]
 
 
@@ -248,27 +248,30 @@ def _transport_row(plan: Plan) -> str:
     return f"{name}{folder}{', checksummed' if generator.verify_weights else ''}"
 
 
-def _memory_rows(memory: MemoryEstimate | None) -> Rows:
+def _memory_rows(trainer: TrainerConfig, memory: MemoryEstimate | None) -> Rows:
     if memory is None:
         return [("estimate", "unknown until the model is loaded")]
+    ranks = trainer.fsdp.num_workers if trainer.strategy is TrainingStrategy.fsdp2 else 1
+    copies = ranks // memory.num_ranks
+    each = f", in each of {copies} copies of the policy" if copies > 1 else ""
     beside = f", critic {_mib(memory.critic_bytes)}" if memory.critic_bytes else ""
     beside += f", reference {_mib(memory.reference_bytes)}" if memory.reference_bytes else ""
     return [
         ("parameters", _parameters_row(memory)),
-        *([("each rank", _rank_row(memory))] if memory.num_ranks > 1 else []),
+        *([("each rank", _rank_row(ranks, memory))] if ranks > 1 else []),
         (
             "trainer",
             f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
             f"gradients {_mib(memory.gradient_bytes)}, optimizer {_mib(memory.optimizer_bytes)}, "
-            f"staging {_mib(memory.staging_bytes)}{beside})",
+            f"staging {_mib(memory.staging_bytes)}{beside}){each}",
         ),
         (
             "snapshot",
-            f"{_mib(memory.snapshot_bytes + memory.critic_snapshot_bytes)} of main memory, from the first checkpoint on",
+            f"{_mib(memory.snapshot_bytes + memory.critic_snapshot_bytes)} of main memory, from the first checkpoint on{each}",
         ),
         (
             "activations",
-            f"up to {_mib(memory.activation_bytes)} on top{' of each rank' if memory.num_ranks > 1 else ''}",
+            f"up to {_mib(memory.activation_bytes)} on top{' of each rank' if ranks > 1 else ''}",
         ),
         (
             "engines",
@@ -278,10 +281,10 @@ def _memory_rows(memory: MemoryEstimate | None) -> Rows:
     ]
 
 
-def _rank_row(memory: MemoryEstimate) -> str:
+def _rank_row(ranks: int, memory: MemoryEstimate) -> str:
     elsewhere = memory.rank_elsewhere_bytes
     apart = f", and {_mib(elsewhere)} by another cpu_offload of reference or critic" if elsewhere else ""
-    return f"{_mib(memory.rank_bytes)} of {memory.num_ranks}{apart}"
+    return f"{_mib(memory.rank_bytes)} of {ranks}{apart}"
 
 
 def _parameters_row(memory: MemoryEstimate) -> str:

@@ -111,6 +111,15 @@ def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:
     assert "Ray actors" not in resolve(compose("quickstart", []), 512).describe()
 
 
+@pytest.mark.parametrize(("split", "copies"), [(1, 4), (2, 2)])
+def test_the_plan_tells_copies_from_ranks(split: int, copies: int) -> None:
+    ranks = [FSDP, "trainer.fsdp.num_workers=4", f"trainer.fsdp.shard_size={split}"]
+    rows = resolve(compose("quickstart", ranks), 512).describe().splitlines()
+    row = {name: next(line for line in rows if line.strip().startswith(name)) for name in ("each rank", "trainer")}
+    assert row["each rank"].endswith("of 4") and row["trainer"].endswith(f"in each of {copies} copies of the policy")
+    assert any(line.endswith("on top of each rank") for line in rows)
+
+
 @pytest.mark.parametrize(("device", "offloaded", "copies"), [("cpu", True, 5), ("cuda", False, 5), ("cuda", True, 4)])
 def test_the_plan_counts_a_reference_that_lies_where_the_policy_does(device: str, offloaded: bool, copies: int) -> None:
     reference = [COLOCATED, f"rollout.stages.reference.cpu_offload={offloaded}", f"trainer.device={device}"]
