@@ -61,7 +61,7 @@ class FSDPConfig:
     ray_num_cpus: float = 1.0  # reserved for each worker
     ray_num_gpus: float | None = None  # None: 1 on the device cuda, else 0
     environment: dict[str, str] = field(default_factory=dict)  # variables of the workers' processes, such as NCCL's
-    start_timeout_s: float = 600.0  # waiting for the cluster's resources and loading the model included
+    start_timeout_s: float = 600.0  # waiting for the cluster's resources included, loading the models not
 
 
 @dataclass
