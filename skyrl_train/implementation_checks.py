@@ -9,10 +9,11 @@ from skyrl_train.algorithms.off_policy.rejections import REJECTION_STATISTICS
 from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
+from skyrl_train.config.limits import setting
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.transports import TRANSPORTS
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.folder import check_place
+from skyrl_train.models.folder import check_place, is_local, load_config
 from skyrl_train.observability.tracking import tracker_names
 from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES, resolve_straggler_policy
 from skyrl_train.training.objective import Objective
@@ -64,9 +65,12 @@ def check_import_paths(config: RunConfig) -> None:
 
 def check_model_path(config: RunConfig) -> None:
     """Raises:
-    ModelError: the path of the policy's or the critic's model looks like a folder, and there is none. (A hub name is asked
-        for later.)
+    ModelError: the path of the policy's or the critic's model looks like a folder, and there is none, or no model that
+        transformers knows. (A hub name is asked for later.)
     """
-    for path in (config.trainer.policy.model.path, config.trainer.critic.model.path):
-        if path is not None:
-            check_place(path)
+    for key in ("trainer.policy.model.path", "trainer.critic.model.path"):
+        path = setting(config, key)
+        if path is not None and is_local(path):
+            load_config(path, key)
+        elif path is not None:
+            check_place(path, key)

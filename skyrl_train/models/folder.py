@@ -26,24 +26,27 @@ _SETTING = "trainer.policy.model.path"
 _building = threading.Lock()
 
 
-def load_config(path: str) -> PreTrainedConfig:
+def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
     """Reads ``config.json``.
+
+    Args:
+        setting: that names the path, for messages.
 
     Raises:
         ModelError: there is none, or transformers does not know the architecture.
     """
-    check_place(path)
+    check_place(path, setting)
     try:
         with quiet_transformers():
             config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except _UNUSABLE as error:
         if is_local(path):
             raise ModelError(
-                f"{path!r} is not a model: {_first_line(error)}. Point {_SETTING} at a folder with a config.json."
+                f"{path!r} is not a model: {_first_line(error)}. Point {setting} at a folder with a config.json."
             ) from error
         raise ModelError(
             f"{path!r} is no folder here, and the hub did not give it either (offline, misspelt or private): "
-            f"{_first_line(error)}. Point {_SETTING} at a model folder, or download the model first."
+            f"{_first_line(error)}. Point {setting} at a model folder, or download the model first."
         ) from error
     return config
 
@@ -177,11 +180,11 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def check_place(path: str) -> None:
+def check_place(path: str, setting: str = _SETTING) -> None:
     """Refuses what is meant as a path but is not there, so that the hub is never asked for it."""
     if not is_local(path) and _looks_local(path):
         what = "a file, not a model folder" if Path(path).exists() else "not there"
-        raise ModelError(f"The model folder {path!r} is {what}. Point {_SETTING} at a folder with a config.json.")
+        raise ModelError(f"The model folder {path!r} is {what}. Point {setting} at a folder with a config.json.")
 
 
 def _looks_local(path: str) -> bool:

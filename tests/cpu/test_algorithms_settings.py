@@ -14,8 +14,8 @@ from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS
 from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
-from skyrl_train.errors import ConfigError
-from skyrl_train.implementation_checks import check_import_paths, check_objective, known_names
+from skyrl_train.errors import ConfigError, ModelError
+from skyrl_train.implementation_checks import check_import_paths, check_model_path, check_objective, known_names
 
 STREAMING = ("trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1")
 RULES = "off_policy_correction.rejections"
@@ -99,6 +99,21 @@ def test_a_path_that_leads_nowhere_is_refused_before_a_model_is_loaded(key: str)
     check_import_paths(compose("quickstart", []))
     with pytest.raises(ConfigError, match=rf"{key}='json.nothing' cannot be imported"):
         check_import_paths(compose("quickstart", [f"{key}=json.nothing"]))
+
+
+@pytest.mark.parametrize("key", ["trainer.policy.model.path", "trainer.critic.model.path"])
+@pytest.mark.parametrize("folder", ["empty", "absent"])
+def test_a_folder_without_a_model_is_refused_by_its_setting_before_anything_starts(
+    tmp_path: Path, key: str, folder: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    check_model_path(
+        compose("quickstart", ["trainer.algorithm.advantage_estimator=gae", f"{key}=some/model-of-the-hub"])
+    )
+    with pytest.raises(ModelError, match=f"Point {key} at a folder with a config.json"):
+        check_model_path(
+            compose("quickstart", ["trainer.algorithm.advantage_estimator=gae", f"{key}={tmp_path / folder}"])
+        )
 
 
 def test_an_estimator_of_the_tutorial_is_found_by_its_path_and_reads_its_own_parameter(
