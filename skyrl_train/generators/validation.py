@@ -23,6 +23,7 @@ from skyrl_train.rollout.group import RolloutSequence, Sample
 # A log-prob is at most 0; engines that compute it in a low precision overshoot by rounding only.
 MAX_LOGPROB = 1e-3
 MAX_TOKEN_ID = 2**31 - 1
+MAX_VERSION = 2**63 - 1  # what arrays hold
 
 _REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_versions")
 _ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")
@@ -72,7 +73,10 @@ def to_samples(output: GeneratorOutput, expected: int) -> tuple[Sample, ...]:
 
 
 def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence:
-    sequence = _of_plain_numbers(fields, row, stop_reason)
+    try:
+        sequence = _of_plain_numbers(fields, row, stop_reason)
+    except OverflowError:  # an integer that no array or float holds
+        sequence = None
     if sequence is None:
         _check_tokens(fields, row)
         _check_rewards(fields, row)
@@ -113,10 +117,7 @@ def _of_plain_numbers(fields: Mapping[str, Any], row: int, stop_reason: str) -> 
     if plain_prompt is None or any(values is None or len(values) != len(response) for values in plain.values()):
         return None
     sequence = RolloutSequence(plain_prompt, stop_reason=stop_reason, **plain)
-    try:
-        return sequence if _keeps_contract(sequence) else None
-    except OverflowError:  # an integer that no array holds
-        return None
+    return sequence if _keeps_contract(sequence) else None
 
 
 def _plain(values: Any, kind: type[Number], *others: type) -> list[Number] | None:
@@ -246,7 +247,7 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
     for value in reward if per_token else (reward,):
         if not isinstance(value, Real):
             _fail(fields, "rewards", row, f"contains {value!r}; rewards must be finite numbers.")
-        if not math.isfinite(value):
+        if not _is_finite(value):
             raise NonFiniteRewardError(
                 f"rewards of {_whose(fields, row)} contains {value!r}; rewards must be finite numbers. Check the environment or "
                 "the reward function."
@@ -257,9 +258,9 @@ def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
     for position, (mask, logprob, version) in enumerate(_aligned(fields, row)):
         if not isinstance(mask, Real) or mask not in (0, 1):
             _fail(fields, "loss_masks", row, f"has {mask!r} at position {position}; it must be 0 or 1.")
-        if not isinstance(logprob, Real) or not math.isfinite(logprob):
+        if not isinstance(logprob, Real) or not _is_finite(logprob):
             _fail(fields, "rollout_logprobs", row, f"has {logprob!r} at position {position}; log-probs must be finite.")
-        if not _is_int(version) or version < -1:
+        if not _is_int(version) or not -1 <= version <= MAX_VERSION:
             _fail(fields, "rollout_versions", row, f"has {version!r} at position {position}; give an integer >= -1.")
         if mask and logprob > MAX_LOGPROB:
             _fail(fields, "rollout_logprobs", row, f"has {logprob!r} at position {position}; a log-prob is at most 0.")
@@ -283,6 +284,13 @@ def _sequence(fields: Mapping[str, Any], name: str, row: int) -> Sequence[Any]:
 
 def _is_int(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _fail(fields: Mapping[str, Any], name: str, row: int, what: str) -> None:

@@ -68,6 +68,8 @@ def lengthen(name: str) -> Callable[[dict[str, Any], int], None]:
     return corrupt
 
 
+NO_FLOAT = -(10**309)  # an integer beyond all floats
+
 SAMPLE_CORRUPTIONS = {
     **{f"{name}: ragged": (name, lengthen(name)) for name in ALIGNED},
     **{f"{name}: no list": (name, set_sample(name, None)) for name in LISTS},
@@ -77,9 +79,9 @@ SAMPLE_CORRUPTIONS = {
             "prompt_token_ids": (-1, 1.5, "a", None, True, 2**31, 2**70),
             "response_ids": (-1, 1.5, "a", None, True, 2**31, 2**70),
             "loss_masks": (2, -1, 0.5, math.nan, None, "1"),
-            "rollout_logprobs": (math.nan, math.inf, -math.inf, 0.1, None, "x"),
-            "rollout_versions": (-1, -2, 0.5, None, True),
-            "rewards": (math.nan, math.inf, -math.inf, None, "good"),
+            "rollout_logprobs": (math.nan, math.inf, -math.inf, 0.1, None, "x", NO_FLOAT),
+            "rollout_versions": (-1, -2, 0.5, None, True, 2**70),
+            "rewards": (math.nan, math.inf, -math.inf, None, "good", NO_FLOAT),
         }.items()
         for value in values
     },
@@ -207,6 +209,8 @@ ODD = st.sampled_from(
         0.5,
         math.nan,
         math.inf,
+        NO_FLOAT,
+        2**70,
         np.int64(3),
         np.float32(-1.5),
         "7",
