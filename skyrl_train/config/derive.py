@@ -32,8 +32,13 @@ def max_staleness_steps(config: RunConfig) -> int:
     return config.trainer.fully_async.max_staleness_steps
 
 
+# With a tail of 8 times the mean response, one step ahead starves the trainer of a third of its time, and two do not; more than
+# two only ages what is trained (docs/benchmarks.md, "How far ahead").
+DEFAULT_DEPTH = 2
+
+
 def pipeline_depth(config: RunConfig) -> float:
-    """D: steps that generation may run ahead; 1 where S leaves room for it."""
+    """D: steps that generation may run ahead; 2 where S leaves room for it."""
     if config.trainer.mode is TrainerMode.sync:
         return 0
     if config.trainer.mode is TrainerMode.one_step_off:
@@ -41,7 +46,7 @@ def pipeline_depth(config: RunConfig) -> float:
     if config.trainer.mode is TrainerMode.partial_rollout:
         return config.trainer.partial_rollout.oversubmit_factor - 1
     depth = config.trainer.fully_async.pipeline_depth
-    return max(0, min(1, deepest(config))) if depth is None else depth
+    return max(0, min(DEFAULT_DEPTH, deepest(config))) if depth is None else depth
 
 
 def deepest(config: RunConfig) -> int:

@@ -68,9 +68,9 @@ def the_problem(config: RunConfig) -> str:
     return found[0]
 
 
-def test_defaults_derive_depth_one_and_as_many_workers_as_are_ever_admitted() -> None:
+def test_defaults_derive_depth_two_and_as_many_workers_as_are_ever_admitted() -> None:
     plan = resolve(fully_async(f"{MINIBATCH}=16", f"{BOUND}=4"), dataset_len=100)
-    assert (plan.max_staleness_steps, plan.pipeline_depth, plan.num_workers, plan.capacity) == (4, 1, 32, 32)
+    assert (plan.max_staleness_steps, plan.pipeline_depth, plan.num_workers, plan.capacity) == (4, 2, 48, 48)
 
 
 def test_a_bound_of_zero_leaves_no_depth() -> None:

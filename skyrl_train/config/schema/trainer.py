@@ -32,7 +32,7 @@ class FullyAsyncConfig:
     """How far generation runs ahead of training, and what gives way (``trainer.mode=fully_async``)."""
 
     max_staleness_steps: int = 4  # S: bound on the lag of a group, in steps
-    pipeline_depth: float | None = None  # D: steps that generation may run ahead, also 0.5; None: min(1, S - slack)
+    pipeline_depth: float | None = None  # D: steps that generation may run ahead, also 0.5; None: min(2, S - k + 1)
     num_parallel_generation_workers: int | None = None  # W: groups generated at once; None: (D + 1) * B
     straggler_policy: str = "mask"  # mask | accept | wait | burst | drop | path.to.Policy: what gives way beyond S
     sync_every_steps: int = 1  # k: optimizer steps from one publication to the next
