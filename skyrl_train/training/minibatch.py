@@ -144,10 +144,10 @@ def _values(sample: Sample, group: RolloutGroup) -> torch.Tensor:
 
 def _shaped_rewards(sample: Sample, group: RolloutGroup, algorithm: AlgorithmConfig, kl_factor: float) -> list[float]:
     """The sample's rewards with the penalties for its length, on its last token, and for its divergence."""
-    rewards = sample.rewards
+    rewards = list(sample.rewards)  # estimators may be anybody's, and the group goes on
     penalty = overlong_penalty(sum(int(s.sampled.sum()) for s in sample.sequences), algorithm.overlong)
     if rewards and penalty:
-        rewards = [*rewards[:-1], rewards[-1] + penalty]
+        rewards[-1] += penalty
     if algorithm.kl_reward_coef == 0 or group.masked:
         return rewards
     coefficient = kl_factor * algorithm.kl_reward_coef

@@ -11,7 +11,7 @@ from algorithm_worlds import few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.advantages import STD_EPSILON
+from skyrl_train.algorithms.advantages import STD_EPSILON, GroupRewards
 from skyrl_train.algorithms.kl_control import KlControl
 from skyrl_train.algorithms.rewards import overlong_penalty
 from skyrl_train.config.schema.algorithm import (
@@ -68,6 +68,21 @@ def test_the_overlong_penalty_is_equation_13_of_dapo(length: int, buffer: int, l
 def test_the_penalty_for_length_is_part_of_the_return() -> None:
     config = AlgorithmConfig(grpo_norm_by_std=False, overlong=OverlongConfig(2, 1.0, 4))
     assert per_sample([group(sample(4, 1.0), sample(3, 1.0), sample(1, 1.0))], config) == pytest.approx([-0.5, 0, 0.5])
+
+
+def test_an_estimator_of_ones_own_may_write_into_what_it_gets_and_the_group_stays_as_it_was() -> None:
+    rewarded = group(sample(2, 1.0), sample(2, 3.0))
+    assert per_sample([rewarded], AlgorithmConfig(advantage_estimator=f"{__name__}:writes")) == [-2, 0]
+    assert [each.sequences[0].rewards for each in rewarded.samples] == [[0, 1], [0, 3]], (
+        "metrics and samples show these"
+    )
+
+
+def writes(given: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    for rewards in given.token_rewards:
+        assert isinstance(rewards, list)
+        rewards[-1] -= 3.0
+    return given.on_trained_tokens(given.returns)
 
 
 def test_a_response_that_was_cut_off_leaves_the_numerator_and_stays_in_denominator_and_baseline() -> None:
