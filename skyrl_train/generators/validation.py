@@ -6,7 +6,6 @@ without a version, ragged lists, numbers that are not finite. The message names 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -23,6 +22,7 @@ from skyrl_train.rollout.group import RolloutSequence, Sample
 # A log-prob is at most 0; engines that compute it in a low precision overshoot by rounding only.
 MAX_LOGPROB = 1e-3
 MAX_TOKEN_ID = 2**31 - 1
+MAX_REWARD = float(np.finfo(np.float32).max)  # advantages are computed in float32
 MAX_VERSION = 2**63 - 1  # what arrays hold
 
 _REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_versions")
@@ -46,7 +46,8 @@ def to_samples(output: GeneratorOutput, expected: int) -> tuple[Sample, ...]:
 
     Raises:
         GeneratorOutputError: the first violation found.
-        NonFiniteRewardError: a reward is NaN or infinite, which is not the generator's contract but this rollout's fault.
+        NonFiniteRewardError: a reward is NaN or infinite, or is so in float32, which is not the generator's contract but this
+            rollout's fault.
     """
     if not isinstance(output, Mapping):
         raise GeneratorOutputError(f"The generator returned a {type(output).__name__}, not a GeneratorOutput (a dict).")
@@ -104,7 +105,7 @@ def _of_plain_numbers(fields: Mapping[str, Any], row: int, stop_reason: str) -> 
     per_token = not isinstance(reward, Real)
     if per_token != (not isinstance(fields["rewards"][0], Real)) or not isinstance(response, list | tuple):
         return None
-    if not per_token and not math.isfinite(reward):
+    if not per_token and not _is_finite(reward):
         return None
     plain_prompt = _plain(prompt, int)
     plain: dict[str, Any] = {
@@ -115,6 +116,8 @@ def _of_plain_numbers(fields: Mapping[str, Any], row: int, stop_reason: str) -> 
         "rewards": _plain(reward, float, int) if per_token else _per_token(reward, len(response)),
     }
     if plain_prompt is None or any(values is None or len(values) != len(response) for values in plain.values()):
+        return None
+    if per_token and not sum(map(abs, plain["rewards"])) <= MAX_REWARD:  # of a whole response it was checked above
         return None
     sequence = RolloutSequence(plain_prompt, stop_reason=stop_reason, **plain)
     return sequence if _keeps_contract(sequence) else None
@@ -141,7 +144,6 @@ def _keeps_contract(sequence: RolloutSequence) -> bool:
     return bool(
         tokens.min() >= 0
         and tokens.max() <= MAX_TOKEN_ID
-        and math.isfinite(sum(sequence.rewards))
         and np.isfinite(logprobs).all()
         and logprobs.max(initial=0.0, where=sampled) <= MAX_LOGPROB
         and versions.min(initial=0) >= -1
@@ -252,6 +254,8 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
                 f"rewards of {_whose(fields, row)} contains {value!r}; rewards must be finite numbers. Check the environment or "
                 "the reward function."
             )
+    if per_token and not _is_finite(sum(abs(float(value)) for value in reward)):
+        raise NonFiniteRewardError(f"the rewards of {_whose(fields, row)} add up to more than a float32 holds.")
 
 
 def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
@@ -288,7 +292,7 @@ def _is_int(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     try:
-        return math.isfinite(value)
+        return abs(float(value)) <= MAX_REWARD
     except OverflowError:  # an integer beyond all floats
         return False
 

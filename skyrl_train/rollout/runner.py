@@ -319,7 +319,7 @@ class GroupRunner:
         samples = to_samples(output, expected=self._n)
         metrics = dict(output.get("rollout_metrics") or {})
         _check_metrics(metrics)
-        return RolloutGroup(
+        group = RolloutGroup(
             ordinal=ordinal,
             uid=record.uid,
             data_source=record.data_source,
@@ -327,6 +327,12 @@ class GroupRunner:
             submitted_version=version,
             metrics=metrics,
         )
+        if group.newest_version > self._engines.policy_version:
+            raise GeneratorOutputError(
+                f"rollout_versions names version {group.newest_version}, but the engines serve {self._engines.policy_version}. "
+                "Give each token the version that the client returned with it; batch_metadata.global_step is one more."
+            )
+        return group
 
 
 class _AttemptFailed(Exception):

@@ -104,7 +104,7 @@ def test_requests_are_as_long_as_the_limits_allow_within_the_model() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([f"{WORKERS}=15"], "Set it to 32, or to null"),
+        ([f"{WORKERS}=15"], "Set it to 48, or to null"),
         ([f"{BOUND}=-1"], "must be at least 0"),
         ([f"{DEPTH}=-1"], "must be at least 0"),
         ([f"{DEPTH}=5", f"{BOUND}=4"], "Set max_staleness_steps=5 or pipeline_depth=4"),

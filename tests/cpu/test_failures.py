@@ -98,6 +98,18 @@ async def test_fewer_samples_than_asked_for_stop_the_workers_by_name() -> None:
         assert w.generator.calls.count(1) == 1, "another attempt would not mend it"
 
 
+async def test_a_version_that_the_engines_do_not_serve_yet_stops_the_workers() -> None:
+    async with World() as w:
+
+        async def counts_steps(batch: GeneratorInput) -> GeneratorOutput:
+            return output_of(batch, batch["batch_metadata"].global_step)
+
+        w.generator.plays[1] = [counts_steps]
+        await w.workers.fill()
+        with pytest.raises(GeneratorOutputError, match="names version 1, but the engines serve 0"):
+            w.workers.raise_if_failed()
+
+
 async def test_more_failures_than_the_budget_stop_the_workers_with_the_last_reason() -> None:
     async with World(max_failed_rollouts=2, max_rollout_retries=0) as w:
         w.generator.plays.update({ordinal: [fail] for ordinal in range(20)})
@@ -367,7 +379,7 @@ async def test_a_filtered_run_with_depth_zero_is_the_filtered_synchronous_one(tm
     runs = []
     for folder, overrides in (
         ("sync", ["trainer.mode=sync"]),
-        ("async", ["trainer.mode=fully_async", "trainer.fully_async.max_staleness_steps=0"]),
+        ("async", ["trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.pipeline_depth=0"]),
     ):
         h = Harness(tmp_path / folder, "trainer.algorithm.dynamic_sampling=filter", *overrides)
         await h.train()

@@ -81,7 +81,7 @@ SAMPLE_CORRUPTIONS = {
             "loss_masks": (2, -1, 0.5, math.nan, None, "1"),
             "rollout_logprobs": (math.nan, math.inf, -math.inf, 0.1, None, "x", NO_FLOAT),
             "rollout_versions": (-1, -2, 0.5, None, True, 2**70),
-            "rewards": (math.nan, math.inf, -math.inf, None, "good", NO_FLOAT),
+            "rewards": (math.nan, math.inf, -math.inf, 1e39, None, "good", NO_FLOAT),
         }.items()
         for value in values
     },
@@ -242,3 +242,16 @@ def test_lists_of_plain_numbers_get_the_verdict_that_looking_at_each_number_give
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "_of_plain_numbers", lambda fields, row, stop_reason: None)
         assert verdict() == at_once
+
+
+def test_rewards_that_no_float32_holds_together_are_the_rollouts_fault() -> None:
+    output = {
+        "prompt_token_ids": [[1]],
+        "response_ids": [[2, 3]],
+        "rewards": [[3e38, 3e38]],
+        "loss_masks": [[1, 1]],
+        "rollout_logprobs": [[-1.0, -1.0]],
+        "rollout_versions": [[0, 0]],
+    }
+    with pytest.raises(NonFiniteRewardError, match="add up"):
+        to_samples(output, 1)  # type: ignore[arg-type]
