@@ -57,8 +57,8 @@ def check_import_paths(config: RunConfig) -> None:
     """
     trainer = config.trainer
     ADVANTAGE_ESTIMATORS.get(trainer.algorithm.advantage_estimator)
-    for optimizer in (trainer.policy.optimizer_config, trainer.critic.optimizer_config):
-        SCHEDULES.get(optimizer.scheduler)
+    for key in ("trainer.policy.optimizer_config.scheduler", "trainer.critic.optimizer_config.scheduler"):
+        SCHEDULES.get(setting(config, key), key)
     if derive.is_fully_async(config):
         resolve_straggler_policy(trainer.fully_async.straggler_policy)
 

@@ -35,21 +35,25 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str) -> T:
+    def get(self, name: str, setting: str | None = None) -> T:
         """Returns what ``name`` stands for: a registered name, or an import path (``package.module:function``).
+
+        Args:
+            setting: that ``name`` is the value of, where it is not the registry's own.
 
         Raises:
             ConfigError: unknown, with the nearest known name and all others; or it cannot be imported.
         """
+        where = setting or self._setting
         if name in self._entries:
             return self._entries[name]
         if is_import_path(str(name)):
             if name not in self._imported:
-                self._imported[name] = import_name(name, self._setting, "function")
+                self._imported[name] = import_name(name, where, "function")
             return self._imported[name]
         nearest = difflib.get_close_matches(str(name), self._entries, n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"{self._setting}={name!r} is unknown.{hint} Known: {', '.join(self.names())}.")
+        raise ConfigError(f"{where}={name!r} is unknown.{hint} Known: {', '.join(self.names())}.")
 
     def names(self) -> list[str]:
         """All known names, sorted."""

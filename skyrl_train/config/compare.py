@@ -24,6 +24,8 @@ _OF_WORKERS = (  # settings of fsdp
 NOT_PART_OF_THE_RUN = frozenset(
     {
         *(f"trainer.{whose}fsdp.{name}" for whose in ("", "critic.") for name in _OF_WORKERS),
+        "trainer.device",
+        "trainer.critic.device",
         "trainer.critic.placement",
         "trainer.run_name",
         "trainer.runs_dir",
@@ -50,6 +52,7 @@ NOT_PART_OF_THE_RUN = frozenset(
         "rollout.stages.reward.timeout_s",
         "rollout.stages.reward.ray_num_cpus",
         "rollout.stages.reward.ray_num_gpus",
+        "rollout.stages.reference.device",
         "rollout.stages.reference.placement",
         "rollout.stages.reference.max_parallel",
         "rollout.stages.reference.num_workers",

@@ -181,7 +181,7 @@ def _master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _check(config: OptimizerConfig, where: str) -> None:
-    SCHEDULES.get(config.scheduler)
+    SCHEDULES.get(config.scheduler, f"{where}.scheduler")
     if not (math.isfinite(config.lr) and config.lr >= 0):
         raise ConfigError(f"{where}.lr must be finite and >= 0, got {config.lr}.")
     if len(config.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.adam_betas):

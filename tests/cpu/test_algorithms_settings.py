@@ -92,6 +92,7 @@ def test_a_loss_of_ones_own_that_needs_the_whole_minibatch_is_refused_before_any
     [
         "trainer.algorithm.advantage_estimator",
         "trainer.policy.optimizer_config.scheduler",
+        "trainer.critic.optimizer_config.scheduler",
         "trainer.fully_async.straggler_policy",
     ],
 )

@@ -190,6 +190,11 @@ def test_the_same_run_may_live_elsewhere_and_be_watched_differently() -> None:
     assert same_run(ours, moved)
 
 
+@pytest.mark.parametrize("key", ["trainer.device", "trainer.critic.device", "rollout.stages.reference.device"])
+def test_a_run_on_another_device_is_the_same_run(key: str) -> None:
+    assert same_run(compose("quickstart"), compose("quickstart", [f"{key}=cuda:1"]))
+
+
 @pytest.mark.parametrize(
     "override", ["trainer.seed=1", "trainer.max_steps=2", "environment.kwargs.a=1", "data.train_data=[x]"]
 )

@@ -273,7 +273,9 @@ def test_slices_of_the_tokens_and_the_policys_ranks_are_not_refused_and_make_no_
     assert problems(compose("quickstart", [*SHARDED, slices])) == []
     colocated = [*SHARDED, COLOCATED, "trainer.fsdp.sequence_parallel_size=2", "trainer.critic.fsdp.cpu_offload=true"]
     assert problems(compose("quickstart", colocated)) == []
-    assert same_run(compose("quickstart", colocated), compose("quickstart", [*SHARDED, slices]))
+    assert same_run(
+        compose("quickstart", colocated), compose("quickstart", [*SHARDED, slices, "trainer.critic.device=cuda"])
+    )
     build_model_folder(dataclasses.replace(SMALL, num_heads=1), tmp_path / "one_head", seed=0)
     found = problems(compose("quickstart", [*colocated, f"trainer.critic.model.path={tmp_path / 'one_head'}"]))
     assert len(found) == 1 and "does not divide the critic's 1 attention heads" in found[0]

@@ -526,6 +526,16 @@ def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkey
         WorkerGroup(settings(fsdp__num_workers=1), FSDP)
 
 
+def test_restarts_that_were_asked_for_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "connect", lambda: None)
+    monkeypatch.setattr(WorkerGroup, "_start", lambda *arguments: None)
+    group = WorkerGroup(settings(max_restarts=2), FSDP)
+    group.seats = [Seat("127.0.0.1", 1)]
+    told = str(group._broken({0: RayActorError()}, "finish"))
+    assert "set trainer.max_restarts" not in told
+    assert "trainer.max_restarts=2" in told and "give the same command" in told
+
+
 class TestDeaths:
     """Last: it ends the group."""
 
@@ -534,7 +544,7 @@ class TestDeaths:
         os.kill(seat.pid, signal.SIGKILL)
         with pytest.raises(TrainingWorkerError, match=rf"rank 1 \(of 2, node {seat.node}, pid {seat.pid}\) ended"):
             two_ranks.update(minibatch(lengths=LENGTHS))
-        with pytest.raises(TrainingWorkerError, match="rank 1"):
+        with pytest.raises(TrainingWorkerError, match=r"rank 1 .* or set trainer\.max_restarts to have that done"):
             two_ranks.snapshot()
 
 

@@ -60,6 +60,7 @@ class WorkerGroup:
 
     def __init__(self, trainer: TrainerConfig, key: str) -> None:
         self._end: str | None = None  # why the group has ended
+        self._way_on = _way_on(trainer.max_restarts)
         # Calls of two threads that reached the ranks in different orders would leave them in two collectives for ever.
         self._calling = threading.Lock()
         self._actors: list[Any] = []
@@ -159,13 +160,22 @@ class WorkerGroup:
         how = "ended" if dead else "failed"
         why = (
             f"The training worker of rank {rank} (of {self.size}, node {seat.node}, pid {seat.pid}) {how} in {method}: "
-            f"{_first_line(cause)}. The other ranks cannot go on without it. Give the same command to go on from the last "
-            "checkpoint, or set trainer.max_restarts to have that done."
+            f"{_first_line(cause)}. The other ranks cannot go on without it. {self._way_on}"
         )
         self._kill(why)
         error = TrainingWorkerError(why)
         error.__cause__ = cause
         return error
+
+
+def _way_on(max_restarts: int) -> str:
+    """What a run does after the death of a rank, and what its user can."""
+    if not max_restarts:
+        return "Give the same command to go on from the last checkpoint, or set trainer.max_restarts to have that done."
+    return (
+        f"With trainer.max_restarts={max_restarts}, the run goes on from its last checkpoint until that many restarts are "
+        "used up; after them, give the same command."
+    )
 
 
 class _Actor(TrainingWorker):
