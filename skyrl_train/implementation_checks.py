@@ -9,12 +9,16 @@ from skyrl_train.algorithms.off_policy.rejections import REJECTION_STATISTICS
 from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
+from skyrl_train.config.import_path import import_name
 from skyrl_train.config.limits import setting
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.config.transports import TRANSPORTS
+from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.models.folder import check_place, is_local, load_config
 from skyrl_train.observability.tracking import tracker_names
+from skyrl_train.rollout.reward_function import is_async
 from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES, resolve_straggler_policy
 from skyrl_train.training.objective import Objective
 from skyrl_train.training.schedule import SCHEDULES
@@ -53,14 +57,25 @@ def check_import_paths(config: RunConfig) -> None:
     """What the run would ask for only after models are loaded, or in its first step.
 
     Raises:
-        ConfigError: the import path of an estimator, a schedule or a straggler policy leads to none.
+        ConfigError: the import path of an estimator, a schedule, a straggler policy, a reward function, the generator or
+            what it plays leads to none.
     """
-    trainer = config.trainer
+    trainer, generator, reward = config.trainer, config.generator, config.rollout.stages.reward.function
     ADVANTAGE_ESTIMATORS.get(trainer.algorithm.advantage_estimator)
     for key in ("trainer.policy.optimizer_config.scheduler", "trainer.critic.optimizer_config.scheduler"):
         SCHEDULES.get(setting(config, key), key)
     if derive.is_fully_async(config):
         resolve_straggler_policy(trainer.fully_async.straggler_policy)
+    if reward is not None:
+        is_async(reward)
+    GeneratorSpec(generator, config.environment, model_path="").import_class()
+    if config.rollout.num_actors:
+        return  # what they play need not be importable here
+    agent = generator.kwargs.get("agent")
+    if generator.name == "gym":
+        resolve_environment(config.environment)
+    elif generator.name == "harness" and agent is not None:
+        import_name(str(agent), "generator.kwargs.agent", "function")
 
 
 def check_model_path(config: RunConfig) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from skyrl_train.errors import ConfigError
 
+_modules: dict[Path, ModuleType] = {}  # of files, by resolved path
+
 
 def is_import_path(name: str) -> bool:
     """Whether ``name`` is of the shape that :func:`import_name` takes, and no registered name."""
@@ -33,18 +35,25 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
         return getattr(_module_of_file(place) if place.endswith(".py") else importlib.import_module(place), name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
         example = "Class" if kind == "class" else "function"
-        raise ConfigError(
-            f"{setting}={path!r} cannot be imported: {error}. Name a {kind} as package.module:{example} or "
-            f"file.py:{example}."
-        ) from error
+        remedy = f"Name a {kind} as package.module:{example} or file.py:{example}."
+        if isinstance(error, ModuleNotFoundError) and not f"{place}.".startswith(f"{error.name}."):
+            remedy = f"{place} imports it: install its package here, or mend the import."
+        raise ConfigError(f"{setting}={path!r} cannot be imported: {error}. {remedy}") from error
 
 
 def _module_of_file(path: str) -> ModuleType:
-    """The module in a file, under the file's own name, so that it can be found again (by pickle, by dataclasses)."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    """The module in a file, under the file's own name, so that it can be found again (by pickle, by dataclasses).
+
+    A file is run once, however many settings name it: what it registers it would otherwise register again.
+    """
+    file = Path(path).resolve()
+    if file in _modules:
+        return _modules[file]
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    _modules[file] = module
     return module

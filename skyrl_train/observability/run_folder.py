@@ -179,9 +179,14 @@ def _about_length(differing: Sequence[str], folder: Path) -> str:
 
 
 def left_behind(config: RunConfig) -> str:
-    """Before a new run: why the newest unfinished one is not continued by ``config``; empty where there is none."""
+    """Before a new run: why the newest unfinished one is not continued by ``config``; empty where there is none.
+
+    One that ended before its first step has nothing to go on with, and is not spoken of.
+    """
     for folder in _unfinished(_numbered_folders(Path(config.trainer.runs_dir), config.trainer.run_name)):
         try:
+            if not (folder / METRICS).stat().st_size:
+                continue
             differing = differences(_read_config(folder), config)
         except (ConfigError, OSError):
             continue

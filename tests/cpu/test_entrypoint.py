@@ -223,14 +223,34 @@ def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart-1", "quickstart-2"]
 
 
-def test_an_agent_that_is_not_there_is_asked_for_as_a_function(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("setting", "overrides", "message"),
+    [
+        ("generator.name", [], "package.module:Class or file.py:Class"),
+        ("environment.env_class", ["data.train_data=[prompts.jsonl]"], "package.module:Class or file.py:Class"),
+        ("trainer.fully_async.straggler_policy", [], "package.module:Class or file.py:Class"),
+        ("rollout.stages.reward.function", [], "package.module:function or file.py:function"),
+        ("+generator.kwargs.agent", ["generator.name=harness"], "package.module:function or file.py:function"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["plan", "run"])
+def test_what_is_not_where_a_setting_says_is_refused_before_there_is_a_run_folder(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    overrides: list[str],
+    message: str,
+    dry_run: list[str],
 ) -> None:
-    (tmp_path / "bad.py").write_text("")
-    agent = f"+generator.kwargs.agent={tmp_path / 'bad.py'}:nosuch"
-    code, text = run(tmp_path, capfd, "generator.name=harness", agent)
-    assert code == 2
-    assert "Name a function as package.module:function or file.py:function" in text
+    monkeypatch.chdir(tmp_path)
+    prompts(tmp_path, '{"prompt": "01a="}\n' * 8)
+    Path("mine.py").write_text("")
+    assert main([*TINY, *overrides, *dry_run, f"{setting}=mine.py:Nothing"]) == 2
+    text = "".join(capfd.readouterr())
+    assert f"{setting.lstrip('+')}='mine.py:Nothing' cannot be imported" in text
+    assert message in text
+    assert not Path("runs").exists()
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -319,5 +319,7 @@ def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
 def test_an_unfinished_run_that_is_not_continued_is_spoken_of(tmp_path: Path) -> None:
     first, second = (RunConfig(trainer=TrainerConfig(runs_dir=str(tmp_path), seed=seed)) for seed in (0, 1))
     assert left_behind(first) == ""
-    RunFolder(choose_run_folder(first).path, first).close()
+    with RunFolder(choose_run_folder(first).path, first) as folder:
+        assert left_behind(second) == "", "it has trained nothing that one could go on with"
+        folder.append_metrics(1, {})
     assert "run-1 is unfinished, but has other settings (trainer.seed)" in left_behind(second)

@@ -30,6 +30,15 @@ def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypa
     assert (tmp_path / "runs" / "sums-1" / "policy" / "model.safetensors").is_file()
 
 
+def test_the_page_about_generators_of_your_own_trains_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_generator.py").write_text(blocks("custom_generator.md", "python")[0])
+    assert main(["--config-name=quickstart", "generator.name=my_generator.py:MyGenerator", *SHORT]) == 0
+    assert len(Path("runs/quickstart-1/metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_the_page_about_updates_in_flight_shows_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
