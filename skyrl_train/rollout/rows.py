@@ -64,7 +64,8 @@ def open_rows(path: Path) -> RowFile:
     """
     if not path.exists():
         raise DataError(
-            f"{path} does not exist. Correct data.train_data (relative paths start at the working directory)."
+            f"{path} does not exist. Correct data.train_data (relative paths start at the working directory), or write it: "
+            "docs/tutorials/recipes.md says which prepare_data.py makes the data of which recipe."
         )
     if path.is_dir():
         return SavedFolder(path)
