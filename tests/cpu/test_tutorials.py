@@ -77,9 +77,20 @@ def test_every_command_of_a_page_names_a_recipe_and_settings_that_exist(page: st
             compose(name, [word for word in words if "=" in word and not word.startswith("--")])
 
 
+def anchor(heading: str) -> str:
+    """What a link to a heading has behind its ``#``."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     root = DOCS.parents[1]
-    pages = [root / "README.md", *root.glob("docs/**/*.md")]
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/**/*.md")]
     for page in pages:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, _, place in (
+            link.partition("#") for link in re.findall(r"\]\((?!https?:)([^)]+)", page.read_text())
+        ):
+            other = page.parent / target if target else page
+            assert other.exists(), f"{page.name} links to {target}"
+            if place:
+                headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
+                assert place in map(anchor, headings), f"{page.name} links to {target}#{place}"
