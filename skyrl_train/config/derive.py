@@ -100,7 +100,12 @@ def critic_is_beside(trainer: TrainerConfig) -> bool:
     """Whether there is a critic that computes where the policy does: in its ranks, or in this process on the same device."""
     if trainer.strategy is TrainingStrategy.fsdp2:
         return critic_is_colocated(trainer)
-    return needs_critic(trainer.algorithm) and critic_trainer(trainer).device == trainer.device
+    return needs_critic(trainer.algorithm) and one_name(critic_trainer(trainer).device) == one_name(trainer.device)
+
+
+def one_name(device: str) -> str:
+    """The same name for the same device of this machine: ``cuda`` is its first GPU."""
+    return "cuda:0" if device == "cuda" else device
 
 
 # Settings of ``trainer.critic.fsdp`` that a critic in the policy's ranks has, because they are about the model and not about the
@@ -206,6 +211,23 @@ def reference_offload(config: RunConfig) -> bool:
 def reference_device(config: RunConfig) -> str:
     """Where the reference policy computes."""
     return config.rollout.stages.reference.device or config.trainer.device
+
+
+def reference_is_here(config: RunConfig) -> bool:
+    """Whether there is a reference policy in a thread of the trainer's process, or in a process on the same machine."""
+    return needs_reference(config.trainer.algorithm) and config.rollout.stages.reference.placement in (
+        "thread",
+        "process",
+    )
+
+
+def trains_on_gpus(config: RunConfig) -> bool:
+    """Whether policy, critic or reference policy compute on GPUs."""
+    trainer = config.trainer
+    devices = [trainer.device]
+    devices += [critic_trainer(trainer).device] if needs_critic(trainer.algorithm) else []
+    devices += [reference_device(config)] if needs_reference(trainer.algorithm) else []
+    return any(device != "cpu" for device in devices)
 
 
 def reference_num_gpus(config: RunConfig) -> float:

@@ -34,7 +34,9 @@ class MemoryEstimate:
     critic_snapshot_bytes: int = 0
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
     activation_bytes: int = 0  # of each rank, at most, beside what stays
+    critic_activation_bytes: int = 0  # of each rank of a critic that computes elsewhere
     reference_bytes: int = 0  # of a reference that the same ranks hold
+    apart_reference_bytes: int = 0  # of each copy of a reference that is anywhere else
     # Of a reference and a critic that the same ranks hold: in the memory that the policy's state is in, and in the other one.
     beside_bytes: int = 0
     elsewhere_bytes: int = 0
@@ -81,7 +83,8 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
     of_critic = _weight_bytes(config.trainer.critic.dtype, sharded) + 3 * _FLOAT32_BYTES
     critic_shape = _critic_shape(config.trainer, shape)
     critic = 0 if critic_shape is None else critic_shape.num_parameters
-    reference = _reference_bytes(config, parameters)
+    reference, apart = _reference_bytes(config, parameters)
+    activations, of_critic_alone = _activation_bytes(config, shape, critic_shape, max_model_len)
     beside, elsewhere = _of_policy_ranks(config, reference, critic * of_critic)
     slots = engine.num_engines * engine.max_num_seqs
     return MemoryEstimate(
@@ -97,18 +100,24 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         snapshot_bytes=learning * (trained + 2 * _FLOAT32_BYTES),
         critic_snapshot_bytes=critic * (of_critic - _FLOAT32_BYTES),
         num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
-        activation_bytes=_activation_bytes(config, shape, critic_shape, max_model_len),
+        activation_bytes=activations,
+        critic_activation_bytes=of_critic_alone,
         reference_bytes=reference,
+        apart_reference_bytes=apart,
         beside_bytes=beside,
         elsewhere_bytes=elsewhere,
         critic_ranks=derive.fsdp_shard_size(derive.critic_trainer(config.trainer)) if sharded else 1,
     )
 
 
-def _reference_bytes(config: RunConfig, parameters: int) -> int:
-    policy = config.trainer.policy
-    each = BYTES_PER_ELEMENT[policy.dtype] if policy.model.lora.rank else _FLOAT32_BYTES
-    return parameters * each if derive.reference_is_colocated(config) else 0
+def _reference_bytes(config: RunConfig, parameters: int) -> tuple[int, int]:
+    """Of a reference: in the policy's ranks, and of a copy of it anywhere else."""
+    policy, stage = config.trainer.policy, config.rollout.stages.reference
+    if not derive.needs_reference(config.trainer.algorithm):
+        return 0, 0
+    sharded = stage.placement in ("colocated", "workers")
+    each = _FLOAT32_BYTES if sharded and not policy.model.lora.rank else BYTES_PER_ELEMENT[policy.dtype]
+    return (parameters * each, 0) if derive.reference_is_colocated(config) else (0, parameters * each)
 
 
 def _of_policy_ranks(config: RunConfig, reference: int, critic: int) -> tuple[int, int]:
@@ -122,15 +131,19 @@ def _of_policy_ranks(config: RunConfig, reference: int, critic: int) -> tuple[in
     return beside, sum(each for each, _ in held) - beside
 
 
-def _activation_bytes(config: RunConfig, policy: ModelShape, critic: ModelShape | None, max_model_len: int) -> int:
+def _activation_bytes(
+    config: RunConfig, policy: ModelShape, critic: ModelShape | None, max_model_len: int
+) -> tuple[int, int]:
     """Of the policy, and of a critic where it computes in the same memory: in the same ranks one of them at a time, in this
-    process both at once."""
+    process both at once. And of a critic in another memory."""
     trainer, tokens = config.trainer, _micro_batch_tokens(config, max_model_len)
     of_policy = activation_bytes(trainer, policy, tokens)
-    if critic is None or not derive.critic_is_beside(trainer):
-        return of_policy
+    if critic is None:
+        return of_policy, 0
     of_critic = activation_bytes(derive.critic_trainer(trainer), critic, tokens)
-    return max(of_policy, of_critic) if derive.critic_is_colocated(trainer) else of_policy + of_critic
+    if not derive.critic_is_beside(trainer):
+        return of_policy, of_critic
+    return (max(of_policy, of_critic) if derive.critic_is_colocated(trainer) else of_policy + of_critic), 0
 
 
 def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:

@@ -51,6 +51,7 @@ def _run_rows(plan: Plan) -> Rows:
             f"{optimizer.lr:g}{_rate_words(optimizer)}, {optimizer.scheduler}, warm-up {optimizer.num_warmup_steps} steps{never}",
         ),
         *_critic_rows(trainer),
+        *_reference_rows(plan),
         ("micro-batches", _micro_batch_row(trainer)),
         ("run folder", folder),
         ("checkpoints", _checkpoint_row(trainer)),
@@ -133,7 +134,40 @@ def _critic_ranks(trainer: TrainerConfig, critic: TrainerConfig) -> str:
         return f"in the policy's ranks{offload}"
     together = critic.fsdp.sequence_parallel_size
     slices = f", {together} share each micro-batch" if together > 1 else ""
-    return f"{critic.fsdp.num_workers} Ray actors of its own{slices}{offload}"
+    each = _reserved(critic.fsdp.ray_num_cpus, derive.fsdp_num_gpus(critic))
+    return f"{critic.fsdp.num_workers} Ray actors of its own with {each} each{slices}{offload}"
+
+
+def _reserved(cpus: float, gpus: float) -> str:
+    """What Ray keeps free for an actor."""
+    return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+
+
+def _reference_rows(plan: Plan) -> Rows:
+    config, memory = plan.config, plan.memory
+    if not derive.needs_reference(config.trainer.algorithm):
+        return []
+    held = 0 if memory is None else memory.reference_bytes + memory.apart_reference_bytes
+    each = " each" if config.rollout.stages.reference.max_parallel > 1 else ""
+    size = f", {_mib(held)} of weights{each}" if held else ""
+    return [("reference", f"{_reference_place(config)}, on {derive.reference_device(config)}{size}")]
+
+
+def _reference_place(config: RunConfig) -> str:
+    reference, trainer = config.rollout.stages.reference, config.trainer
+    offload = ", weights in main memory" if derive.reference_offload(config) else ""
+    if derive.reference_is_colocated(config):
+        return f"in the policy's {trainer.fsdp.num_workers} ranks{offload}"
+    reserved = f"of {_reserved(reference.ray_num_cpus, derive.reference_num_gpus(config))}"
+    if reference.placement == "workers":
+        return f"sharded over {reference.num_workers} Ray actors {reserved} each{offload}"
+    copies = reference.max_parallel
+    one, several = {
+        "thread": ("a thread of this process", "threads of this process"),
+        "process": ("a process of its own", "processes of its own"),
+        "ray": (f"a Ray actor {reserved}", f"Ray actors {reserved} each"),
+    }[reference.placement]
+    return f"in {one}" if copies == 1 else f"a copy in each of {copies} {several}"
 
 
 def _micro_batch_row(trainer: TrainerConfig) -> str:
@@ -146,8 +180,7 @@ def _rank_rows(config: RunConfig) -> Rows:
     trainer = config.trainer
     if trainer.strategy is TrainingStrategy.local:
         return []
-    gpus = derive.fsdp_num_gpus(trainer)
-    each = f"{trainer.fsdp.ray_num_cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+    each = _reserved(trainer.fsdp.ray_num_cpus, derive.fsdp_num_gpus(trainer))
     talk = "NCCL and gloo" if trainer.device == "cuda" else "gloo"
     together = trainer.fsdp.sequence_parallel_size
     slices = f"; {together} share each micro-batch, a slice of the tokens each" if together > 1 else ""
@@ -256,6 +289,9 @@ def _memory_rows(trainer: TrainerConfig, memory: MemoryEstimate | None) -> Rows:
     each = f", in each of {copies} copies of the policy" if copies > 1 else ""
     beside = f", critic {_mib(memory.critic_bytes)}" if memory.critic_bytes else ""
     beside += f", reference {_mib(memory.reference_bytes)}" if memory.reference_bytes else ""
+    alone = (
+        f", and {_mib(memory.critic_activation_bytes)} where the critic is" if memory.critic_activation_bytes else ""
+    )
     return [
         ("parameters", _parameters_row(memory)),
         *([("each rank", _rank_row(ranks, memory))] if ranks > 1 else []),
@@ -271,7 +307,7 @@ def _memory_rows(trainer: TrainerConfig, memory: MemoryEstimate | None) -> Rows:
         ),
         (
             "activations",
-            f"up to {_mib(memory.activation_bytes)} on top{' of each rank' if ranks > 1 else ''}",
+            f"up to {_mib(memory.activation_bytes)} on top{' of each rank' if ranks > 1 else ''}{alone}",
         ),
         (
             "engines",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from skyrl_train.config import derive
 from skyrl_train.config.compose import compose, recipe_names
 from skyrl_train.config.fit import fit
 from skyrl_train.config.machine import this_machine
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
         build_loader(dataset, config.data, config.trainer.seed)  # says now what is wrong with the sampler
         plan = resolve(config, dataset.num_prompts)
-        fits = fit(plan, this_machine(gpus=config.trainer.device != "cpu"))
+        fits = fit(plan, this_machine(gpus=derive.trains_on_gpus(config)))
         if options.dry_run:
             check_implementations(config)
             console.print(plan.describe(), markup=False, highlight=False, soft_wrap=True)

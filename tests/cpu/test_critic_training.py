@@ -292,6 +292,9 @@ def test_the_plan_shows_the_critic_and_what_it_holds() -> None:
     assert "critic" not in resolve(compose("quickstart", []), 512).describe()
     slices = "trainer.critic.fsdp.sequence_parallel_size=2"
     own = resolve(compose("quickstart", [*SHARDED, slices, "trainer.critic.fsdp.cpu_offload=true"]), 512)
-    assert "2 Ray actors of its own, 2 share each micro-batch, state in main memory)" in own.describe()
+    assert "2 Ray actors of its own with 1 CPUs each, 2 share each micro-batch, state in main memory)" in own.describe()
+    on_gpus = resolve(compose("quickstart", [*SHARDED, "trainer.critic.device=cuda"]), 512)
+    assert "on cuda, 2 Ray actors of its own with 1 CPUs and 1 GPUs each)" in on_gpus.describe()
+    assert "on top of each rank, and " in on_gpus.describe() and "where the critic is" in on_gpus.describe()
     assert "on cpu, in the policy's ranks)" in resolve(compose("quickstart", [*SHARDED, COLOCATED]), 512).describe()
     assert derive.critic_trainer(config.trainer).policy.optimizer_config.lr == 5e-6

@@ -128,6 +128,34 @@ def test_the_plan_counts_a_reference_that_lies_where_the_policy_does(device: str
     assert memory.rank_bytes == copies * memory.num_parameters * 4 // 4
 
 
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        ([], "in a process of its own, on cpu, {} of weights"),
+        (
+            [f"{REFERENCE}.placement=thread", f"{REFERENCE}.max_parallel=3", f"{REFERENCE}.device=cuda:1"],
+            "a copy in each of 3 threads of this process, on cuda:1, {} of weights each",
+        ),
+        (
+            [f"{REFERENCE}.placement=ray", f"{REFERENCE}.device=cuda", f"{REFERENCE}.ray_num_gpus=0.5"],
+            "in a Ray actor of 1 CPUs and 0.5 GPUs, on cuda, {} of weights",
+        ),
+        (
+            [WORKERS, f"{REFERENCE}.num_workers=4", f"{REFERENCE}.device=cuda", f"{REFERENCE}.cpu_offload=true"],
+            "sharded over 4 Ray actors of 1 CPUs and 1 GPUs each, weights in main memory, on cuda, {} of weights",
+        ),
+        ([FSDP, COLOCATED], "in the policy's 2 ranks, on cpu, {} of weights"),
+    ],
+)
+def test_the_plan_says_where_the_reference_is_and_what_it_holds(overrides: list[str], where: str) -> None:
+    plan = resolve(compose("quickstart", [KL, *overrides]), 512)
+    assert plan.memory is not None
+    size = f"{plan.memory.num_parameters * 4 / 2**20:,.1f} MiB"
+    (row,) = [line for line in plan.describe().splitlines() if line.strip().startswith("reference")]
+    assert row.split(maxsplit=1)[1] == where.format(size)
+    assert "reference" not in resolve(compose("quickstart", []), 512).describe()
+
+
 class Runs:
     """Scripted runs: each ends with the next of ``endings``."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from training_worlds import LARGER, SMALL, backend, minibatch
 
+from skyrl_train.config import derive
 from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.compose import compose
 from skyrl_train.config.fit import fit
@@ -224,7 +225,7 @@ CHECKPOINTING = "trainer.{}.gradient_checkpointing=true"
     ("overrides", "times", "remedies"),
     [
         ([*RANKS, COLOCATED], 1, ["policy", "critic"]),  # one computes at a time
-        ([*RANKS], 1, ["policy"]),  # it has workers of its own
+        (RANKS, 1, ["policy", "critic"]),  # each in workers of its own
         (CUDA, 2, ["policy", "critic"]),
         ([*CUDA, "trainer.critic.device=cpu"], 1, ["policy"]),
         ([*RANKS, COLOCATED, CHECKPOINTING.format("policy")], 1, ["critic"]),
@@ -241,9 +242,84 @@ def test_activations_of_policy_and_critic_add_up_where_both_compute_at_once(
     assert alone is not None and plan.memory is not None
     assert times is None or plan.memory.activation_bytes == times * alone.activation_bytes
     machine = Machine(99 * GIB, (16 * plan.memory.num_parameters * 2 + plan.memory.activation_bytes // 2,) * 4)
-    (tight,) = fit(plan, machine).tight
+    told = fit(plan, machine).tight
+    assert len(told) == (2 if overrides == RANKS else 1)
+    tight = "\n".join(told)
     named = [model for model in ("policy", "critic") if CHECKPOINTING.format(model) in tight]
     assert named == remedies and ("Lower trainer.micro_batch_tokens" in tight) == (not remedies)
+
+
+LOCAL_REFERENCE = [KL, "rollout.stages.reference.max_parallel=2"]
+CRITIC_ON = "trainer.critic.device={}"
+REFERENCE_ON = "rollout.stages.reference.device={}"
+STAGE = "rollout.stages.reference.{}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "main", "whose"),
+    [
+        # bytes per parameter: 16 of a policy's or a critic's state, 12 of the snapshot of each, 4 of a copy of the reference
+        ([GAE], None, 2 * (16 + 12), "Training on cpu"),
+        ([GAE, CRITIC_ON.format("cuda")], 16, 16 + 2 * 12, "The critic on cuda:0"),
+        ([GAE, *CUDA, CRITIC_ON.format("cuda:0")], 32, 2 * 12, "Training on cuda"),
+        ([GAE, *CUDA, CRITIC_ON.format("cuda:1")], 16, 2 * 12, "Training on cuda"),
+        ([GAE, *CUDA, CRITIC_ON.format("cpu")], 16, 16 + 2 * 12, "Training on cuda"),
+        (LOCAL_REFERENCE, None, 16 + 12 + 2 * 4, "Training on cpu"),
+        ([*LOCAL_REFERENCE, STAGE.format("placement=thread"), *CUDA], 16 + 2 * 4, 12, "Training on cuda"),
+        ([*LOCAL_REFERENCE, *CUDA, REFERENCE_ON.format("cuda:1")], 16, 12, "Training on cuda"),
+        ([*LOCAL_REFERENCE, *CUDA, REFERENCE_ON.format("cpu")], 16, 12 + 2 * 4, "Training on cuda"),
+        ([*LOCAL_REFERENCE, REFERENCE_ON.format("cuda:1")], 2 * 4, 16 + 12, "The reference policy on cuda:1"),
+        (
+            [*LOCAL_REFERENCE, GAE, CRITIC_ON.format("cuda"), REFERENCE_ON.format("cuda:0")],
+            16 + 2 * 4,
+            16 + 2 * 12,
+            "The critic and reference policy on cuda:0",
+        ),
+        ([KL, STAGE.format("placement=workers"), REFERENCE_ON.format("cuda")], 2, 16 + 12, "the reference's 2 actors"),
+        ([KL, STAGE.format("placement=ray"), *CUDA, STAGE.format("ray_num_gpus=1")], 16, 12, "Training on cuda"),
+        ([*RANKS, KL, REFERENCE_ON.format("cpu")], 4, 12 + 4, "Each of 4 ranks"),
+        ([*RANKS, KL, REFERENCE_ON.format("cuda:1")], 4, 12, "Each of 4 ranks"),
+        ([*RANKS[1:], KL], None, (16 + 12) / 4 + 4, "The reference policy and a rank"),
+    ],
+)
+def test_each_memory_holds_what_computes_there_and_main_memory_the_snapshots(
+    overrides: list[str], gpu: float | None, main: float, whose: str
+) -> None:
+    """On machines with room for exactly that, and for a byte less."""
+    plan = planned(*overrides)
+    assert plan.memory is not None
+    parameters = plan.memory.num_parameters
+    on_gpu, in_main = None if gpu is None else int(gpu * parameters), int(main * parameters)
+    gpus = () if on_gpu is None else (on_gpu,) * 4
+    assert fit(plan, Machine(in_main, gpus)).impossible == []
+    short = fit(plan, Machine(in_main - 1, gpus)).impossible
+    assert len(short) == 1 and (on_gpu is None or "main memory" in short[0] or "Training on cpu" in short[0])
+    if on_gpu is not None:
+        short = fit(plan, Machine(in_main, (on_gpu - 1,) * 4)).impossible
+        assert all("cuda" in each or "ranks" in each or "actors" in each for each in short)
+    assert any(whose in each for each in short), short
+
+
+def test_copies_of_a_reference_may_be_fewer_or_sharded() -> None:
+    plan = planned(*LOCAL_REFERENCE)
+    (said,) = fit(plan, Machine(1)).impossible
+    assert said.endswith(
+        "or set rollout.stages.reference.placement=workers, or rollout.stages.reference.max_parallel below 2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ([], False),
+        (CUDA, True),
+        ([GAE], False),
+        ([GAE, CRITIC_ON.format("cuda")], True),
+        ([KL, REFERENCE_ON.format("cuda:1")], True),
+    ],
+)
+def test_gpus_are_asked_about_where_anything_computes_on_them(overrides: list[str], asked: bool) -> None:
+    assert derive.trains_on_gpus(compose("quickstart", overrides)) is asked
 
 
 @pytest.mark.parametrize(
