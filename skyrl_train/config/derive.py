@@ -32,8 +32,8 @@ def max_staleness_steps(config: RunConfig) -> int:
     return config.trainer.fully_async.max_staleness_steps
 
 
-# With a tail of 8 times the mean response, one step ahead starves the trainer of a third of its time, and two do not; more than
-# two only ages what is trained (docs/benchmarks.md, "How far ahead").
+# Where generation and training are balanced, one step ahead lets the trainer wait for a fifth of its time, and two do not; more
+# than two mostly ages what is trained (docs/benchmarks.md, "How far ahead").
 DEFAULT_DEPTH = 2
 
 
