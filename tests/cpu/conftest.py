@@ -14,6 +14,8 @@ from hypothesis import settings
 from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
 
+from skyrl_train.config import import_path
+
 # Machines are shared and slow at times, so an example's wall-clock time says nothing. In CI the examples are the same each
 # time; everywhere else new ones are tried.
 settings.register_profile("here", deadline=None)
@@ -27,3 +29,10 @@ def _not_launched_by_uvw() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SKYRL_TRAIN_LAUNCHER", raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _files_run_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that settings name are run once in a process, and keep what belongs to its event loop (an HTTP client). A test is a
+    process to them."""
+    monkeypatch.setattr(import_path, "_modules", {})

@@ -23,6 +23,7 @@ from skyrl_train.rollout.staleness import StalenessManager
 from skyrl_train.rollout.stragglers import resolve_straggler_policy
 
 WAIT: Final = None
+SUPERSEDED: Final = "superseded"  # an event of something that is no more; misfortunes come with what happens only
 Trainer = Generator[float | None, None, None]
 
 
@@ -168,7 +169,7 @@ class Run:
             steps_per_publication=sizes.k,
             overlap=sizes.overlap,
         )
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.events: list[tuple[float, int, Callable[[], str | None]]] = []
         self.scheduled = 0
         self.running: dict[int, Running] = {}
         self.taken: list[Finished] = []  # groups with a seat in the current step
@@ -203,8 +204,8 @@ class Run:
         while self.m.step <= self.world.steps or self.delivering:
             assert self.events, "deadlock: nothing will ever happen again"
             self.now, _, happen = heapq.heappop(self.events)
-            happen()
-            self._misfortunes()
+            if happen() is not SUPERSEDED:
+                self._misfortunes()
             self._move(trainer)
             self._check()
 
@@ -226,7 +227,7 @@ class Run:
         if self.trainer_is == "waiting":
             self._wake()
 
-    def _at(self, ticks: float, happen: Callable[[], None]) -> None:
+    def _at(self, ticks: float, happen: Callable[[], str | None]) -> None:
         self.scheduled += 1
         heapq.heappush(self.events, (self.now + ticks, self.scheduled, happen))
 
@@ -268,9 +269,9 @@ class Run:
         self.running[ordinal] = group
         self._at(group.ends - self.now, lambda: self._end(ordinal, group))
 
-    def _end(self, ordinal: int, group: Running) -> None:
+    def _end(self, ordinal: int, group: Running) -> str | None:
         if self.running.get(ordinal) is not group:
-            return  # it was cancelled or started again
+            return SUPERSEDED  # it was cancelled or started again
         del self.running[ordinal]
         if group.outcome == "finished":
             self.buffer[ordinal] = finished = Finished(ordinal, tuple(group.versions or [self.served]))
@@ -279,6 +280,7 @@ class Run:
             self._settle(ordinal, group.outcome)
             (self.m.fail if group.outcome == "failed" else self.m.filter)(ordinal)
         self._notify()
+        return None
 
     def _settle(self, ordinal: int, outcome: str) -> None:
         assert ordinal not in self.settled, "nothing is settled twice"

@@ -30,7 +30,7 @@ from skyrl_train.models.folder import DTYPES
 from skyrl_train.rollout.staleness import StalenessManager
 from skyrl_train.rollout.stragglers import resolve_straggler_policy
 
-BOUND, DEPTH, WORKERS, EVERY, OVERLAP, STREAMING = (
+BOUND, DEPTH, WORKERS, EVERY, OVERLAP, STREAMING, STRAGGLERS = (
     f"trainer.fully_async.{name}"
     for name in (
         "max_staleness_steps",
@@ -39,6 +39,7 @@ BOUND, DEPTH, WORKERS, EVERY, OVERLAP, STREAMING = (
         "sync_every_steps",
         "overlap_publication",
         "streaming_min_groups",
+        "straggler_policy",
     )
 )
 MINIBATCH = "trainer.policy_mini_batch_size"
@@ -114,6 +115,8 @@ def test_requests_are_as_long_as_the_limits_allow_within_the_model() -> None:
         ([f"{EVERY}=3", f"{DEPTH}=1.5", f"{BOUND}=3"], "Set max_staleness_steps=4 or pipeline_depth=1"),
         ([f"{OVERLAP}=true", f"{BOUND}=0"], "Set pipeline_depth=1 and max_staleness_steps=1"),
         ([f"{OVERLAP}=true", f"{DEPTH}=0.5"], "overlap_publication=false"),
+        ([f"{STRAGGLERS}=burst", f"{DEPTH}=1", f"{BOUND}=4"], "Set pipeline_depth=4 and max_staleness_steps=4"),
+        ([f"{STRAGGLERS}=burst", f"{EVERY}=3", f"{BOUND}=3"], "Set pipeline_depth=2 and max_staleness_steps=4"),
         ([f"{OVERLAP}=true", f"{DEPTH}=0", f"{STREAMING}=1"], "nothing to train on before the publication is over"),
         ([f"{STREAMING}=0"], f"between 1 and {MINIBATCH}=16"),
         ([f"{STREAMING}=17"], f"between 1 and {MINIBATCH}=16"),
