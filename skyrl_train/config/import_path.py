@@ -41,10 +41,16 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
         raise ConfigError(f"{setting}={path!r} cannot be imported: {error}. {remedy}") from error
 
 
+def forget_files() -> None:
+    """Another run begins in this process: files are run anew, since what they keep may belong to the event loop of the run
+    before (an HTTP client)."""
+    _modules.clear()
+
+
 def _module_of_file(path: str) -> ModuleType:
     """The module in a file, under the file's own name, so that it can be found again (by pickle, by dataclasses).
 
-    A file is run once, however many settings name it: what it registers it would otherwise register again.
+    A file is run once in a run, however many settings name it: what it registers it would otherwise register again.
     """
     file = Path(path).resolve()
     if file in _modules:

@@ -22,6 +22,7 @@ from rich.console import Console
 from skyrl_train.config import derive
 from skyrl_train.config.compose import compose, recipe_names
 from skyrl_train.config.fit import fit
+from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.machine import this_machine
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.refusals import raise_problems, refuse
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="settings as key=value")
     options = parser.parse_intermixed_args(arguments)
     console = Console()
+    forget_files()
     try:
         config = compose(options.config_name, options.overrides, options.config_dir)
         dataset = open_prompts(config)
