@@ -149,15 +149,12 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
         "| reward in `accept`'s time | mean lag | max trained lag | over S | masked | dropped |"
     )
     yield "|---" * 15 + "|"
-    by_setting: dict[Setting, dict[int, dict[str, Any]]] = {}
-    for each in cells:
-        if each in rows:
-            by_setting.setdefault(_setting(each), {})[each.seed] = rows[each]
+    settings = {_setting(each) for each in cells if each in rows}
     for setting in sorted(
-        by_setting, key=lambda s: (s.task, not s.corrected, s.bound, -s.depth, POLICIES.index(s.policy))
+        settings, key=lambda s: (s.task, not s.corrected, s.bound, -s.depth, POLICIES.index(s.policy))
     ):
-        own = list(by_setting[setting].values())
-        accept = by_setting.get(setting._replace(policy="accept", depth=float(setting.bound)), {})
+        own = list(_by_seed(rows, cells, setting).values())
+        accept = _by_seed(rows, cells, setting._replace(policy="accept", depth=float(setting.bound)))
         pairs = [(row, accept[row["seed"]]) for row in own if row["seed"] in accept]
         speed = f"{fmean(a['step_s'] / row['step_s'] for row, a in pairs):.2f}" if pairs else ""
         timely = f"{median(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
@@ -168,6 +165,36 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
             f"| {_mean(own, 'mean_lag'):.2f} | {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'over_bound'):.3f} "
             f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
         )
+
+
+def averages(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
+    """A line per policy and correction: the means, over the settings with D = S, of what :func:`table` has for each, and in how
+    many pairs of the same seed and setting the reward is above that of ``accept``."""
+    yield "| policy | TIS | settings | reward in `accept`'s time | reward | steps/s over `accept` | ahead of `accept` |"
+    yield "|---" * 7 + "|"
+    for corrected, policy in itertools.product((True, False), POLICIES):
+        timely, rewards, speeds, ahead, pairs = [], [], [], 0, 0
+        settings = {_setting(each) for each in cells if (each.corrected, each.policy) == (corrected, policy)}
+        for setting in sorted(setting for setting in settings if setting.depth == setting.bound):
+            own = _by_seed(rows, cells, setting)
+            accept = _by_seed(rows, cells, setting._replace(policy="accept"))
+            matched = [(own[seed], accept[seed]) for seed in own if seed in accept]
+            if not matched:
+                continue
+            timely.append(median(reward_within(row, a["ended_s"][-1]) for row, a in matched))
+            rewards.append(median(row["reward"] for row, _ in matched))
+            speeds.append(fmean(a["step_s"] / row["step_s"] for row, a in matched))
+            ahead += sum(row["reward"] > a["reward"] for row, a in matched)
+            pairs += len(matched)
+        if rewards:
+            yield (
+                f"| `{policy}` | {_yes_no(corrected)} | {len(rewards)} | {fmean(timely):.2f} | {fmean(rewards):.2f} "
+                f"| {fmean(speeds):.2f} | {ahead} of {pairs} |"
+            )
+
+
+def _by_seed(rows: dict[Cell, dict[str, Any]], cells: list[Cell], setting: Setting) -> dict[int, dict[str, Any]]:
+    return {each.seed: rows[each] for each in cells if each in rows and _setting(each) == setting}
 
 
 def reward_within(row: dict[str, Any], limit_s: float) -> float:
@@ -214,7 +241,8 @@ def main() -> None:
         grid = itertools.product(
             options.tasks, options.bounds, options.depths, options.policies, (True, False), options.seeds
         )
-        print("\n".join(table(finished(options.out), [cell(*values) for values in grid])))
+        rows, cells = finished(options.out), [cell(*values) for values in grid]
+        print("\n".join([*table(rows, cells), "", *averages(rows, cells)]))
         return
     order = itertools.product(options.seeds, options.bounds, options.depths, options.tasks, options.policies)
     cells = [cell(task, bound, d, policy, not options.uncorrected, seed) for seed, bound, d, task, policy in order]

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -278,6 +279,24 @@ def test_wait_keeps_the_bound_and_no_schedule_that_keeps_it_is_much_faster() -> 
         [lengths[i] for i in range(16 * 30)], 16, 2, workload.training.per_token_s * 16 * lengths.mean, 16
     )
     assert least_time(pipeline) <= outcome.total_s <= least_time(pipeline) * 1.25
+
+
+@pytest.mark.parametrize(("policy", "steps_per_straggler"), [("wait", 4), ("burst", 6)])
+def test_while_one_straggler_runs_wait_trains_s_plus_1_steps_and_burst_2_s(
+    policy: str, steps_per_straggler: int
+) -> None:
+    """With S = D = 3, one long response in each step's groups, and steps that take no time beside it."""
+    tokens = np.ones(4 * 48, dtype=np.int64)
+    tokens[::4] = 4000
+    workload = Workload(
+        lengths=Lengths("one straggler a step", tokens),
+        batch_groups=4,
+        steps=48,
+        engine=EngineSpeed(slots=64, step_s=1.0),
+        training=TrainingSpeed(per_step_s=0.1),
+    )
+    outcome = simulate(workload, *bounded(policy, 3, 3))
+    assert outcome.total_s / 4000 == pytest.approx(48 / steps_per_straggler, rel=0.02)
 
 
 @pytest.mark.parametrize(("tail", "faster"), [(32, True), (4, False)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from schedules import Run, World
 
 POLICIES = ["wait", "burst", "mask", "accept", "drop"]
-RUNS_PER_POLICY = 2000
+RUNS_PER_POLICY = 2500
 
 
 @pytest.mark.parametrize("policy", POLICIES)
