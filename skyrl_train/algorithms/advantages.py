@@ -58,7 +58,7 @@ class GroupRewards:
 
     def on_trained_tokens(self, of_samples: torch.Tensor) -> list[torch.Tensor]:
         """One value per sample to float32 ``[T_i]`` per sample: on each token with loss mask 1, 0 elsewhere."""
-        return [value * mask.bool().float() for value, mask in zip(of_samples.float(), self.loss_masks, strict=True)]
+        return [value * mask.bool() for value, mask in zip(of_samples.float(), self.loss_masks, strict=True)]
 
 
 class AdvantageEstimator(Protocol):

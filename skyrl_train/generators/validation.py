@@ -7,17 +7,16 @@ without a version, ragged lists, numbers that are not finite. The message names 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral, Real
 from operator import countOf
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from skyrl_train.errors import GeneratorOutputError, NonFiniteRewardError
 from skyrl_train.generators.base import GeneratorOutput
 from skyrl_train.inference.interface import StopReason
-from skyrl_train.rollout.group import RolloutSequence, Sample
+from skyrl_train.rollout.group import RolloutSequence, Sample, packed
 
 # A log-prob is at most 0; engines that compute it in a low precision overshoot by rounding only.
 MAX_LOGPROB = 1e-3
@@ -27,7 +26,6 @@ MAX_VERSION = 2**63 - 1  # what arrays hold
 
 _REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_versions")
 _ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")
-Number = TypeVar("Number", int, float)
 _ADVICE = {
     "rollout_logprobs": "Pass the client's response_logprobs through, with 0.0 where the loss mask is 0.",
     "rollout_versions": "Pass the client's response_versions through, with -1 where the loss mask is 0.",
@@ -75,8 +73,8 @@ def to_samples(output: GeneratorOutput, expected: int) -> tuple[Sample, ...]:
 
 def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence:
     try:
-        sequence = _of_plain_numbers(fields, row, stop_reason)
-    except OverflowError:  # an integer that no array or float holds
+        sequence = _at_once(fields, row, stop_reason)
+    except (TypeError, ValueError, OverflowError):  # something that no array holds
         sequence = None
     if sequence is None:
         _check_tokens(fields, row)
@@ -94,74 +92,82 @@ def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> Rollo
     return _without_what_is_not_trained(sequence)
 
 
-def _of_plain_numbers(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence | None:
-    """The row, where it keeps the contract with lists of Python's own numbers; None: look at each number.
+def _at_once(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence | None:
+    """The row, where its arrays tell that it keeps the contract; None: look at each number.
 
     Every token of a run passes here, on the control loop, so there is no loop in Python.
+
+    Raises:
+        TypeError, ValueError, OverflowError: the same as None.
     """
     prompt, response, mask, logprobs, versions, reward = (
         fields[name][row] for name in ("prompt_token_ids", "response_ids", *_ALIGNED, "rewards")
     )
-    per_token = not isinstance(reward, Real)
-    if per_token != (not isinstance(fields["rewards"][0], Real)) or not isinstance(response, list | tuple):
+    length = len(response)
+    if not all(isinstance(each, list | tuple) and len(each) == length for each in (response, mask, logprobs, versions)):
         return None
-    if not per_token and not _is_finite(reward):
+    if not isinstance(prompt, list | tuple) or not prompt:
         return None
-    plain_prompt = _plain(prompt, int)
-    plain: dict[str, Any] = {
-        "response_ids": _plain(response, int),
-        "loss_mask": _plain(mask, int, bool),
-        "logprobs": _plain(logprobs, float, int),
-        "versions": _plain(versions, int),
-        "rewards": _plain(reward, float, int) if per_token else _per_token(reward, len(response)),
-    }
-    if plain_prompt is None or any(values is None or len(values) != len(response) for values in plain.values()):
+    rewards = _rewards_at_once(reward, length)
+    if rewards is None or isinstance(reward, Real) != isinstance(fields["rewards"][0], Real):
         return None
-    if per_token and not sum(map(abs, plain["rewards"])) <= MAX_REWARD:  # of a whole response it was checked above
+    ids, of_versions = _integers([*prompt, *response]), _integers(versions)
+    masked = np.frombuffer(bytearray(mask), np.uint8)
+    if ids is None or of_versions is None or masked.max(initial=0) > 1:
         return None
-    sequence = RolloutSequence(plain_prompt, stop_reason=stop_reason, **plain)
+    sequence = RolloutSequence.of_arrays(
+        ids,
+        sampled=masked.view(np.bool_),
+        logprobs=packed("d", logprobs),
+        versions=of_versions,
+        rewards=rewards,
+        stop_reason=stop_reason,
+    )
     return sequence if _keeps_contract(sequence) else None
 
 
-def _plain(values: Any, kind: type[Number], *others: type) -> list[Number] | None:
-    """A copy as numbers of ``kind``, of a list that has those and ``others``; None of anything else."""
-    if not isinstance(values, list | tuple):
+def _integers(values: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
+    """Int64; None where some are bools, which pass for 0 and 1."""
+    integers = packed("q", values)
+    if (integers.view(np.uint64) <= 1).any() and countOf(map(type, values), bool):
         return None
-    missing = len(values) - countOf(map(type, values), kind)
-    if not missing:
-        return list(values)
-    others_too = missing == sum(countOf(map(type, values), other) for other in others)
-    return [kind(value) for value in values] if others_too else None
+    return integers
+
+
+def _rewards_at_once(reward: Any, length: int) -> np.ndarray | None:
+    """Float64 ``[length]``; None where they break the contract."""
+    if isinstance(reward, Real):
+        if not _is_finite(reward):
+            return None
+        rewards = np.zeros(length)
+        rewards[-1:] = reward
+        return rewards
+    if not isinstance(reward, list | tuple) or len(reward) != length:
+        return None
+    rewards = packed("d", reward)
+    return rewards if np.abs(rewards).sum() <= MAX_REWARD else None
 
 
 def _keeps_contract(sequence: RolloutSequence) -> bool:
-    if not sequence.prompt_token_ids or sequence.loss_mask.count(0) + sequence.loss_mask.count(1) < len(
-        sequence.loss_mask
-    ):
-        return False
-    tokens, sampled = sequence.token_array, sequence.sampled
-    logprobs, versions = sequence.logprob_array, sequence.version_array
+    tokens, logprobs, versions = sequence.token_array, sequence.logprob_array, sequence.version_array
+    sampled = slice(None) if sequence.num_sampled == len(versions) else sequence.sampled
     return bool(
         tokens.min() >= 0
         and tokens.max() <= MAX_TOKEN_ID
         and np.isfinite(logprobs).all()
-        and logprobs.max(initial=0.0, where=sampled) <= MAX_LOGPROB
+        and logprobs[sampled].max(initial=0.0) <= MAX_LOGPROB
         and versions.min(initial=0) >= -1
-        and versions.min(initial=0, where=sampled) >= 0
+        and versions[sampled].min(initial=0) >= 0
     )
 
 
 def _without_what_is_not_trained(sequence: RolloutSequence) -> RolloutSequence:
     """Log-prob 0.0 and version -1 where the loss mask is 0."""
-    if sequence.sampled.all():
+    sampled, logprobs, versions = sequence.sampled, sequence.logprob_array, sequence.version_array
+    if not (logprobs[~sampled].any() or (versions[~sampled] != -1).any()):
         return sequence
-    elsewhere = ~sequence.sampled
-    if not (sequence.logprob_array[elsewhere].any() or (sequence.version_array[elsewhere] != -1).any()):
-        return sequence
-    return replace(
-        sequence,
-        logprobs=[logprob if m else 0.0 for logprob, m in zip(sequence.logprobs, sequence.loss_mask, strict=True)],
-        versions=[version if m else -1 for version, m in zip(sequence.versions, sequence.loss_mask, strict=True)],
+    return sequence.altered(
+        logprob_array=np.where(sampled, logprobs, 0.0), version_array=np.where(sampled, versions, -1)
     )
 
 

@@ -27,10 +27,9 @@ logger = logging.getLogger(__name__)
 
 BufferedGroup: TypeAlias = RolloutGroup | SpilledGroup
 
-# What a token takes in the lists of a sequence in CPython, and in its arrays. Ids, log-probs and rewards are objects of
-# their own; the values of masks and versions are small numbers, which exist once.
-_BYTES_PER_PROMPT_TOKEN = 8 + 28 + 8
-_BYTES_PER_RESPONSE_TOKEN = 5 * 8 + 28 + 24 + 24 + 3 * 8 + 1
+# What a token takes in the arrays of a sequence; and a number that a stage adds, in a list of CPython.
+_BYTES_PER_PROMPT_TOKEN = 8
+_BYTES_PER_RESPONSE_TOKEN = 8 + 1 + 8 + 8 + 8
 _BYTES_PER_ADDED_NUMBER = 8 + 24
 _BYTES_PER_SEQUENCE = 1024
 
@@ -195,8 +194,8 @@ def size_bytes(group: RolloutGroup) -> int:
     sequences = [sequence for sample in group.samples for sequence in sample.sequences]
     return sum(
         _BYTES_PER_SEQUENCE
-        + _BYTES_PER_PROMPT_TOKEN * len(sequence.prompt_token_ids)
-        + _BYTES_PER_RESPONSE_TOKEN * len(sequence.response_ids)
+        + _BYTES_PER_PROMPT_TOKEN * sequence.num_prompt_tokens
+        + _BYTES_PER_RESPONSE_TOKEN * sequence.num_response_tokens
         + _BYTES_PER_ADDED_NUMBER
         * sum(len(of or ()) for of in (sequence.reference_logprobs, sequence.proximal_logprobs, sequence.values))
         for sequence in sequences

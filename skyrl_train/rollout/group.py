@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+
+def packed(typecode: str, numbers: Iterable[float]) -> np.ndarray:
+    """Int64 of ``q``, float64 of ``d``; :mod:`array` reads a list in half of numpy's time.
+
+    Raises:
+        TypeError, OverflowError: of something that is no such number.
+    """
+    return np.array(array(typecode, numbers))
+
+
+_LISTS = ("prompt_token_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards")
 
 
 @dataclass(frozen=True)
@@ -19,9 +33,9 @@ class RolloutSequence:
     (a reward for the whole response sits on its last token). What stages add is None until then, and 0.0 where the
     loss mask is 0.
 
-    The lists are for everybody. The arrays are the same numbers for what looks at all of them, and are made once (from
-    :mod:`array`, which reads a list in half of numpy's time): checks, ages and the minibatch share them, so nobody may
-    change them.
+    It keeps numbers in arrays, which the checks, the ages and the minibatch share, so nobody may change them: in lists they
+    would take five times the memory, and Python's garbage collector visits every number in a list. A list is made anew
+    whenever somebody asks for one.
     """
 
     prompt_token_ids: list[int]
@@ -35,25 +49,88 @@ class RolloutSequence:
     proximal_logprobs: list[float] | None = None  # of the policy that was trained when the group was finished
     values: list[float] | None = None  # of the states that the tokens were sampled in, by the critic at the same time
 
-    @cached_property
-    def token_array(self) -> np.ndarray:
-        """Int64, of the prompt and the response."""
-        return np.asarray(array("q", self.prompt_token_ids + self.response_ids))
+    token_array: np.ndarray = field(init=False, repr=False, compare=False)  # int64, of the prompt and the response
+    sampled: np.ndarray = field(init=False, repr=False, compare=False)  # bool [T], the loss mask
+    logprob_array: np.ndarray = field(init=False, repr=False, compare=False)  # float64 [T]
+    version_array: np.ndarray = field(init=False, repr=False, compare=False)  # int64 [T]
+    reward_array: np.ndarray = field(init=False, repr=False, compare=False)  # float64 [T]
+
+    def __post_init__(self) -> None:
+        own = vars(self)
+        own.update(
+            token_array=packed("q", [*self.prompt_token_ids, *self.response_ids]),
+            sampled=np.frombuffer(bytearray(self.loss_mask), np.bool_),
+            logprob_array=packed("d", self.logprobs),
+            version_array=packed("q", self.versions),
+            reward_array=packed("d", self.rewards),
+        )
+        for name in _LISTS:
+            del own[name]
+
+    @classmethod
+    def of_arrays(
+        cls,
+        tokens: np.ndarray,
+        *,
+        sampled: np.ndarray,
+        logprobs: np.ndarray,
+        versions: np.ndarray,
+        rewards: np.ndarray,
+        stop_reason: str,
+    ) -> RolloutSequence:
+        """Of numbers that are in arrays already, which become its own."""
+        sequence = cls.__new__(cls)
+        vars(sequence).update(
+            token_array=tokens,
+            sampled=sampled,
+            logprob_array=logprobs,
+            version_array=versions,
+            reward_array=rewards,
+            stop_reason=stop_reason,
+        )
+        return sequence
+
+    def altered(self, **own: np.ndarray | list[float]) -> RolloutSequence:
+        """A copy with other arrays of the response, or with what a stage adds; it shares the rest."""
+        other = copy.copy(self)
+        vars(other).update(own)
+        return other
+
+    if not TYPE_CHECKING:  # for which the lists are there
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _LISTS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return self.arrays[name].tolist()
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the lists have, by their names."""
+        prompt = self.num_prompt_tokens
+        of_lists = (
+            self.token_array[:prompt],
+            self.token_array[prompt:],
+            self.sampled.view(np.uint8),
+            self.logprob_array,
+            self.version_array,
+            self.reward_array,
+        )
+        return dict(zip(_LISTS, of_lists, strict=True))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.token_array) - len(self.version_array)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """How many tokens the response has: ``T``."""
+        return len(self.version_array)
 
     @cached_property
-    def sampled(self) -> np.ndarray:
-        """The loss mask as bool ``[T]`` over the response."""
-        return np.frombuffer(bytearray(self.loss_mask), np.bool_)
-
-    @cached_property
-    def logprob_array(self) -> np.ndarray:
-        """Float64 ``[T]`` over the response."""
-        return np.asarray(array("d", self.logprobs))
-
-    @cached_property
-    def version_array(self) -> np.ndarray:
-        """Int64 ``[T]`` over the response."""
-        return np.asarray(array("q", self.versions))
+    def num_sampled(self) -> int:
+        """Tokens with loss mask 1."""
+        return int(np.count_nonzero(self.sampled))
 
 
 @dataclass(frozen=True)
@@ -65,17 +142,15 @@ class Sample:
 
     sequences: tuple[RolloutSequence, ...]
 
-    @cached_property
+    @property
     def rewards(self) -> list[float]:
-        """The rewards of all tokens, sequence after sequence; of a single one its own list, which nobody may change."""
-        if len(self.sequences) == 1:
-            return self.sequences[0].rewards
-        return list(chain.from_iterable(sequence.rewards for sequence in self.sequences))
+        """The rewards of all tokens, sequence after sequence: a list of the caller's own."""
+        return list(chain.from_iterable(sequence.reward_array.tolist() for sequence in self.sequences))
 
     @cached_property
     def reward(self) -> float:
         """The return of the trajectory: the sum over all its sequences."""
-        return sum(self.rewards)
+        return sum(float(sequence.reward_array.sum()) for sequence in self.sequences)
 
     @cached_property
     def sampled_versions(self) -> np.ndarray:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import orjson
 
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 
 
 def to_line(value: Mapping[str, Any]) -> bytes:
-    """A JSON-able value on one line, without the line break."""
+    """A JSON-able value, in which lists may be arrays, on one line, without the line break."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # text that is no Unicode (half a surrogate pair, in somebody's uid), which json can write
-        return json.dumps(value).encode("ascii")
+        return json.dumps(value, default=np.ndarray.tolist).encode("ascii")
 
 
 def from_line(line: bytes) -> Any:
@@ -38,7 +40,10 @@ def encode_group(group: RolloutGroup) -> bytes:
     """The group without a line break."""
     row: dict[str, Any] = {
         **_fields(group),
-        "samples": [{"sequences": [_fields(sequence) for sequence in sample.sequences]} for sample in group.samples],
+        "samples": [
+            {"sequences": [_fields(sequence) | sequence.arrays for sequence in sample.sequences]}
+            for sample in group.samples
+        ],
     }
     return to_line(row)
 
@@ -55,7 +60,8 @@ def decode_group(line: bytes) -> RolloutGroup:
 
 def _fields(value: RolloutGroup | RolloutSequence) -> dict[str, Any]:
     """The dataclass fields by name, without copying what is in them."""
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    own = vars(value)
+    return {each.name: own[each.name] for each in fields(value) if each.init and each.name in own}
 
 
 def _to_sample(row: dict[str, Any]) -> Sample:

@@ -7,7 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -193,5 +192,4 @@ def _with(sequence: RolloutSequence, field: str, scores: Sequence[float]) -> Rol
         raise StageError(
             f"The {field} of a group are not all finite numbers: the model that computes them has diverged."
         )
-    change: dict[str, Any] = {field: list(scores)}
-    return replace(sequence, **change)
+    return sequence.altered(**{field: list(scores)})

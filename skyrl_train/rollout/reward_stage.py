@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import NonFiniteRewardError, RolloutError, StageError
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
@@ -133,8 +135,8 @@ def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
 def _with_reward(sample: Sample, reward: float) -> Sample:
     sequences: list[RolloutSequence] = []
     for sequence in reversed(sample.sequences):
-        rewards = [0.0] * len(sequence.response_ids)
-        if rewards:
+        rewards = np.zeros(sequence.num_response_tokens)
+        if len(rewards):
             rewards[-1], reward = reward, 0.0
-        sequences.append(replace(sequence, rewards=rewards))
+        sequences.append(sequence.altered(reward_array=rewards))
     return Sample(tuple(reversed(sequences)))

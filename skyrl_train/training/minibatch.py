@@ -5,11 +5,12 @@ groups ──shape rewards──> advantages of each group ──(normalise over
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards, normalized_over_minibatch
@@ -19,7 +20,7 @@ from skyrl_train.config import derive
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.inference.interface import StopReason
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample, packed
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 
 
@@ -54,19 +55,18 @@ def build_minibatch(
         for row in _rows(group, index, algorithm, oldest_trained_version, kl_factor)
     ]
     if derive.normalizes_over_minibatch(algorithm):
-        masks = [row.sampled & (not groups[row.group_index].masked) for row in rows]
+        masks = [torch.from_numpy(row.sequence.sampled & (not groups[row.group_index].masked)) for row in rows]
         normalized = normalized_over_minibatch([row.advantages for row in rows], masks)
         rows = [replace(row, advantages=values) for row, values in zip(rows, normalized, strict=True)]
-    return Minibatch([_training_sequence(row) for row in rows], num_groups=len(groups), step=step, kl_factor=kl_factor)
+    return Minibatch(_training_sequences(rows), num_groups=len(groups), step=step, kl_factor=kl_factor)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A sequence and what is computed for it; tensors are over its response, ``[T]``."""
+    """A sequence and what is computed for it; arrays and tensors are over its response, ``[T]``."""
 
     sequence: RolloutSequence
-    sampled: torch.Tensor  # bool
-    trained: torch.Tensor  # bool
+    trained: npt.NDArray[np.bool_]
     advantages: torch.Tensor  # float32
     group_index: int
     group_tokens: int
@@ -89,30 +89,28 @@ def _rows(
         ),
         algorithm,
     )
-    group_tokens = int(torch.cat(sampled).sum()) if sampled else 0
-    group_sequences = sum(len(sample.sequences) for sample in group.samples)
+    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    group_tokens = sum(sequence.num_sampled for sequence in sequences)
     rows = []
-    for number, (sample, mask, advantage) in enumerate(zip(group.samples, sampled, advantages, strict=True)):
+    for number, (sample, advantage) in enumerate(zip(group.samples, advantages, strict=True)):
         untrained = group.masked or (algorithm.overlong.filter and was_cut_off(sample))
-        lengths = [len(sequence.response_ids) for sequence in sample.sequences]
+        lengths = [sequence.num_response_tokens for sequence in sample.sequences]
         nothing = [None] * len(lengths)
         value = nothing if values is None else values[number].split(lengths)
-        of_sequences = zip(sample.sequences, mask.split(lengths), advantage.split(lengths), value, strict=True)
-        for sequence, sequence_mask, sequence_advantage, sequence_value in of_sequences:
-            trained = torch.zeros_like(sequence_mask) if untrained else sequence_mask
+        for sequence, of_advantage, of_value in zip(sample.sequences, advantage.split(lengths), value, strict=True):
+            trained = np.zeros_like(sequence.sampled) if untrained else sequence.sampled
             if oldest_trained_version is not None:
-                trained = trained & torch.from_numpy(sequence.version_array >= oldest_trained_version)
+                trained = trained & (sequence.version_array >= oldest_trained_version)
             rows.append(
                 _Row(
                     sequence,
-                    sequence_mask,
                     trained,
-                    sequence_advantage,
+                    of_advantage,
                     group_index=index,
                     group_tokens=group_tokens,
-                    group_sequences=group_sequences,
-                    values=sequence_value,
-                    returns=None if sequence_value is None else sequence_advantage + sequence_value,
+                    group_sequences=len(sequences),
+                    values=of_value,
+                    returns=None if of_value is None else of_advantage + of_value,
                 )
             )
     return rows
@@ -133,19 +131,19 @@ def _values(sample: Sample, group: RolloutGroup) -> torch.Tensor:
     """Float32 ``[T]``: the critic's values of the sampled tokens of all its sequences in a row, 0 elsewhere."""
     values: list[float] = []
     for sequence in sample.sequences:
-        if sequence.values is None and any(sequence.loss_mask) and not group.masked:
+        if sequence.values is None and sequence.num_sampled and not group.masked:
             raise GeneratorOutputError(
                 f"group {group.ordinal} has no values, which trainer.algorithm.advantage_estimator=gae needs: the stage that "
                 "adds them did not see it."
             )
-        values += sequence.values or [0.0] * len(sequence.response_ids)
+        values += sequence.values or [0.0] * sequence.num_response_tokens
     return _float32(values)
 
 
 def _shaped_rewards(sample: Sample, group: RolloutGroup, algorithm: AlgorithmConfig, kl_factor: float) -> list[float]:
     """The sample's rewards with the penalties for its length, on its last token, and for its divergence."""
-    rewards = list(sample.rewards)  # estimators may be anybody's, and the group goes on
-    penalty = overlong_penalty(sum(int(s.sampled.sum()) for s in sample.sequences), algorithm.overlong)
+    rewards = sample.rewards
+    penalty = overlong_penalty(sum(sequence.num_sampled for sequence in sample.sequences), algorithm.overlong)
     if rewards and penalty:
         rewards[-1] += penalty
     if algorithm.kl_reward_coef == 0 or group.masked:
@@ -183,7 +181,7 @@ def _in_baseline(sample: Sample, algorithm: AlgorithmConfig) -> bool:
         return True
     if algorithm.overlong.filter and was_cut_off(sample):
         return False
-    with_tokens = [sequence for sequence in sample.sequences if any(sequence.loss_mask)]
+    with_tokens = [sequence for sequence in sample.sequences if sequence.num_sampled]
     return not with_tokens or any(_kept(sequence, algorithm) for sequence in with_tokens)
 
 
@@ -198,34 +196,84 @@ def _kept(sequence: RolloutSequence, algorithm: AlgorithmConfig) -> bool:
     )
 
 
-def _training_sequence(row: _Row) -> TrainingSequence:
-    sequence = row.sequence
-    prompt_len = len(sequence.prompt_token_ids)
+def _training_sequences(rows: Sequence[_Row]) -> list[TrainingSequence]:
+    sequences = [row.sequence for row in rows]
+    layout = _Layout(sequences)
+    columns = {
+        "token_ids": layout.whole([sequence.token_array for sequence in sequences]),
+        "loss_mask": layout.after_prompts([row.trained for row in rows], np.bool_, fill=False),
+        "advantages": layout.after_prompts([row.advantages.numpy() for row in rows], np.float32),
+        "behaviour_logprobs": layout.after_prompts([sequence.logprob_array for sequence in sequences], np.float32),
+        "versions": layout.after_prompts([sequence.version_array for sequence in sequences], np.int64, fill=-1),
+        "proximal_logprobs": layout.where_added([sequence.proximal_logprobs for sequence in sequences]),
+        "reference_logprobs": layout.where_added([sequence.reference_logprobs for sequence in sequences]),
+        "values": layout.where_added([row.values for row in rows]),
+        "returns": layout.where_added([row.returns for row in rows]),
+    }
+    return [
+        TrainingSequence(
+            group_index=row.group_index,
+            counted_tokens=row.sequence.num_sampled,
+            group_tokens=row.group_tokens,
+            group_sequences=row.group_sequences,
+            **{name: column[number] for name, column in columns.items()},  # type: ignore[arg-type]  # None where it may be
+        )
+        for number, row in enumerate(rows)
+    ]
 
-    def after_prompt(response_part: torch.Tensor, fill: float) -> torch.Tensor:
-        return torch.cat([response_part.new_full((prompt_len,), fill), response_part])
 
-    def added_by_a_stage(logprobs: list[float] | None) -> torch.Tensor | None:
-        return None if logprobs is None else after_prompt(_float32(logprobs), 0.0)
+class _Layout:
+    """All sequences of a minibatch end to end: a field is one tensor, of which each sequence has its stretch.
 
-    return TrainingSequence(
-        token_ids=torch.from_numpy(sequence.token_array),
-        loss_mask=after_prompt(row.trained, False),
-        advantages=after_prompt(row.advantages, 0.0),
-        behaviour_logprobs=after_prompt(_float32(sequence.logprob_array), 0.0),
-        versions=after_prompt(torch.from_numpy(sequence.version_array), -1),
-        group_index=row.group_index,
-        proximal_logprobs=added_by_a_stage(sequence.proximal_logprobs),
-        counted_tokens=int(row.sampled.sum()),
-        reference_logprobs=added_by_a_stage(sequence.reference_logprobs),
-        group_tokens=row.group_tokens,
-        group_sequences=row.group_sequences,
-        values=None if row.values is None else after_prompt(row.values, 0.0),
-        returns=None if row.returns is None else after_prompt(row.returns, 0.0),
-    )
+    So numpy and torch are called a few times per field, whatever the number of sequences: a call costs as much as
+    hundreds of tokens.
+    """
+
+    def __init__(self, sequences: Sequence[RolloutSequence]) -> None:
+        self._lengths = [len(sequence.token_array) for sequence in sequences]
+        ends = accumulate(self._lengths)
+        self._responses = [slice(end - s.num_response_tokens, end) for s, end in zip(sequences, ends, strict=True)]
+
+    def whole(self, parts: Sequence[np.ndarray]) -> Sequence[torch.Tensor]:
+        """Of prompts and responses."""
+        return self._stretches(np.concatenate(parts)) if parts else []
+
+    def after_prompts(
+        self, parts: Sequence[np.ndarray | None], dtype: npt.DTypeLike, fill: float = 0.0
+    ) -> Sequence[torch.Tensor]:
+        """Of responses, ``fill`` on prompts and where there is None.
+
+        Raises:
+            GeneratorOutputError: a part is not as long as its response.
+        """
+        together = np.full(sum(self._lengths), fill, dtype)
+        for response, part in zip(self._responses, parts, strict=True):
+            if part is None:
+                continue
+            if len(part) != response.stop - response.start:
+                raise GeneratorOutputError(
+                    f"a stage added {len(part)} numbers to a response of {response.stop - response.start} tokens"
+                )
+            together[response] = part
+        return self._stretches(together)
+
+    def where_added(self, parts: Sequence[list[float] | torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Float32, of responses, 0 on prompts; None where nothing was added."""
+        if all(part is None for part in parts):
+            return [None] * len(parts)
+        stretches = self.after_prompts([None if part is None else _numbers(part) for part in parts], np.float32)
+        return [None if part is None else stretch for part, stretch in zip(parts, stretches, strict=True)]
+
+    def _stretches(self, together: np.ndarray) -> Sequence[torch.Tensor]:
+        stretches: Sequence[torch.Tensor] = torch.from_numpy(together).split(self._lengths)
+        return stretches
+
+
+def _numbers(values: list[float] | torch.Tensor) -> np.ndarray:
+    return values.numpy() if isinstance(values, torch.Tensor) else packed("d", values)
 
 
 def _float32(values: list[float] | np.ndarray) -> torch.Tensor:
     """What ``torch.tensor`` makes of them, in a fraction of its time where they are in a list."""
-    numbers = values if isinstance(values, np.ndarray) else np.asarray(array("d", values))
+    numbers = values if isinstance(values, np.ndarray) else packed("d", values)
     return torch.from_numpy(numbers.astype(np.float32))

@@ -240,7 +240,7 @@ def test_lists_of_plain_numbers_get_the_verdict_that_looking_at_each_number_give
 
     at_once = verdict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "_of_plain_numbers", lambda fields, row, stop_reason: None)
+        patch.setattr(validation, "_at_once", lambda fields, row, stop_reason: None)
         assert verdict() == at_once
 
 
