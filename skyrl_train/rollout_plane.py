@@ -132,7 +132,7 @@ class RolloutPlane:
         pipeline_depth: float | None = None,
         num_workers: int | None = None,
     ) -> None:
-        """Changes S, D or W while the run goes on; from the control loop. None: as it is. A checkpoint does not remember it.
+        """Changes S, D or W while the run goes on; from the control loop. None: as it is. A checkpoint remembers it.
 
         Raises:
             ValueError, StalenessError: see :meth:`StalenessManager.resize`; nothing has changed.
@@ -177,6 +177,7 @@ class RolloutPlane:
         self.workers.load_state_dict(state["workers"])
         self.runner.retries = state.get("retries", 0)  # checkpoints of earlier versions do not have them
         self.staleness.load_state_dict(state["counts"], next_step, self.buffer)
+        self.workers.slots.set_capacity(self.staleness.max_running)
         self.workers.drop_overdue()
 
     @property

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from skyrl_train.config.schema.inference_engine import FleetConfig
 from skyrl_train.config.schema.run import RunConfig
 
 _OF_WORKERS = (  # settings of fsdp
@@ -46,7 +47,12 @@ NOT_PART_OF_THE_RUN = frozenset(
         "trainer.failures.on_rollout_failure",
         "trainer.failures.max_failed_rollouts",
         "trainer.failures.max_nonfinite_steps",
+        "trainer.failures.max_engine_failures",
+        "trainer.failures.stuck_after_s",
+        "rollout.replay",
         "rollout.buffer_memory_bytes",
+        "rollout.num_actors",
+        "rollout.ray_num_cpus",
         "rollout.stages.reward.placement",
         "rollout.stages.reward.max_parallel",
         "rollout.stages.reward.timeout_s",
@@ -60,6 +66,7 @@ NOT_PART_OF_THE_RUN = frozenset(
         "rollout.stages.reference.ray_num_cpus",
         "rollout.stages.reference.ray_num_gpus",
         "generator.pause_timeout_s",
+        *(f"generator.inference_engine.fleet.{field.name}" for field in dataclasses.fields(FleetConfig)),
         "generator.verify_weights",
     }
 )

@@ -71,8 +71,8 @@ def _evaluation_sampling(config: RunConfig) -> Problems:
         return
     sampling = dataclasses.replace(config.generator.sampling_params, **ours)
     yield from impossible_sampling(sampling, key)
-    if sampling.temperature < 0:
-        yield f"{key}.temperature={sampling.temperature}: must be at least 0."
+    if not 0 <= sampling.temperature < math.inf:
+        yield f"{key}.temperature={sampling.temperature}: must be at least 0 and finite."
     if sampling.max_tokens < 1:
         yield f"{key}.max_tokens={sampling.max_tokens}: must be at least 1."
     if sampling.max_tokens > config.generator.sampling_params.max_tokens:

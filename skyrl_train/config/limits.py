@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,13 @@ def at_least(config: RunConfig, minimum: float, *keys: str) -> Problems:
         value = setting(config, key)
         if value is not None and not value >= minimum:
             yield f"{key}={value}: must be at least {minimum}."
+
+
+def finite(config: RunConfig, *keys: str) -> Problems:
+    """A problem for each of ``keys`` that is infinite; NaN is one of :func:`at_least`."""
+    for key in keys:
+        if setting(config, key) == math.inf:
+            yield f"{key}=inf: must be a finite number."
 
 
 def more_than_zero(config: RunConfig, *keys: str) -> Problems:

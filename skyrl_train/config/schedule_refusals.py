@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from skyrl_train.config import derive
-from skyrl_train.config.limits import Problems, at_least, setting
+from skyrl_train.config.limits import Problems, at_least, finite, setting
 from skyrl_train.config.schema.algorithm import DynamicSampling
 from skyrl_train.config.schema.failures import FailurePolicy
 from skyrl_train.config.schema.run import RunConfig
@@ -39,6 +39,7 @@ def _staleness(config: RunConfig) -> Problems:
     wrong = [
         *at_least(config, 1, "trainer.fully_async.sync_every_steps"),
         *at_least(config, 0, "trainer.fully_async.pipeline_depth"),
+        *finite(config, "trainer.fully_async.pipeline_depth"),
         *_bound_below_zero(config),
     ]
     yield from wrong or _sizes_together(config)
@@ -58,8 +59,8 @@ def _oversubmission(config: RunConfig) -> Problems:
             "interrupted for training, so the limit would hit those that wait. Leave it out, or limit the environment."
         )
     factor, bound = config.trainer.partial_rollout.oversubmit_factor, config.trainer.fully_async.max_staleness_steps
-    if factor < 1:
-        yield f"trainer.partial_rollout.oversubmit_factor={factor:g}: must be at least 1, or no step would be full."
+    if not 1 <= factor < math.inf:
+        yield f"trainer.partial_rollout.oversubmit_factor={factor:g}: must be at least 1 and finite, or no step would be full."
     elif bound < 0:
         yield from _bound_below_zero(config)
     elif factor - 1 > bound:
@@ -133,8 +134,8 @@ def _signal(config: RunConfig) -> Problems:
             "trainer.algorithm.zero_variance_filter=true with generator.n_samples_per_prompt=1: a group of one is never worth "
             "different things, so all would train with loss mask 0. Set n_samples_per_prompt=8 or zero_variance_filter=false."
         )
-    if temperature < 0:
-        yield f"generator.sampling_params.temperature={temperature}: must be at least 0."
+    if not 0 <= temperature < math.inf:
+        yield f"generator.sampling_params.temperature={temperature}: must be at least 0 and finite."
     elif temperature == 0 and samples > 1:
         yield (
             f"generator.sampling_params.temperature=0 with n_samples_per_prompt={samples}: all samples of a prompt "

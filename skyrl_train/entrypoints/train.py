@@ -11,11 +11,12 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -29,7 +30,7 @@ from skyrl_train.config.refusals import raise_problems, refuse
 from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.entrypoints.stop_signals import StopSignals, sigterm_as_ctrl_c
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError, TrainingWorkerError
+from skyrl_train.errors import ConfigError, DataError, ModelError, RolloutError, SkyRLError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.garbage import settle_collector
 from skyrl_train.inference.engines.embedded.hosts import WorkerProcess
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from skyrl_train.trainer import PPOTrainer
 
 MODULE = "skyrl_train.entrypoints.train"
+T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0  # how often the screen is told what goes on between two steps
 
 
@@ -121,14 +123,16 @@ def run(
         if abandoned and not choice.resuming and config.trainer.run_dir is None:
             console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
         with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
+            asked_to_stop = threading.Event()
             finished, start_step = train_restarting(
-                lambda reporter, workers: asyncio.run(
-                    _train(config, plan, dataset, evaluation_prompts, run_folder, reporter, workers)
+                lambda reporter, workers: run_loop(
+                    _train(config, plan, dataset, evaluation_prompts, run_folder, reporter, workers, asked_to_stop)
                 ),
                 config,
                 lambda: Reporter(config, run_folder, console, plan.total_steps),
                 workers,
                 console,
+                asked_to_stop,
             )
             rows = run_folder.read_metrics()
             summary = summarize(rows)
@@ -148,12 +152,28 @@ def run(
     return 0
 
 
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """As ``asyncio.run``; but a task that calls ``exit()`` ends the run as a failed one, whatever exit code it gave.
+
+    Raises:
+        RolloutError: one did.
+    """
+    try:
+        return asyncio.run(main)
+    except SystemExit as error:
+        raise RolloutError(
+            f"A task beside the run's own called exit({error.code}), which ends the run; its last checkpoint stands. Catch "
+            "SystemExit where a generator, in tasks that it makes, runs other people's code."
+        ) from error
+
+
 def train_restarting(
     train: Callable[[Reporter, Sequence[WorkerProcess]], bool],
     config: RunConfig,
     new_reporter: Callable[[], Reporter],
     workers: Sequence[WorkerProcess],
     console: Console,
+    asked_to_stop: threading.Event,
 ) -> tuple[bool, int]:
     """Trains; goes on from the last checkpoint, with new workers and engines, when a training worker has died.
 
@@ -161,7 +181,8 @@ def train_restarting(
         Whether the run got to its last step, and the step that it started after.
 
     Raises:
-        TrainingWorkerError: one died once more than ``trainer.max_restarts``.
+        TrainingWorkerError: one died once more than ``trainer.max_restarts``, or after the run was asked to stop: what stops a
+            run often stops its workers too.
         Exception: whatever else ended the run; nothing is tried again then.
     """
     start_step: int | None = None
@@ -170,7 +191,7 @@ def train_restarting(
         try:
             finished = train(reporter, workers)
         except TrainingWorkerError as error:
-            if not left:
+            if not left or asked_to_stop.is_set():
                 raise
             text = f"{error}\nThe run starts again from its last checkpoint; restarts left: {left - 1}."
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -252,6 +273,7 @@ async def _train(
     run_folder: RunFolder,
     reporter: Reporter,
     workers: Sequence[WorkerProcess],
+    asked_to_stop: threading.Event,
 ) -> bool:
     """Builds the trainer and trains; whether the run got to its last step."""
     from skyrl_train.assembly import build_trainer
@@ -261,6 +283,7 @@ async def _train(
     settle_collector()
 
     def stop() -> None:
+        asked_to_stop.set()
         reporter.note("stopping after this step; once more to stop at once")
         trainer.request_stop()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
 from skyrl_train.generators.base import ConversationType
@@ -25,6 +25,21 @@ class PromptRecord:
     env_class: str | None = None
     env_extras: dict[str, Any] = field(default_factory=dict)
     data_source: str = ""
+
+    def own_copy(self) -> PromptRecord:
+        """The same row for somebody else's code, which may write into the prompt and the extras that it is given.
+
+        Written into, the data set's own would be another prompt in the next sample, attempt and epoch, and another data set to
+        a run that resumes.
+        """
+        return replace(self, prompt=_copied(self.prompt), env_extras=_copied(self.env_extras))
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts at any depth are copied; what else there is, is shared."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
 
 
 class EnvironmentStep(TypedDict):

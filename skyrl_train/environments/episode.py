@@ -136,9 +136,18 @@ class Episode:
             self._environment.close()
 
     async def _call(self, function: Callable[[], T]) -> T:
+        if self._thread is None:
+            return self._run(function)
+        return await self._thread.submit(lambda: self._run(function))
+
+    def _run(self, function: Callable[[], T]) -> T:
         try:
-            return function() if self._thread is None else await self._thread.submit(function)
-        except Exception as error:
+            return function()
+        except (
+            BaseException
+        ) as error:  # it may run what a model wrote, such as exit(), which would end the training run
+            if self._thread is None and isinstance(error, KeyboardInterrupt):
+                raise  # somebody's Ctrl-C, which only the main thread gets
             raise RolloutError(
                 f"Environment {self._factory.name!r} failed on prompt {self._uid!r}: {type(error).__name__}: {error}"
             ) from error
@@ -146,8 +155,8 @@ class Episode:
     def _abandon(self) -> None:
         def close() -> None:
             try:
-                self._close()
-            except Exception:
+                self._run(self._close)
+            except RolloutError:
                 _log.warning("Environment %s raised while it was closed.", self._factory.name, exc_info=True)
 
         if self._thread is None:

@@ -16,7 +16,7 @@ from skyrl_train.errors import EngineError, EvaluationError, NoEngineError, Roll
 from skyrl_train.evaluation.data import sampling_params
 from skyrl_train.evaluation.engines import EvaluationEngines
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluatedSample, passed
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID, play
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.randomness import mix
@@ -141,20 +141,20 @@ class PromptRunner:
         return task.result()
 
     async def _generate(self, record: PromptRecord, index: int, number: int, attempt: int, version: int) -> Sample:
-        output = await self._generator.generate(
-            GeneratorInput(
-                prompts=[record.prompt],
-                env_classes=[record.env_class or self._env_class],
-                env_extras=[dict(record.env_extras)],
-                sampling_params=self._sampling_params,
-                trajectory_ids=[TrajectoryID(f"{record.uid}@eval-{version}.{attempt}", number)],
-                batch_metadata=BatchMetadata(
-                    global_step=version,
-                    training_phase="eval",
-                    seeds=(mix(self._seed, STREAM, index, number, attempt),),
-                ),
-            )
+        copy = record.own_copy()
+        request = GeneratorInput(
+            prompts=[copy.prompt],
+            env_classes=[record.env_class or self._env_class],
+            env_extras=[copy.env_extras],
+            sampling_params=self._sampling_params,
+            trajectory_ids=[TrajectoryID(f"{record.uid}@eval-{version}.{attempt}", number)],
+            batch_metadata=BatchMetadata(
+                global_step=version,
+                training_phase="eval",
+                seeds=(mix(self._seed, STREAM, index, number, attempt),),
+            ),
         )
+        output = await play(self._generator, request)
         (sample,) = to_samples(output, expected=1)
         _check_versions(sample, record.uid, version)
         return sample

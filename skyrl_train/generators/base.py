@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
+from skyrl_train.errors import RolloutError
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
 
 ConversationType = Sequence[Mapping[str, Any]]
@@ -69,6 +70,19 @@ class GeneratorOutput(TypedDict):
     rollout_versions: list[list[int]] | None
     trajectory_ids: list[TrajectoryID] | None
     is_last_step: list[bool] | None
+
+
+async def play(generator: GeneratorInterface, input_batch: GeneratorInput) -> GeneratorOutput:
+    """What ``generator`` makes of ``input_batch``; who needs trajectories calls this and not ``generate``.
+
+    Raises:
+        RolloutError: it called ``exit()``, or code did that it ran; as it is, that would end the training run.
+        Exception: whatever else it raised.
+    """
+    try:
+        return await generator.generate(input_batch)
+    except SystemExit as error:
+        raise RolloutError(f"it ended itself with exit status {error.code}") from error
 
 
 class GenerationClient(Protocol):

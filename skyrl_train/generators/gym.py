@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.concurrency import gather_or_cancel
@@ -228,6 +229,6 @@ def _metrics(trajectories: Sequence[_Trajectory]) -> dict[str, float]:
     }
     for trajectory in trajectories:
         for key, value in trajectory.environment_metrics.items():
-            if isinstance(value, int | float):
-                values.setdefault(f"environment/{key}", []).append(value)
+            if isinstance(value, Real):
+                values.setdefault(f"environment/{key}", []).append(float(value))
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items() if numbers}

@@ -137,7 +137,7 @@ def _integers(values: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
 def _rewards_at_once(reward: Any, length: int) -> np.ndarray | None:
     """Float64 ``[length]``; None where they break the contract."""
     if isinstance(reward, Real):
-        if not _is_finite(reward):
+        if not is_finite(reward):
             return None
         rewards = np.zeros(length)
         rewards[-1:] = reward
@@ -255,12 +255,12 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
     for value in reward if per_token else (reward,):
         if not isinstance(value, Real):
             _fail(fields, "rewards", row, f"contains {value!r}; rewards must be finite numbers.")
-        if not _is_finite(value):
+        if not is_finite(value):
             raise NonFiniteRewardError(
                 f"rewards of {_whose(fields, row)} contains {value!r}; rewards must be finite numbers. Check the environment or "
                 "the reward function."
             )
-    if per_token and not _is_finite(sum(abs(float(value)) for value in reward)):
+    if per_token and not is_finite(sum(abs(float(value)) for value in reward)):
         raise NonFiniteRewardError(f"the rewards of {_whose(fields, row)} add up to more than a float32 holds.")
 
 
@@ -268,7 +268,7 @@ def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
     for position, (mask, logprob, version) in enumerate(_aligned(fields, row)):
         if not isinstance(mask, Real) or mask not in (0, 1):
             _fail(fields, "loss_masks", row, f"has {mask!r} at position {position}; it must be 0 or 1.")
-        if not isinstance(logprob, Real) or not _is_finite(logprob):
+        if not isinstance(logprob, Real) or not is_finite(logprob):
             _fail(fields, "rollout_logprobs", row, f"has {logprob!r} at position {position}; log-probs must be finite.")
         if not _is_int(version) or not -1 <= version <= MAX_VERSION:
             _fail(fields, "rollout_versions", row, f"has {version!r} at position {position}; give an integer >= -1.")
@@ -296,7 +296,8 @@ def _is_int(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Whether a number is finite, also as float32."""
     try:
         return abs(float(value)) <= MAX_REWARD
     except OverflowError:  # an integer beyond all floats

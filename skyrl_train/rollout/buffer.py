@@ -115,9 +115,11 @@ class RolloutBuffer:
         for group in groups:
             contents.put(group)
             while self._folder is not None and limit is not None and contents.memory_bytes > limit:
+                latest = contents.pop_latest()
                 try:
-                    contents.replace(self._folder.write(contents.pop_latest()))
+                    contents.replace(self._folder.write(latest))
                 except OSError as error:
+                    contents.rank(latest)
                     logger.error("finished groups cannot be put on the disk and stay in memory: %s", error)
                     limit = None
         return contents
@@ -169,6 +171,10 @@ class _Contents:
         if len(self._latest) > 2 * len(self.groups):  # mostly groups that have left: without this it would only grow
             self._latest = [entry for entry in self._latest if -entry[1] in self.groups]
             heapq.heapify(self._latest)
+        self.rank(group)
+
+    def rank(self, group: RolloutGroup) -> None:
+        """Makes a group in memory one of those that :meth:`pop_latest` returns."""
         heapq.heappush(self._latest, (-group.oldest_version, -group.ordinal))
 
     def pop_latest(self) -> RolloutGroup:

@@ -12,6 +12,7 @@ import numpy as np
 
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import NonFiniteRewardError, RolloutError, StageError
+from skyrl_train.generators.validation import is_finite
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.placement.base import CallFailed, Place
 from skyrl_train.rollout.reward_function import GroupToReward, SampleToReward
@@ -86,11 +87,12 @@ def group_to_reward(
     record: PromptRecord, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]
 ) -> GroupToReward:
     """What the reward function is asked. Pure."""
+    record = record.own_copy()
     return GroupToReward(
         uid=record.uid,
         data_source=record.data_source,
         prompt=record.prompt,
-        env_extras=dict(record.env_extras),
+        env_extras=record.env_extras,
         samples=tuple(_sample_to_reward(sample, decode) for sample in samples),
     )
 
@@ -114,15 +116,16 @@ def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
 
     Raises:
         StageError: ``answer`` is not one number per sample.
-        NonFiniteRewardError: one of them is NaN or infinite.
+        NonFiniteRewardError: one of them is NaN or infinite, or is so in float32.
     """
     try:
-        rewards = [float(value) for value in answer]
+        rewards = [float(value) if is_finite(value) else math.nan for value in answer]
     except (TypeError, ValueError):
         rewards = []
-    if len(rewards) == len(samples) and not all(map(math.isfinite, rewards)):
+    if len(rewards) == len(samples) and any(map(math.isnan, rewards)):
         raise NonFiniteRewardError(
-            f"the reward function (rollout.stages.reward.function) returned {answer!r:.200}; rewards must be finite"
+            f"the reward function (rollout.stages.reward.function) returned {answer!r:.200}; rewards must be finite, also as "
+            "float32"
         )
     if len(rewards) != len(samples):
         raise StageError(

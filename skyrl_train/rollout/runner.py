@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 from skyrl_train.concurrency import cancel_within
@@ -30,8 +30,8 @@ from skyrl_train.errors import (
     StageError,
     TrainingWorkerError,
 )
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
-from skyrl_train.generators.validation import to_samples
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID, play
+from skyrl_train.generators.validation import is_finite, to_samples
 from skyrl_train.inference.randomness import mix
 from skyrl_train.inference.recordings import Recordings
 from skyrl_train.observability.metrics import spec_of
@@ -303,10 +303,11 @@ class GroupRunner:
     async def _generate(self, attempt: _Attempt) -> RolloutGroup:
         ordinal, record, number = attempt.ordinal, attempt.record, attempt.number - 1
         version = self._engines.policy_version
+        copies = [record.own_copy() for _ in range(self._n)]
         request = GeneratorInput(
-            prompts=[record.prompt] * self._n,
+            prompts=[copy.prompt for copy in copies],
             env_classes=[record.env_class or self._env_class] * self._n,
-            env_extras=[dict(record.env_extras) for _ in range(self._n)],
+            env_extras=[copy.env_extras for copy in copies],
             sampling_params=self._sampling_params,
             trajectory_ids=[attempt.trajectory(repetition) for repetition in range(self._n)],
             batch_metadata=BatchMetadata(
@@ -315,10 +316,9 @@ class GroupRunner:
                 seeds=tuple(mix(self._seed, ordinal, repetition, number) for repetition in range(self._n)),
             ),
         )
-        output = await self._generator.generate(request)
+        output = await play(self._generator, request)
         samples = to_samples(output, expected=self._n)
-        metrics = dict(output.get("rollout_metrics") or {})
-        _check_metrics(metrics)
+        metrics = _checked_metrics(output.get("rollout_metrics") or {})
         group = RolloutGroup(
             ordinal=ordinal,
             uid=record.uid,
@@ -344,9 +344,16 @@ class _AttemptFailed(Exception):
         self.cause = cause
 
 
-def _check_metrics(metrics: Mapping[str, Any]) -> None:
+def _checked_metrics(metrics: Any) -> dict[str, float]:
+    """``rollout_metrics`` as Python's own numbers, which a checkpoint can hold.
+
+    Raises:
+        GeneratorOutputError: they are no numbers by name, or one is not finite or not declared.
+    """
+    if not isinstance(metrics, Mapping):
+        raise GeneratorOutputError(f"rollout_metrics is a {type(metrics).__name__}, not a dict of numbers.")
     for name, value in metrics.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, Real) or not is_finite(value):
             raise GeneratorOutputError(f"rollout_metrics[{name!r}] must be a finite number, got {value!r}")
         try:
             spec_of(name)
@@ -355,3 +362,4 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
                 f"rollout_metrics[{name!r}] is not declared. Call it 'environment/{name}', which is averaged, or declare it "
                 "with skyrl_train.observability.metrics.declare()"
             ) from error
+    return {name: float(value) for name, value in metrics.items()}

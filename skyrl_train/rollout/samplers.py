@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
+from numbers import Integral
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -219,6 +219,7 @@ def build_sampler(data: DataConfig, dataset: PromptDataset, seed: int) -> Sample
 
     Raises:
         ConfigError: there is none, or ``data.sampler_kwargs`` does not fit it.
+        DataError: its state cannot be checkpointed.
     """
     name = data.sampler or "shuffle"
     cls = SAMPLERS.get(name) or import_name(name, "data.sampler")
@@ -229,7 +230,27 @@ def build_sampler(data: DataConfig, dataset: PromptDataset, seed: int) -> Sample
             f"data.sampler={name!r} cannot be constructed: {error}. It is given the data set, the seed and "
             "data.sampler_kwargs."
         ) from error
+    if not isinstance(sampler, Sampler):
+        raise ConfigError(f"data.sampler={name!r} is no subclass of {Sampler.__module__}.Sampler.")
+    checkpointed(sampler)  # says now what the first checkpoint would
     return sampler
+
+
+def checkpointed(sampler: Sampler) -> dict[str, Any]:
+    """A sampler's state as a checkpoint brings it back: a copy, which is written while the sampler goes on.
+
+    Raises:
+        DataError: JSON cannot hold it.
+    """
+    state = sampler.state_dict()
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the sampler {sampler.identity} has a state that no checkpoint can hold: {error}. Return plain lists and numbers "
+            "from state_dict(); of a numpy array, its tolist()."
+        ) from error
+    return copy
 
 
 class SampledPrompts:
@@ -273,8 +294,7 @@ class SampledPrompts:
         self._sampler.observe(self._row(group.ordinal), group)
 
     def state_dict(self) -> dict[str, Any]:
-        # A copy: it is written while the sampler goes on.
-        return {"sampler": copy.deepcopy(self._sampler.state_dict()), "drawn": sorted(self._drawn.items())}
+        return {"sampler": checkpointed(self._sampler), "drawn": sorted(self._drawn.items())}
 
     def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
         self._sampler.load_state_dict(state["sampler"])
@@ -285,11 +305,12 @@ class SampledPrompts:
 
     def _draw(self, ordinal: int) -> int:
         try:
-            row = self._sampler.row(ordinal)
+            row: object = self._sampler.row(ordinal)
         except Exception as error:
             raise DataError(f"the sampler {self._sampler.identity} failed in row({ordinal}): {error!r}") from error
-        if not 0 <= row < len(self._dataset):
+        chosen = int(row) if isinstance(row, Integral) else -1  # one of numpy's would not go into a checkpoint
+        if not 0 <= chosen < len(self._dataset):
             raise DataError(
                 f"the sampler {self._sampler.identity} chose row {row} of a data set of {len(self._dataset)} prompts"
             )
-        return row
+        return chosen

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 from skyrl_train.errors import StalenessError
 from skyrl_train.rollout.stragglers import FinishedGroup, Group, GroupsByVersion, Outlook, StragglerPolicy
+
+_SIZES = ("max_staleness_steps", "pipeline_depth", "max_running")  # what may change while a run goes on
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class StalenessManager:
         self.max_staleness_steps = max_staleness_steps
         self.pipeline_depth = pipeline_depth
         self.max_running = max_running
+        self._resized = False  # since the run began
         self.counts = RolloutCounts()
         self._total_groups = total_steps * batch_groups
         self._running = GroupsByVersion()  # under which they were admitted
@@ -162,6 +165,7 @@ class StalenessManager:
                 f"within {bound}; lower pipeline_depth first, and the bound some steps later"
             )
         self.max_staleness_steps, self.pipeline_depth, self.max_running = bound, depth, running
+        self._resized = True
         self._promised = max(self._promised, bound)
 
     # Admission ----------------------------------------------------------------------------------------------------
@@ -379,21 +383,25 @@ class StalenessManager:
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, int]:
-        """The counts and the publication of a checkpoint; in-flight groups are issued again, so they are not counted."""
-        state = {**asdict(self.counts), "published": self._begun}  # a resumed run begins by publishing
+    def state_dict(self) -> dict[str, Any]:
+        """The counts and the publication of a checkpoint, and the sizes, where they are no longer those of the settings: groups
+        that were admitted under them are kept. In-flight groups are issued again, so they are not counted."""
+        state: dict[str, Any] = {**asdict(self.counts), "published": self._begun}  # a resumed run begins by publishing
         state["submitted"] -= state["running"]
         state["running"] = 0
-        return state
+        return {**state, "resized": {name: getattr(self, name) for name in _SIZES}} if self._resized else state
 
-    def load_state_dict(self, state: Mapping[str, int], step: int, buffered: Iterable[FinishedGroup]) -> None:
-        """Restores the counts before ``step``, with the engines about to serve version ``step - 1``.
+    def load_state_dict(self, state: Mapping[str, Any], step: int, buffered: Iterable[FinishedGroup]) -> None:
+        """Restores the counts and sizes before ``step``, with the engines about to serve version ``step - 1``.
 
         Raises:
             StalenessError: the policy cannot keep the bound for the groups that the checkpoint holds, or they are not as many
                 as it counts.
         """
-        self.counts = RolloutCounts(**{key: value for key, value in state.items() if key != "published"})
+        self.counts = RolloutCounts(**{key: state[key] for key in asdict(self.counts) if key in state})
+        for name, size in state.get("resized", {}).items():
+            setattr(self, name, size)
+            self._resized = True
         self._running, self._buffered, self._seated = GroupsByVersion(), GroupsByVersion(), GroupsByVersion()
         for group in buffered:
             self._buffered.add(group.ordinal, group.oldest_version)

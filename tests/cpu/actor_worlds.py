@@ -90,6 +90,8 @@ class Obeying(GeneratorInterface):
                     said.append("cleaned up")
             case "raise":
                 raise ValueError("scripted")
+            case "end the program":
+                raise SystemExit(3)
             case "engine":
                 raise EngineError("scripted")
             case "no engine":

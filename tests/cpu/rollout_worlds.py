@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -118,7 +119,10 @@ class World:
     ) -> None:
         self.b = b
         self.failures = replace(FailureConfig(), **failures)  # type: ignore[arg-type]
-        records = tuple(PromptRecord(f"p{i}", [{"role": "user", "content": str(i)}]) for i in range(prompts))
+        records = tuple(
+            PromptRecord(f"p{i}", [{"role": "user", "content": str(i)}], env_extras={"answers": [str(i)]})
+            for i in range(prompts)
+        )
         self.loader = build_loader(PromptDataset(records), DataConfig(), seed=0)
         self.engines = FakeEngines()
         self.generator = ScriptedGenerator(self.engines)
@@ -236,6 +240,10 @@ async def quiet(batch: GeneratorInput) -> GeneratorOutput:
 
 async def fine(batch: GeneratorInput) -> None:
     return None
+
+
+async def end_the_program(batch: GeneratorInput) -> None:
+    sys.exit(3)
 
 
 async def cancel_itself(batch: GeneratorInput) -> None:

@@ -132,6 +132,16 @@ async def test_groups_that_cannot_be_written_stay_in_memory(tmp_path: Path, capl
     await buffer.aclose()
 
 
+async def test_groups_of_a_checkpoint_that_cannot_be_written_hold_no_others_up(tmp_path: Path) -> None:
+    write_rollout_state({}, [group(0)], tmp_path)
+    (tmp_path / "file").write_text("")
+    buffer = RolloutBuffer(0, tmp_path / "file" / "folder")
+    await buffer.restore(read_rollout_state(tmp_path)[1])
+    buffer.put(group(1))
+    assert await buffer.load(list(buffer)) == [group(0), group(1)]
+    await buffer.aclose()
+
+
 async def test_a_snapshot_can_be_written_after_its_groups_were_trained(tmp_path: Path) -> None:
     buffer = RolloutBuffer(size_bytes(group(0)), tmp_path / "spill")
     for ordinal in range(4):

@@ -190,6 +190,20 @@ def test_the_same_run_may_live_elsewhere_and_be_watched_differently() -> None:
     assert same_run(ours, moved)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.replay=false",  # what the record of unfinished rollouts asks for where it is broken
+        "rollout.num_actors=2",
+        "trainer.failures.stuck_after_s=9",
+        "trainer.failures.max_engine_failures=3",
+        "generator.inference_engine.fleet.wait_timeout_s=9",
+    ],
+)
+def test_a_run_goes_on_with_what_it_is_told_to_change(override: str) -> None:
+    assert same_run(compose("quickstart"), compose("quickstart", [override]))
+
+
 @pytest.mark.parametrize("key", ["trainer.device", "trainer.critic.device", "rollout.stages.reference.device"])
 def test_a_run_on_another_device_is_the_same_run(key: str) -> None:
     assert same_run(compose("quickstart"), compose("quickstart", [f"{key}=cuda:1"]))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,7 +229,20 @@ async def test_a_sampler_that_fails_to_learn_stops_the_next_issue_and_not_the_st
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("row", [-1, 4])
+def test_rows_of_numpy_go_into_a_checkpoint() -> None:
+    class Drawing(Sampler):
+        def row(self, ordinal: int) -> int:
+            return np.random.default_rng(ordinal).integers(4)  # type: ignore[return-value]
+
+    loader = PromptLoader(SampledPrompts(dataset(4), Drawing(dataset(4), 0)), 0)
+    assert loader.issue() == 0
+    state = json.loads(json.dumps(loader.state_dict()))
+    resumed = PromptLoader(SampledPrompts(dataset(4), Drawing(dataset(4), 0)), 0)
+    resumed.load_state_dict(state, buffered=[])
+    assert resumed.record(0) == loader.record(0)
+
+
+@pytest.mark.parametrize("row", [-1, 4, None, 1.0])
 def test_a_sampler_that_chooses_no_row_is_named(row: int) -> None:
     class Astray(Sampler):
         def row(self, ordinal: int) -> int:

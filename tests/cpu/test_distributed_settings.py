@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -164,11 +165,13 @@ class Runs:
         self.started: list[int] = []  # workers that each run was given
         self.closed = 0
         self.screen = io.StringIO()
+        self.asked_to_stop = threading.Event()
 
     def go(self, max_restarts: int) -> tuple[bool, int]:
         config = compose("quickstart", [FSDP, f"trainer.max_restarts={max_restarts}"])
         workers: Any = ["engine process"]
-        return train_restarting(self._train, config, self._reporter, workers, Console(file=self.screen, width=200))
+        screen = Console(file=self.screen, width=200)
+        return train_restarting(self._train, config, self._reporter, workers, screen, self.asked_to_stop)
 
     def _train(self, reporter: Any, workers: Sequence[Any]) -> bool:
         self.started.append(len(workers))
@@ -197,6 +200,13 @@ class TestRestarts:
         with pytest.raises(TrainingWorkerError, match="second"):
             runs.go(max_restarts=1)
         assert len(runs.started) == runs.closed == 2
+
+    def test_and_not_when_it_was_asked_to_stop(self) -> None:
+        runs = Runs([TrainingWorkerError("ended by the same signal"), None])
+        runs.asked_to_stop.set()
+        with pytest.raises(TrainingWorkerError, match="the same signal"):
+            runs.go(max_restarts=5)
+        assert len(runs.started) == runs.closed == 1
 
     def test_and_not_after_anything_else(self) -> None:
         runs = Runs([CheckpointError("the disk is full"), None])

@@ -102,6 +102,20 @@ async def test_what_the_environment_raises_names_it_and_the_prompt_and_closes_it
     assert [call for call, _ in calls].count("close") == 1
 
 
+@pytest.mark.parametrize("raised", [SystemExit(0), StopIteration(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("cls", [Recorder, QuickRecorder])
+async def test_what_a_model_wrote_can_neither_end_the_program_nor_keep_it_waiting(
+    cls: type[Recorder], raised: BaseException
+) -> None:
+    def run_it() -> None:
+        raise raised
+
+    running, _ = episode(cls, on_step=run_it, on_close=run_it)
+    with pytest.raises(RolloutError, match=type(raised).__name__):
+        async with running, asyncio.timeout(10):
+            await running.step("exit()", "stop")
+
+
 async def test_a_hanging_step_does_not_hold_up_its_cancellation_and_is_closed_afterwards() -> None:
     begun, release, closed = threading.Event(), threading.Event(), threading.Event()
 

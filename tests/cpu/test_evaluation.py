@@ -108,6 +108,11 @@ def raises(batch: GeneratorInput) -> None:
         raise ValueError("scripted failure")
 
 
+def ends_the_program(batch: GeneratorInput) -> None:
+    if of_p0(batch):
+        raise SystemExit(0)
+
+
 def hangs(batch: GeneratorInput) -> Any:
     return forever() if of_p0(batch) else None
 
@@ -121,7 +126,12 @@ def cancels_itself(batch: GeneratorInput) -> None:
 
 @pytest.mark.parametrize(
     ("before", "reason"),
-    [(raises, "scripted failure"), (hangs, "rollout_timeout_s"), (cancels_itself, "cancelled itself")],
+    [
+        (raises, "scripted failure"),
+        (ends_the_program, "exit status 0"),
+        (hangs, "rollout_timeout_s"),
+        (cancels_itself, "cancelled itself"),
+    ],
 )
 async def test_a_sample_that_always_fails_has_not_passed_and_stops_nothing(before: Any, reason: str) -> None:
     world = World(timeout_s=0.05, n_samples_per_prompt=2)

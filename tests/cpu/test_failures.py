@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from harness import Harness
 from rollout_worlds import (
@@ -14,6 +17,7 @@ from rollout_worlds import (
     World,
     cancel_its_task,
     cancel_itself,
+    end_the_program,
     fail,
     fine,
     hang,
@@ -41,6 +45,7 @@ from skyrl_train.training.minibatch import build_minibatch
 BAD = {
     "hangs": (hang, "rollout_timeout_s = 0.05"),
     "raises": (fail, "ValueError"),
+    "ends the program": (end_the_program, "exit status 3"),
     "cancels itself": (cancel_itself, "CancelledError"),
     "cancels its task": (cancel_its_task, "CancelledError"),
     "returns late": (return_late, "rollout_timeout_s = 0.05"),
@@ -96,6 +101,56 @@ async def test_fewer_samples_than_asked_for_stop_the_workers_by_name() -> None:
         with pytest.raises(GeneratorOutputError, match="response_ids has 1 entries for 2 trajectories"):
             w.workers.raise_if_failed()
         assert w.generator.calls.count(1) == 1, "another attempt would not mend it"
+
+
+async def test_what_a_generator_writes_into_its_input_is_nobody_elses() -> None:
+    async with World(prompts=4) as w:
+        given: list[object] = []
+
+        async def write(batch: GeneratorInput) -> None:
+            for prompt, extras in zip(batch["prompts"], batch["env_extras"], strict=True):
+                given.append((deepcopy(prompt), deepcopy(extras)))
+                assert isinstance(prompt, list)
+                prompt[0]["content"] = "written over"
+                prompt.append({"role": "assistant", "content": "an answer"})
+                extras["answers"].append("another")
+            if len(given) <= len(batch["prompts"]):
+                raise ValueError("another attempt, please")
+
+        w.generator.plays[0] = [write]
+        assert await w.step(fill=True) == [0, 1, 2, 3]
+        assert len(given) == 4 and given[1:] == given[:-1], "two samples, two attempts"
+        assert w.loader.state_dict()["identity"] == World(prompts=4).loader.state_dict()["identity"], (
+            "or no run resumes"
+        )
+
+
+@pytest.mark.parametrize("metrics", [{"environment/score": np.float32(0.5)}, {"environment/score": np.int64(2)}])
+async def test_numbers_of_other_libraries_are_metrics(metrics: dict[str, float]) -> None:
+    async with World() as w:
+
+        async def measure(batch: GeneratorInput) -> GeneratorOutput:
+            return {**output_of(batch, 0), "rollout_metrics": metrics}
+
+        w.generator.plays[1] = [measure]
+        await w.workers.fill()
+        w.workers.raise_if_failed()
+        group = next(group for group in w.buffer if group.ordinal == 1)
+        assert isinstance(group, RolloutGroup)
+        assert decode_group(encode_group(group)).metrics == group.metrics == {k: float(v) for k, v in metrics.items()}
+
+
+@pytest.mark.parametrize("metrics", [{"environment/score": 10**400}, {"environment/score": "high"}, [1.0]], ids=repr)
+async def test_metrics_that_are_no_numbers_stop_the_workers_by_name(metrics: Any) -> None:
+    async with World() as w:
+
+        async def measure(batch: GeneratorInput) -> GeneratorOutput:
+            return {**output_of(batch, 0), "rollout_metrics": metrics}
+
+        w.generator.plays[1] = [measure]
+        await w.workers.fill()
+        with pytest.raises(GeneratorOutputError, match="rollout_metrics"):
+            w.workers.raise_if_failed()
 
 
 async def test_a_version_that_the_engines_do_not_serve_yet_stops_the_workers() -> None:

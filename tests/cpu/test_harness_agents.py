@@ -131,6 +131,14 @@ class TestFunctions:
         with pytest.raises(AgentError, match="ended itself"):
             await FunctionAgent(leave if sync else leave_async, "leave").run(task())
 
+    async def test_a_sync_one_that_runs_out_of_an_iterator_is_not_waited_for(self) -> None:
+        def play() -> float:
+            return next(iter(()))
+
+        async with asyncio.timeout(10):
+            with pytest.raises(AgentError, match="StopIteration"):
+                await FunctionAgent(play, "play").run(task())
+
     def test_one_that_asks_for_something_else_is_refused_at_once(self) -> None:
         with pytest.raises(ConfigError, match="asks for 'model'"):
             FunctionAgent(lambda prompt, model: 1.0, "file.py:run")

@@ -298,6 +298,32 @@ async def test_depth_and_workers_change_while_the_run_goes_on(tmp_path: Path) ->
     assert sorted(h.trained) == list(range(32))
 
 
+async def test_what_was_changed_while_the_run_went_on_is_so_after_a_resume(tmp_path: Path) -> None:
+    settings = (
+        "trainer.fully_async.max_staleness_steps=0",
+        "trainer.fully_async.pipeline_depth=0",
+        "trainer.fully_async.straggler_policy=wait",
+    )
+    h = Harness(tmp_path, *settings)
+    loop = asyncio.get_running_loop()
+
+    def deeper(minibatch: Minibatch) -> None:
+        async def resize() -> None:
+            h.trainer.rollout.resize(max_staleness_steps=2, pipeline_depth=2, num_workers=12)
+            await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= 12)
+            h.trainer.request_stop()
+
+        asyncio.run_coroutine_threadsafe(resize(), loop).result(timeout=30)
+
+    h.backend.before_update = deeper
+    await h.train()
+    again = Harness(tmp_path, *settings)
+    await again.train()
+    assert sorted(again.trained) == list(range(32))
+    assert [row["async/lag_max"] for row in again.rows][:3] == [0, 1, 2], "what a bound of 0 would not let train"
+    assert again.trainer.rollout.workers.slots._capacity == 12
+
+
 # All of them -----------------------------------------------------------------------------------------------------------
 
 EVERY_MODE = [

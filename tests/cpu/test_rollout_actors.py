@@ -145,6 +145,7 @@ async def test_a_generator_that_cannot_be_built_fails_the_start_with_its_own_err
     ("order", "error", "message"),
     [
         ("raise", RolloutError, r"it raised ValueError\('scripted'\)"),
+        ("end the program", RolloutError, "exit status 3"),
         ("cancel itself", RolloutError, "it cancelled itself"),
         ("engine", EngineError, "scripted"),
         ("no engine", NoEngineError, "scripted"),

@@ -17,7 +17,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.refusals import problems
 from skyrl_train.config.schema.data import DataConfig
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollout.dataset import PromptDataset
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.samplers import Sampler, SequentialSampler, ShuffleSampler, WeightedSampler, build_sampler
@@ -155,6 +155,25 @@ def test_a_sampler_that_does_not_exist_or_takes_other_settings_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_sampler(DataConfig(sampler=name, sampler_kwargs=kwargs), dataset(a=2), 0)
+
+
+class WithAnArray(Sampler):
+    def __init__(self, dataset: PromptDataset, seed: int) -> None:
+        super().__init__(dataset, seed)
+        self.scores = np.zeros(len(dataset))
+
+    def row(self, ordinal: int) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scores": self.scores}
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_run_has_one() -> None:
+    with pytest.raises(DataError, match=r"WithAnArray has a state .* tolist\(\)"):
+        build_sampler(DataConfig(sampler=f"{__name__}:WithAnArray"), dataset(a=2), 0)
+    with pytest.raises(ConfigError, match="no subclass of"):
+        build_sampler(DataConfig(sampler="builtins:slice"), dataset(a=2), 0)
 
 
 def test_the_curriculum_of_the_tutorial_prefers_what_is_half_solved() -> None:

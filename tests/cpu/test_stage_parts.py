@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling
 from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.errors import ConfigError, RolloutError, StageError, TrainingWorkerError
+from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, StageError, TrainingWorkerError
 from skyrl_train.rollout.buffer import size_bytes
 from skyrl_train.rollout.group import RolloutGroup, Sample
 from skyrl_train.rollout.group_json import decode_group, encode_group, from_line, to_line
@@ -66,6 +67,12 @@ def test_rewards_replace_those_of_the_generator_and_stand_on_the_last_token() ->
 def test_what_is_no_reward_for_each_sample_stops_the_run(answer: Any) -> None:
     with pytest.raises(StageError, match="one finite number for each"):
         with_rewards(group().samples, answer)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, 10**400], ids=["nan", "inf", "1e39", "10**400"])
+def test_a_reward_that_is_not_finite_as_float32_is_a_failed_rollout(reward: float) -> None:
+    with pytest.raises(NonFiniteRewardError, match="must be finite"):
+        with_rewards(group().samples, [1.0, reward])
 
 
 def test_numbers_of_other_libraries_are_rewards() -> None:

@@ -16,6 +16,8 @@ from rollout_worlds import (
 from scripted import settle
 
 from skyrl_train.concurrency import cancel_within
+from skyrl_train.entrypoints.train import run_loop
+from skyrl_train.errors import RolloutError
 from skyrl_train.threads import LeavableThreads
 
 # Shutdown -------------------------------------------------------------------------------------------------------------
@@ -58,6 +60,8 @@ async def test_only_what_ignores_its_cancellation_is_left_behind() -> None:
 HUNG_PROGRAM = """
 import asyncio, threading
 from skyrl_train.concurrency import cancel_within
+from skyrl_train.entrypoints.train import run_loop
+from skyrl_train.errors import RolloutError
 from skyrl_train.threads import LeavableThreads
 
 async def stubborn():
@@ -167,3 +171,14 @@ def test_more_calls_than_threads_wait_for_their_turn() -> None:
         futures = [threads.submit(call) for _ in range(200)]
     assert all(future.done() for future in futures), "the end of the block waits for what was submitted"
     assert most <= 2
+
+
+def test_a_task_that_calls_exit_ends_a_run_as_a_failed_one() -> None:
+    async def leave() -> None:
+        sys.exit(0)
+
+    async def run() -> None:
+        await asyncio.gather(*(asyncio.create_task(leave()) for _ in range(2)))
+
+    with pytest.raises(RolloutError, match=r"called exit\(0\)"):
+        run_loop(run())

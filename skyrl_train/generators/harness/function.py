@@ -76,7 +76,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         try:
             value = function(**arguments)
         except BaseException as error:
-            outcome = done.set_exception, error if isinstance(error, Exception) else _ended(error)
+            outcome = done.set_exception, error if _can_travel(error) else _ended(error)
         else:
             outcome = done.set_result, value
         if not loop.is_closed():
@@ -84,6 +84,11 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
 
     threading.Thread(target=call, name=f"agent-{arguments.get('session_id', '')}", daemon=True).start()
     return await done
+
+
+def _can_travel(error: BaseException) -> bool:
+    """Whether a future takes it, and whoever awaits that survives it. Of a StopIteration, neither is so."""
+    return isinstance(error, Exception) and not isinstance(error, StopIteration)
 
 
 def _ended(error: BaseException) -> AgentError:

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from skyrl_train.concurrency import cancel_within
 from skyrl_train.errors import GeneratorOutputError, RolloutError
-from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.base import GeneratorInterface, play
 from skyrl_train.generators.remote.client import ForwardingClient
 from skyrl_train.generators.remote.messages import (
     Answer,
@@ -108,7 +108,7 @@ class GeneratorHost:
 
     async def _play(self, pickled: bytes) -> bytes:
         assert self._generator is not None, "started first"
-        output = await self._generator.generate(pickle.loads(pickled))
+        output = await play(self._generator, pickle.loads(pickled))
         try:
             return pickle.dumps(output)
         except Exception as error:  # whatever somebody's object does when it is pickled
