@@ -9,9 +9,12 @@ import random
 import signal
 import sys
 import threading
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,6 +166,12 @@ class TestPrograms:
         )
         result = await agent.run(task())
         assert (result.reward, result.metrics) == (1.0, {"solved": 1.0})
+
+    async def test_one_is_given_what_json_lacks_as_text(self) -> None:
+        row = {"when": datetime(2026, 5, 4), "image": b"\x00\xff", "price": Decimal("1.50"), "scores": np.arange(2)}
+        told = {"when": "2026-05-04T00:00:00", "image": "AP8=", "price": "1.50", "scores": [0, 1]}
+        agent = program(f"import json, sys; assert json.load(sys.stdin)['extras'] == {told}; print(1.0)")
+        assert (await agent.run(task(extras=row))).reward == 1.0
 
     @pytest.mark.parametrize(("printed", "remark"), [("", "printed nothing"), ("done.", "is no JSON: 'done.'")])
     async def test_one_need_not_print_a_reward(self, printed: str, remark: str) -> None:

@@ -16,6 +16,7 @@ It says what its run was worth in the last line of its standard output, as JSON,
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -76,7 +77,7 @@ class ProcessAgent:
         """
         with tempfile.TemporaryDirectory(prefix="skyrl-agent-") as folder:
             prompt = Path(folder) / "prompt.json"
-            prompt.write_text(json.dumps(_task_json(task)), encoding="utf-8")
+            prompt.write_text(json.dumps(_task_json(task), default=_plain), encoding="utf-8")
             environment = {**self._inherited(), **self._environment, **_variables(task, prompt)}
             status, *streams = await self._run(prompt, environment)
         # Whole, before anything is cut out of them.
@@ -180,6 +181,15 @@ def _task_json(task: AgentTask) -> dict[str, Any]:
         "session_id": task.session_id,
         "seed": task.seed,
     }
+
+
+def _plain(value: Any) -> Any:
+    """What a row may have that JSON lacks: times in ISO 8601, bytes in base64, numpy's as Python's; anything else as text."""
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _variables(task: AgentTask, prompt: Path) -> dict[str, str]:
