@@ -163,6 +163,8 @@ def _keeps_contract(sequence: RolloutSequence) -> bool:
 
 def _without_what_is_not_trained(sequence: RolloutSequence) -> RolloutSequence:
     """Log-prob 0.0 and version -1 where the loss mask is 0."""
+    if sequence.num_sampled == sequence.num_response_tokens:
+        return sequence
     sampled, logprobs, versions = sequence.sampled, sequence.logprob_array, sequence.version_array
     if not (logprobs[~sampled].any() or (versions[~sampled] != -1).any()):
         return sequence

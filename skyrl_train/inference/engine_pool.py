@@ -30,10 +30,17 @@ class _Flight:
     def __init__(self, segment: Coroutine[Any, Any, None], since: float) -> None:
         self.since = since
         self.landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.task = asyncio.create_task(segment)
+        self._segment = segment
+        self.task = asyncio.create_task(self._fly())
         self.task.add_done_callback(self._ended)
 
+    async def _fly(self) -> None:
+        await self._segment
+        if not self.landed.done():
+            self.landed.set_result(True)  # here, a turn of the event loop before the task has ended
+
     def _ended(self, task: asyncio.Task[None]) -> None:
+        self._segment.close()  # of a task that was cancelled before it began
         if self.landed.done():
             if not task.cancelled():
                 task.exception()  # nobody waits for it any more
@@ -41,8 +48,6 @@ class _Flight:
             self.landed.cancel()
         elif (error := task.exception()) is not None:
             self.landed.set_exception(error)
-        else:
-            self.landed.set_result(True)
 
     def give_up(self) -> None:
         """The request goes on elsewhere at once, however long the departed engine takes to let go."""

@@ -43,6 +43,7 @@ from skyrl_train.inference.requests import GenerationRequest
 _DIGEST_BYTES = 16
 # All parameters but ``n``: each response is a request of its own.
 _sampled_as = attrgetter(*(f.name for f in dataclasses.fields(SamplingParams) if f.name != "n"))
+_ENCODER = json.JSONEncoder(default=dataclasses.asdict)  # json.dumps would make one for each request
 # One request and what is known of its response.
 _Entry = tuple[bytes, RecordedResponse]
 
@@ -51,7 +52,7 @@ def request_digest(request: GenerationRequest) -> bytes:
     """Equal for equal requests, in any process. Priorities and the session are no part of it."""
     how = [request.choice, request.adapter, *_sampled_as(request.params)]
     digest = hashlib.blake2b(array("q", request.prompt_token_ids), digest_size=_DIGEST_BYTES)
-    digest.update(json.dumps(how, default=dataclasses.asdict).encode("ascii"))
+    digest.update(_ENCODER.encode(how).encode("ascii"))
     return digest.digest()
 
 

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,7 +144,10 @@ class Sample:
     @property
     def rewards(self) -> list[float]:
         """The rewards of all tokens, sequence after sequence: a list of the caller's own."""
-        return list(chain.from_iterable(sequence.reward_array.tolist() for sequence in self.sequences))
+        rewards: list[float] = []
+        for sequence in self.sequences:
+            rewards += sequence.reward_array.tolist()
+        return rewards
 
     @cached_property
     def reward(self) -> float:
@@ -155,10 +157,10 @@ class Sample:
     @cached_property
     def sampled_versions(self) -> np.ndarray:
         """The policy version of each trained token, int64."""
+        if len(self.sequences) == 1 and self.sequences[0].num_sampled == self.sequences[0].num_response_tokens:
+            return self.sequences[0].version_array
         nothing = np.empty(0, np.int64)
-        versions = np.concatenate([nothing, *(sequence.version_array for sequence in self.sequences)])
-        of_sampled: np.ndarray = versions[versions >= 0]
-        return of_sampled
+        return np.concatenate([nothing, *(sequence.version_array[sequence.sampled] for sequence in self.sequences)])
 
 
 @dataclass(frozen=True)

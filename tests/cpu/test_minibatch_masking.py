@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.rollout.staleness import StalenessManager
 from skyrl_train.rollout.stragglers import resolve_straggler_policy
@@ -112,6 +114,36 @@ def test_under_the_mask_policy_a_token_is_trained_exactly_if_its_lag_is_within_t
     for versions, made in zip(samples, sequences, strict=True):
         assert trained(made) == [version >= 0 and (step - 1) - version <= bound for version in versions]
         assert made.tokens_in_denominator == sum(version >= 0 for version in versions)
+
+
+@given(st.lists(st.lists(st.integers(-1, 6), max_size=5), min_size=1, max_size=4), st.data())
+def test_each_sequence_has_its_stretch_of_what_is_laid_out_for_all_of_a_minibatch(
+    samples: list[list[int]], data: st.DataObject
+) -> None:
+    some = [data.draw(st.booleans()) for _ in samples]
+    made = [
+        dataclasses.replace(sequence(versions), reference_logprobs=[-0.25] * len(versions) if has else None)
+        for versions, has in zip(samples, some, strict=True)
+    ]
+    for versions, has, got in zip(samples, some, built(of_sequences(made)), strict=True):
+        assert got.token_ids.tolist() == [1, 2] + [3] * len(versions)
+        assert got.versions.tolist() == [-1, -1, *versions]
+        assert got.behaviour_logprobs.tolist() == [0.0, 0.0] + [-0.5 if version >= 0 else 0.0 for version in versions]
+        assert trained(got) == [version >= 0 for version in versions]
+        assert (got.reference_logprobs is not None) == has
+        if got.reference_logprobs is not None:
+            assert got.reference_logprobs.tolist() == [0.0, 0.0] + [-0.25] * len(versions)
+
+
+@pytest.mark.parametrize("numbers", [1, 4])
+def test_numbers_of_a_stage_that_are_not_one_for_each_token_are_refused(numbers: int) -> None:
+    made = dataclasses.replace(sequence([0, 0, 0]), proximal_logprobs=[-1.0] * numbers)
+    with pytest.raises(GeneratorOutputError, match=f"{numbers} numbers to a response of 3 tokens"):
+        built(of_sequences([made]))
+
+
+def of_sequences(sequences: list[RolloutSequence]) -> RolloutGroup:
+    return RolloutGroup(0, "0", "test", tuple(Sample((each,)) for each in sequences), 0)
 
 
 def test_groups_of_older_checkpoints_are_not_masked() -> None:
