@@ -246,7 +246,7 @@ def _asynchrony_rows(plan: Plan) -> Rows:
 _PROMISES = {
     "accept": "a group that is older still is trained, corrected and counted",
     "wait": "never exceeded: the trainer waits where it must",
-    "burst": "never exceeded: the trainer waits where it must; prompts are admitted D steps at once",
+    "burst": "never exceeded: the trainer waits where it must; none begins while enough steps are ready",
     "mask": "tokens that are older still are not trained",
     "drop": "a group that is older still is dropped, and the next prompt takes its seat",
 }

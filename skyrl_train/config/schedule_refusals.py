@@ -83,10 +83,11 @@ def _sizes_together(config: RunConfig) -> Problems:
             f"steps old when their turn comes, more than max_staleness_steps={bound}. Set max_staleness_steps={needed}{less}."
         )
         return
-    if asynchronous.straggler_policy == "burst" and depth < 2:
+    if asynchronous.straggler_policy == "burst" and depth == 0:
         yield (
-            f"trainer.fully_async.straggler_policy=burst with pipeline_depth={depth:g}: there are no bursts, and it is as wait. "
-            f"Set pipeline_depth={max(2, bound - k + 1)} and max_staleness_steps={max(bound, k + 1)}, or straggler_policy=wait."
+            "trainer.fully_async.straggler_policy=burst with pipeline_depth=0: nothing begins ahead that could be held back, so "
+            f"it is as wait. Set pipeline_depth={max(1, bound - k + 1)} and max_staleness_steps={max(bound, k)}, or "
+            "straggler_policy=wait."
         )
     begins_with = asynchronous.streaming_min_groups or minibatch
     if asynchronous.overlap_publication and round(depth * minibatch, 6) < begins_with:

@@ -117,6 +117,7 @@ class StalenessManager:
         self._promised = max_staleness_steps  # the largest S since the step began, for those that had a seat already
         self._begun = 0  # the last version whose publication was due
         self._published = 0  # the last one that the engines serve; admission builds on it
+        self._ahead = pipeline_depth  # the depth until the next publication
 
     def _check_sizes(self, max_staleness_steps: int, pipeline_depth: float, max_running: int) -> None:
         if max_running < 1:
@@ -166,6 +167,7 @@ class StalenessManager:
             )
         self.max_staleness_steps, self.pipeline_depth, self.max_running = bound, depth, running
         self._resized = True
+        self._ahead = depth
         self._promised = max(self._promised, bound)
 
     # Admission ----------------------------------------------------------------------------------------------------
@@ -193,17 +195,17 @@ class StalenessManager:
     @property
     def _acceptable(self) -> int:
         """Groups that may be accepted before the next publication, beside those that are late."""
-        ahead = int(self._depth_now() * self.batch_groups + 1e-9)  # 0.29 * 100 is a little less than 29
+        ahead = int(self._ahead * self.batch_groups + 1e-9)  # 0.29 * 100 is a little less than 29
         whole_steps = self._published + self.steps_per_publication
         return min(ahead + whole_steps * self.batch_groups, self._total_groups)
 
-    def _depth_now(self) -> float:
-        """Steps that generation may run ahead.
+    def _depth_of_policy(self) -> float:
+        """Steps that generation may run ahead from now on.
 
         Raises:
             StalenessError: the policy's answer is no depth. With one below 0 the trainer would wait for groups for ever.
         """
-        depth = self.policy.depth(self._published, self.pipeline_depth, self.steps_per_publication)
+        depth = self.policy.depth(self._outlook(), self.pipeline_depth, self.steps_per_publication)
         if not depth >= 0:  # NaN included
             raise StalenessError(
                 f"{type(self.policy).__name__}.depth answered {depth!r}; a straggler policy gives 0 to pipeline_depth = "
@@ -374,12 +376,17 @@ class StalenessManager:
         self._promised = self.max_staleness_steps
 
     def published(self, version: int) -> None:
-        """All engines serve ``version``: admission goes on. One that was not due (a resumed run begins with one) opens
-        nothing."""
+        """All engines serve ``version``: admission goes on, as far ahead as the policy says. One that was not due (a resumed
+        run begins with one) opens nothing.
+
+        Raises:
+            StalenessError: the version's step is not over, or the policy's depth is none.
+        """
         if version >= self._step:
             raise StalenessError(f"version {version} is served before step {version} is over")
-        if version <= self._begun:
-            self._published = max(self._published, version)
+        if self._published < version <= self._begun:
+            self._published = version
+            self._ahead = self._depth_of_policy()
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -416,6 +423,7 @@ class StalenessManager:
         if step > self._begun + self.steps_per_publication:
             self._begun = step - 1  # it was due and had failed; resuming makes up for it
         self._published = self._begun
+        self._ahead = self.pipeline_depth
         if not self.policy.sustains(self._outlook()):
             raise StalenessError(
                 f"the checkpoint holds finished groups that cannot all be trained within "

@@ -3,7 +3,7 @@
 | policy | gives way | trained tokens older than S | groups lost |
 |---|---|---|---|
 | ``wait`` | time: the trainer waits for the straggler | none | none |
-| ``burst`` | time, as under ``wait``; stragglers begin together | none | none |
+| ``burst`` | time, as under ``wait``; while steps are ready, no group begins | none | none |
 | ``mask`` | signal: what is too old has loss mask 0 | none | none |
 | ``accept`` | the bound: trained, corrected, counted | yes | none |
 | ``drop`` | the group: the next prompt takes its seat | none | those that come too late |
@@ -100,6 +100,11 @@ class Outlook:
         return replace(self, running=Counter(self.running) + Counter({version: 1}))
 
     @property
+    def ready(self) -> int:
+        """Groups that are finished, with a seat in step ``t`` or without."""
+        return sum(self.finished.values()) + self.batch_groups - self.seats
+
+    @property
     def feasible(self) -> bool:
         """Whether the steps from ``t`` on have room for every outstanding group by its deadline, whatever finishes when.
 
@@ -124,8 +129,12 @@ class StragglerPolicy:
 
     bounded: bool = False
 
-    def depth(self, version: int, pipeline_depth: float, steps_per_publication: int) -> float:
-        """Steps that generation may run ahead while ``version`` is served: 0 to ``pipeline_depth``."""
+    def depth(self, outlook: Outlook, pipeline_depth: float, steps_per_publication: int) -> float:
+        """Steps that generation may run ahead until the next publication: 0 to ``pipeline_depth``.
+
+        Asked when a version that was due begins to be served. At the start, after a resume and after a resize it is
+        ``pipeline_depth`` until then.
+        """
         return pipeline_depth
 
     def admit(self, outlook: Outlook, version: int) -> bool:
@@ -184,16 +193,19 @@ class WaitPolicy(StragglerPolicy):
 
 @STRAGGLER_POLICIES.register("burst")
 class BurstPolicy(WaitPolicy):
-    """``wait``, with prompts admitted D steps at once after every D steps instead of one step's after each.
+    """``wait``, but while enough steps are ready to be trained without waiting, no new group begins.
 
-    Whom the trainer waits for has then begun together with the others, and it waits for all of them at once. That pays where
-    a response takes several times the D steps; elsewhere generation idles before each burst. Of no effect with D < 2.
+    What begins while the trainer goes on without waiting is what it waits for later: a straggler among the groups of each
+    version, one after the other. Held back until the trainer needs them, the groups of several steps begin together, and it
+    waits for all their stragglers at once. That pays where a response takes several times the S steps; elsewhere generation
+    idles for nothing, now and then. Of no effect with D = 0.
     """
 
-    def depth(self, version: int, pipeline_depth: float, steps_per_publication: int) -> float:
-        period = max(1, int(pipeline_depth))
-        since_burst = version % period // steps_per_publication * steps_per_publication
-        return pipeline_depth - since_burst  # so many steps further, as many steps less: no more than at the burst
+    def depth(self, outlook: Outlook, pipeline_depth: float, steps_per_publication: int) -> float:
+        """0 if the groups of the steps up to the next publication, and of S / 2 steps, are ready, and no such step waits."""
+        enough = max(steps_per_publication, outlook.max_staleness_steps / 2) * outlook.batch_groups
+        last = replace(outlook, step=outlook.step + steps_per_publication - 1, seats=outlook.batch_groups)
+        return 0 if outlook.ready >= enough and not self.must_wait(last, last.seats) else pipeline_depth
 
 
 @STRAGGLER_POLICIES.register("mask")

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -281,30 +280,13 @@ def test_wait_keeps_the_bound_and_no_schedule_that_keeps_it_is_much_faster() -> 
     assert least_time(pipeline) <= outcome.total_s <= least_time(pipeline) * 1.25
 
 
-@pytest.mark.parametrize(("policy", "steps_per_straggler"), [("wait", 4), ("burst", 6)])
-def test_while_one_straggler_runs_wait_trains_s_plus_1_steps_and_burst_2_s(
-    policy: str, steps_per_straggler: int
-) -> None:
-    """With S = D = 3, one long response in each step's groups, and steps that take no time beside it."""
-    tokens = np.ones(4 * 48, dtype=np.int64)
-    tokens[::4] = 4000
-    workload = Workload(
-        lengths=Lengths("one straggler a step", tokens),
-        batch_groups=4,
-        steps=48,
-        engine=EngineSpeed(slots=64, step_s=1.0),
-        training=TrainingSpeed(per_step_s=0.1),
-    )
-    outcome = simulate(workload, *bounded(policy, 3, 3))
-    assert outcome.total_s / 4000 == pytest.approx(48 / steps_per_straggler, rel=0.02)
-
-
 @pytest.mark.parametrize(("tail", "faster"), [(32, True), (4, False)])
-def test_bursts_pay_where_responses_take_several_times_the_bound_and_cost_where_they_do_not(
+def test_burst_pays_where_responses_take_several_times_the_bound_and_costs_where_they_do_not(
     tail: float, faster: bool
 ) -> None:
-    workload = work(log_normal(16 * 30, 32, tail, 0), steps=30)
-    wait, burst = (simulate(workload, *bounded(policy, 3, 3)) for policy in ("wait", "burst"))
-    assert (burst.total_s < wait.total_s) == faster
-    assert burst.max_trained_lag <= 3
+    workload, workers = work(log_normal(16 * 60, 32, tail, 0)), "trainer.fully_async.num_parallel_generation_workers=16"
+    wait, burst = (simulate(workload, *bounded(policy, 2, 2), workers) for policy in ("wait", "burst"))
+    gain = wait.total_s / burst.total_s
+    assert gain >= 1.05 if faster else 0.75 <= gain <= 0.97
+    assert burst.max_trained_lag <= 2
     assert burst.masked_share == 0

@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_staleness import Finished, manager
+from test_staleness import Finished, finish, manager, train
 
 from skyrl_train.errors import ConfigError, StalenessError
 from skyrl_train.rollout.stragglers import (
@@ -101,18 +101,33 @@ def test_once_everything_has_finished_a_feasible_outlook_never_waits(outlook: Ou
         assert not WaitPolicy().must_wait(ended, min(ended.seats, sum(ended.finished.values())))
 
 
-@given(st.integers(0, 40), st.integers(1, 5))
-def test_under_burst_as_much_is_admitted_after_each_d_steps_as_under_wait_after_each_step(d: int, k: int) -> None:
-    """Groups ever acceptable, in steps, at each publication ``0, k, 2k, ...``."""
-    wait, burst = (
-        [v + k + resolve_straggler_policy(name).depth(v, d, k) for v in range(0, 200, k)] for name in ("wait", "burst")
+@given(outlooks(), st.integers(0, 16).map(lambda quarters: quarters / 4), st.integers(1, 3))
+def test_burst_holds_groups_back_only_where_the_trainer_needs_nobody_before_the_next_publication(
+    outlook: Outlook, d: float, k: int
+) -> None:
+    if not outlook.feasible:
+        return
+    depth = resolve_straggler_policy("burst").depth(outlook, d, k)
+    assert depth in (0, d)
+    ready = sum(outlook.finished.values()) + outlook.batch_groups - outlook.seats
+    steps_are_ready = (
+        ready >= k * outlook.batch_groups and 2 * ready >= outlook.max_staleness_steps * outlook.batch_groups
     )
-    changes = [0] + [i for i in range(1, len(burst)) if burst[i] != burst[i - 1]]
-    assert [burst[i] for i in changes] == [wait[i] for i in changes], "a burst makes up for what was held back"
-    assert all(v + k <= most <= w for v, most, w in zip(range(0, 200, k), burst, wait, strict=True))
-    assert all((later - earlier) * k < max(1, d) + k for earlier, later in pairwise(changes)), (
-        "within D steps, rounded up"
+    nobody_is_due = all(
+        replace(outlook, step=outlook.step + ahead, finished={}, seats=0).feasible for ahead in range(k)
     )
+    assert depth == (0 if steps_are_ready and nobody_is_due else d)
+
+
+def test_what_burst_holds_back_begins_at_once_when_the_trainer_needs_it() -> None:
+    m = manager(2, 2, 2, policy="burst")
+    buffer = finish(m, range(6))
+    admitted = []
+    for version in (1, 2, 3):
+        buffer = train(m, buffer)
+        admitted.append(m.capacity())
+        buffer += finish(m, range(10 * version, 10 * version + m.capacity()), version)
+    assert admitted == [0, 0, 6], "two steps were ready, one was, none was"
 
 
 def test_the_built_in_policies_are_the_four_of_semantics_4_2_and_one_more_that_waits() -> None:
@@ -142,7 +157,7 @@ class AnyDepth(StragglerPolicy):
 
     answer = 0.0
 
-    def depth(self, version: int, pipeline_depth: float, steps_per_publication: int) -> float:
+    def depth(self, outlook: Outlook, pipeline_depth: float, steps_per_publication: int) -> float:
         return self.answer
 
 
@@ -189,12 +204,13 @@ def test_a_depth_under_which_no_step_would_ever_be_full_is_refused(depth: float)
     m = manager(2, 1, 1, policy=f"{__name__}:AnyDepth")
     m.policy.answer = depth  # type: ignore[attr-defined]
     with pytest.raises(StalenessError, match="AnyDepth"):
-        m.capacity()
+        train(m, finish(m, range(2)))
 
 
 def test_a_depth_beyond_that_of_the_settings_is_that_of_the_settings() -> None:
     m = manager(2, 1, 1, policy=f"{__name__}:AnyDepth")
     m.policy.answer = math.inf  # type: ignore[attr-defined]
+    train(m, finish(m, range(2)))
     assert m.capacity() == 4
 
 
