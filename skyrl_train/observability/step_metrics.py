@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from skyrl_train.observability.metrics import Metrics, histogram
+from skyrl_train.rollout.counts import RolloutCounts
 from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.staleness import RolloutCounts
 
 
 def step_metrics(

@@ -29,35 +29,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.stragglers import FinishedGroup, Group, GroupsByVersion, Outlook, StragglerPolicy
+from skyrl_train.rollout.counts import GroupsByVersion, RolloutCounts
+from skyrl_train.rollout.stragglers import FinishedGroup, Group, Outlook, StragglerPolicy
 
 _SIZES = ("max_staleness_steps", "pipeline_depth", "max_running")  # what may change while a run goes on
-
-
-@dataclass(slots=True)
-class RolloutCounts:
-    """Totals since the beginning of training, resumes included. ``submitted`` is the sum of all the others, always."""
-
-    submitted: int = 0
-    running: int = 0
-    buffered: int = 0
-    trained: int = 0
-    failed: int = 0
-    filtered: int = 0
-    dropped: int = 0
-
-    @property
-    def accepted(self) -> int:
-        """Groups that hold or held a seat in a minibatch."""
-        return self.trained + self.buffered
-
-    def move(self, source: str, target: str) -> None:
-        """Moves one group between two states; each slot is released exactly once."""
-        left = getattr(self, source) - 1
-        if left < 0:
-            raise StalenessError(f"a group moved from {source} to {target}, but none was {source}")
-        setattr(self, source, left)
-        setattr(self, target, getattr(self, target) + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ A policy of your own is a subclass of :class:`StragglerPolicy`, named by its imp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import ItemsView, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol, TypeVar
@@ -40,41 +40,6 @@ class FinishedGroup(Protocol):
 
 
 Group = TypeVar("Group", bound=FinishedGroup)
-
-
-class GroupsByVersion:
-    """Groups, each with a policy version, and how many there are of each version."""
-
-    def __init__(self) -> None:
-        self._versions: dict[int, int] = {}  # ordinal -> version
-        self.counts: Counter[int] = Counter()  # version -> groups; none that are 0
-
-    def __len__(self) -> int:
-        return len(self._versions)
-
-    def __contains__(self, ordinal: int) -> bool:
-        return ordinal in self._versions
-
-    def items(self) -> ItemsView[int, int]:
-        """Ordinals and versions."""
-        return self._versions.items()
-
-    def add(self, ordinal: int, version: int) -> None:
-        """Adds a group that is not there."""
-        self._versions[ordinal] = version
-        self.counts[version] += 1
-
-    def pop(self, ordinal: int) -> int:
-        """Takes a group out and returns its version.
-
-        Raises:
-            KeyError: it is not there.
-        """
-        version = self._versions.pop(ordinal)
-        self.counts[version] -= 1
-        if not self.counts[version]:
-            del self.counts[version]
-        return version
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.observability.step_metrics import step_metrics
 from skyrl_train.rollout.checkpoint import read_rollout_state, write_rollout_state
+from skyrl_train.rollout.counts import RolloutCounts
 from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.staleness import RolloutCounts
 from skyrl_train.training.minibatch import build_minibatch
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.staleness import Overdue, RolloutCounts, StalenessManager
+from skyrl_train.rollout.counts import RolloutCounts
+from skyrl_train.rollout.staleness import Overdue, StalenessManager
 from skyrl_train.rollout.stragglers import resolve_straggler_policy
 
 
