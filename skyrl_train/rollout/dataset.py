@@ -123,7 +123,9 @@ def check_alphabet(dataset: PromptDataset | StreamingPrompts, alphabet: str) -> 
 
 
 def _check_characters(records: Iterable[PromptRecord], alphabet: str) -> None:
-    used = {character for record in records for message in record.prompt for character in str(message["content"])}
+    used = {
+        character for record in records for message in record.prompt for character in str(message.get("content", ""))
+    }
     unknown = used - set(alphabet)
     if unknown:
         remedy = "".join(sorted(used | set(alphabet)))

@@ -103,11 +103,15 @@ def test_a_fingerprint_of_odd_values_does_not_depend_on_the_process() -> None:
     assert one.fingerprint == two.fingerprint
 
 
-def test_prompts_that_the_alphabet_cannot_spell_are_refused() -> None:
+def test_prompts_that_the_alphabet_cannot_spell_are_refused(tmp_path: Path) -> None:
     dataset = load_dataset(DataConfig(generate=50), EnvironmentConfig())
     check_alphabet(dataset, "0123456789=abcdef")
     with pytest.raises(ConfigError, match=r"contain '=f', which .* at least '0123456789=abcdef'"):
         check_alphabet(dataset, "0123456789abcde")
+    called = {"role": "assistant", "content": None, "tool_calls": []}
+    file = tmp_path / "calls.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "1"}, called]}))
+    check_alphabet(load_dataset(DataConfig(train_data=[str(file)]), EnvironmentConfig()), "1")
 
 
 @pytest.mark.parametrize("generate", [0, -3])
