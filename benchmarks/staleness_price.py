@@ -91,7 +91,10 @@ def strictness(options: argparse.Namespace) -> None:
         for tail in options.tails:
             for bound in options.bounds:
                 work = workload(options, tail, ratio, options.batch, per_token=False)
-                wait, burst = (run(work, policy, bound, bound, options.batch) for policy in ("wait", "burst"))
+                wait = run(work, "wait", bound, bound, options.batch)
+                burst = (
+                    run(work, "burst", bound, bound, options.batch) if bound else wait
+                )  # with D = 0 they are the same
                 better = min(wait, burst, key=lambda outcome: outcome.total_s)
                 pipeline = Pipeline(
                     [work.lengths[i] for i in range(options.batch * options.steps)],
