@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import mmap
 import os
 import tempfile
@@ -16,9 +15,8 @@ from skyrl_train.errors import EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.remote_facts import Facts
 from skyrl_train.inference.engines.vllm.remote_link import ServerLink
 from skyrl_train.inference.engines.vllm.remote_traffic import RemoteTraffic
+from skyrl_train.inference.engines.vllm.swaps import Swaps
 from skyrl_train.inference.weight_update import WeightUpdate
-
-logger = logging.getLogger(__name__)
 
 
 class RemoteUpdates:
@@ -35,9 +33,7 @@ class RemoteUpdates:
         self._alive = alive
         self._traffic = traffic
         self._broken = ""  # the instance that an update left without a usable model
-        self._received: tuple[WeightUpdate, str | None] | None = None
-        self._loaded: WeightUpdate | None = None
-        self._loading: asyncio.Future[None] | None = None
+        self._swaps = Swaps("a remote vLLM engine")
 
     def check(self, facts: Facts) -> None:
         """Raises:
@@ -50,12 +46,11 @@ class RemoteUpdates:
 
     def forget(self) -> None:
         """The server holds nothing of what was loaded."""
-        self._received = self._loaded = None
+        self._swaps.forget()
 
     async def receive(self, update: WeightUpdate) -> None:
         """Checks an update and maps its memory in every worker; whatever is wrong with it, ``load`` raises."""
-        self._received = None
-        self._received = (update, await self._refusal(update))
+        await self._swaps.receive(update, self._refusal)
 
     async def load(self, update: WeightUpdate, *, held: bool) -> None:
         """Swaps a received update into every worker.
@@ -67,21 +62,11 @@ class RemoteUpdates:
             EngineError: it was not received, or is not this model's: the old weights stay.
             EngineDeadError: a worker failed half-way.
         """
-        if self._received is None or self._received[0] != update:
-            raise EngineError(f"Version {update.version} was not received; call receive_weights() first.")
-        refusal = self._received[1]
-        if refusal is not None:
-            raise EngineError(refusal)
-        self._received = None
-        # A swap that has begun is finished, whoever waits for it: half of one is no model.
-        self._loading = asyncio.ensure_future(self._swap(update, held))
-        self._loading.add_done_callback(self._swapped)
-        await asyncio.shield(self._loading)
+        await self._swaps.load(update, lambda received: self._swap(received, held))
 
     async def settled(self) -> None:
         """Returns when no swap is under way, also none whose caller has given up."""
-        if self._loading is not None:
-            await asyncio.wait({self._loading})
+        await self._swaps.settled()
 
     async def served_checksum(self) -> str:
         """Of the weights being served, laid out like the update loaded last.
@@ -89,9 +74,7 @@ class RemoteUpdates:
         Raises:
             EngineError: nothing was loaded yet, or it cannot be read.
         """
-        update = self._loaded
-        if update is None:
-            raise EngineError("The engine has no weights of an update yet; publish the policy first.")
+        update = self._swaps.require_loaded()
         with _shared_file(_folder_of(update), update.num_bytes) as (path, descriptor):
             for refusal in await self._on_workers("skyrl_read_back", path, update.num_bytes):
                 if refusal is not None:
@@ -121,13 +104,7 @@ class RemoteUpdates:
             self._broken = link.facts.instance
             link.die(f"an update failed half-way ({error})")
             raise link.dead() from error
-        self._loaded = update
         await self._traffic.weights_changed(update.version, held=held)
-
-    def _swapped(self, swap: asyncio.Future[None]) -> None:
-        self._loading = None
-        if not swap.cancelled() and (error := swap.exception()) is not None:
-            logger.error("a remote vLLM engine could not load weights: %s", error)
 
     async def _on_workers(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
         answer = await self._alive().post("/collective_rpc", {"method": method, "args": arguments}, patient=patient)

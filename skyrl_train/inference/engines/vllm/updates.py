@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import mmap
 import os
 from collections.abc import Collection
@@ -11,10 +10,9 @@ from collections.abc import Collection
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.engines.vllm.frontend import Frontend
 from skyrl_train.inference.engines.vllm.messages import to_message
+from skyrl_train.inference.engines.vllm.swaps import Swaps
 from skyrl_train.inference.engines.vllm.traffic import Traffic
 from skyrl_train.inference.weight_update import WeightUpdate
-
-logger = logging.getLogger(__name__)
 
 
 class Updates:
@@ -32,35 +30,12 @@ class Updates:
         self._lora_rank = lora_rank
         self._reception = _Reception()
         self._receiving = asyncio.Lock()
-        self._received: tuple[WeightUpdate, str | None] | None = None
-        self._loaded: WeightUpdate | None = None
-        self._loading: asyncio.Future[None] | None = None
+        self._swaps = Swaps("a vLLM engine")
         self.last_load_s = 0.0
 
     async def receive(self, update: WeightUpdate) -> None:
         """Checks an update and maps its memory in every worker; whatever is wrong with it, ``load`` raises."""
-        self._received = None
-        if update.transport not in self._transports:
-            known = ", ".join(sorted(self._transports))
-            self._received = (update, f"This engine receives by {known}, not by {update.transport!r}.")
-            return
-        rank = 0 if update.adapter is None else update.adapter.rank
-        if rank != self._lora_rank:
-            wanted = f"an adapter of rank {self._lora_rank}" if self._lora_rank else "whole models"
-            self._received = (
-                update,
-                f"The update brings {update.adapter or 'a whole model'}, the engine serves {wanted}; trainer and engine must "
-                "have the same trainer.policy.model.lora.",
-            )
-            return
-        try:
-            async with self._receiving:  # also one whose caller has given up
-                here = await asyncio.to_thread(self._reception.bring, update)
-            refusals = await self._vllm.on_workers("skyrl_receive", to_message(here))
-            refusal = next((one for one in refusals if one is not None), None)
-        except EngineError as error:
-            refusal = str(error)
-        self._received = (update, refusal)
+        await self._swaps.receive(update, self._refusal)
 
     async def load(self, update: WeightUpdate) -> None:
         """Swaps a received update into every worker.
@@ -69,21 +44,11 @@ class Updates:
             EngineError: it was not received, or is not this model's: the old weights stay.
             EngineDeadError: a worker failed half-way.
         """
-        if self._received is None or self._received[0] != update:
-            raise EngineError(f"Version {update.version} was not received; call receive_weights() first.")
-        refusal = self._received[1]
-        if refusal is not None:
-            raise EngineError(refusal)
-        self._received = None
-        # A swap that has begun is finished, whoever waits for it: half of one is no model.
-        self._loading = asyncio.ensure_future(self._swap(update))
-        self._loading.add_done_callback(self._swapped)
-        await asyncio.shield(self._loading)
+        await self._swaps.load(update, self._swap)
 
     async def settled(self) -> None:
         """Returns when no swap is under way, also none whose caller has given up."""
-        if self._loading is not None:
-            await asyncio.wait({self._loading})
+        await self._swaps.settled()
 
     async def served_checksum(self) -> str:
         """Of the weights being served, laid out like the update loaded last.
@@ -91,9 +56,7 @@ class Updates:
         Raises:
             EngineError: nothing was loaded yet, or a part cannot be read.
         """
-        update = self._loaded
-        if update is None:
-            raise EngineError("The engine has no weights of an update yet; publish the policy first.")
+        update = self._swaps.require_loaded()
         import torch
 
         from skyrl_train.inference.shared_weights import checksum
@@ -114,19 +77,32 @@ class Updates:
         """Leaves the trainer, and frees what was received."""
         self._reception.close()
 
+    async def _refusal(self, update: WeightUpdate) -> str | None:
+        """Lets every worker map the update; why it cannot be loaded, or None."""
+        if update.transport not in self._transports:
+            return f"This engine receives by {', '.join(sorted(self._transports))}, not by {update.transport!r}."
+        rank = 0 if update.adapter is None else update.adapter.rank
+        if rank != self._lora_rank:
+            wanted = f"an adapter of rank {self._lora_rank}" if self._lora_rank else "whole models"
+            return (
+                f"The update brings {update.adapter or 'a whole model'}, the engine serves {wanted}; trainer and engine must "
+                "have the same trainer.policy.model.lora."
+            )
+        try:
+            async with self._receiving:  # also one whose caller has given up
+                here = await asyncio.to_thread(self._reception.bring, update)
+            refusals = await self._vllm.on_workers("skyrl_receive", to_message(here))
+        except EngineError as error:
+            return str(error)
+        return next((one for one in refusals if one is not None), None)
+
     async def _swap(self, update: WeightUpdate) -> None:
         try:
             self.last_load_s = max(await self._vllm.on_workers("skyrl_load", update.version))
         except EngineError as error:
             self._vllm.kill(f"an update failed half-way: {error}")
             raise EngineDeadError(f"The vLLM engine is gone: an update failed half-way: {error}") from error
-        self._loaded = update
         await self._traffic.weights_changed(update.version)
-
-    def _swapped(self, swap: asyncio.Future[None]) -> None:
-        self._loading = None
-        if not swap.cancelled() and (error := swap.exception()) is not None:
-            logger.error("a vLLM engine could not load weights: %s", error)
 
 
 class _Reception:
