@@ -8,9 +8,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from rollout_worlds import output_of
+
 from skyrl_train.concurrency import cancel_within
 from skyrl_train.errors import EngineError, NoEngineError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, TrajectoryID
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.remote.actor import LinkLost
 from skyrl_train.generators.remote.host import GeneratorHost
 from skyrl_train.generators.remote.messages import CentralState, Event, Failed, Message, Setup
@@ -101,6 +103,17 @@ class Obeying(GeneratorInterface):
             case "unpicklable":
                 return lambda: None
         raise AssertionError(order)
+
+
+class Sampling(GeneratorInterface):
+    """Has something sampled, and returns a group all the same whatever it was."""
+
+    def __init__(self, client: RequestClient) -> None:
+        self._client = client
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        await self._client.generate({"prompt_token_ids": [[3, 4]], "sampling_params": {"max_tokens": 6}})
+        return output_of(input_batch, version=0)
 
 
 class Beside:

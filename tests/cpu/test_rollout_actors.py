@@ -15,6 +15,7 @@ import pytest
 from actor_worlds import Beside, Obeying, said, told
 from harness import TOKENIZER
 from harness_worlds import CURRENT, batch, harness
+from rollout_worlds import World as Groups
 from scripted import ScriptedEngine, scripted_update, settle
 from test_sync_equivalence import train
 
@@ -52,6 +53,11 @@ class Noting(ScriptedEngine):
         request = super()._submit(engine_input)
         self.arrived.notify()
         return request
+
+    async def run_freely(self) -> None:
+        """From now on nobody need tick."""
+        self._free_running = True
+        await self.resume()
 
 
 class World:
@@ -286,18 +292,33 @@ def test_the_plan_names_the_actors_and_a_port_that_they_cannot_share_is_refused(
         resolve(compose("quickstart", ["rollout.num_actors=-1"]), 64)
 
 
-# With Ray -------------------------------------------------------------------------------------------------------------
+# With Ray, on two nodes of one CPU each ------------------------------------------------------------------------------
+
+
+class Nodes:
+    """The cluster's head, with this process in it, and a node that can be lost."""
+
+    def __init__(self) -> None:
+        cluster_utils = pytest.importorskip("ray.cluster_utils")
+        node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+        self.cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        self._far = self.cluster.add_node(**node)
+
+    def lose_the_far_one(self) -> None:
+        self.cluster.remove_node(self._far, allow_graceful=False)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Nodes]:
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
-    yield
+    nodes = Nodes()
+    ray.init(address=nodes.cluster.address, log_to_driver=False)
+    yield nodes
     ray.shutdown()
+    nodes.cluster.shutdown()
 
 
-async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(cluster: None) -> None:
+async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(cluster: Nodes) -> None:
     from skyrl_train.generators.remote.ray_link import RayLink
     from skyrl_train.inference.engines.ray_actor import RayPlacement
 
@@ -325,11 +346,34 @@ async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(clust
     os.close(watch)
 
 
-def test_a_synchronous_run_in_ray_actors_is_the_run_without_them(cluster: None, tmp_path: Path) -> None:
+def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluster: Nodes, tmp_path: Path) -> None:
     here = train(tmp_path / "here", "guess_number", "trainer.mode=sync")
-    there = train(
-        tmp_path / "there", "guess_number", "trainer.mode=sync", "rollout.num_actors=2", "rollout.ray_num_cpus=0"
+    there = train(  # no node has room for both
+        tmp_path / "there", "guess_number", "trainer.mode=sync", "rollout.num_actors=2", "rollout.ray_num_cpus=1"
     )
     assert there[0] == here[0]
     assert there[1] == here[1]
     assert all(there[2][name].equal(tensor) for name, tensor in here[2].items())
+
+
+async def test_the_groups_of_a_node_that_dies_are_played_again_elsewhere(cluster: Nodes) -> None:
+    """The last test in the cluster."""
+    from skyrl_train.generators.remote.ray_link import RayLink
+    from skyrl_train.inference.engines.ray_actor import RayPlacement
+
+    links = [lambda: RayLink(RayPlacement(num_cpus=1))] * 2
+    async with world(links, name="actor_worlds:Sampling", free_running=False) as remote, Groups(b=4) as w:
+        w.runner._generator = remote.generator
+        stepping = asyncio.create_task(w.step(fill=True))
+        await remote.until_sampling(4)
+        actors, before = remote.generator.actors, list(remote.engine.running)
+        assert [actor.outstanding for actor in actors] == [2, 2]
+        cluster.lose_the_far_one()
+        await remote.engine.arrived.wait_until(lambda: len(remote.engine.requests) == 6)
+        assert sum(request in before for request in remote.engine.running) == 2, "the other node's go on as they were"
+        assert sorted((actor.alive, actor.outstanding) for actor in actors) == [(False, 0), (True, 4)]
+        await remote.engine.run_freely()
+        assert await asyncio.wait_for(stepping, 30) == [0, 1, 2, 3]
+        assert (w.runner.retries, remote.engine.running) == (2, [])
+        assert all("is gone: its process has ended" in reason for _, reason in w.failed_attempts)
+        w.check_books()
