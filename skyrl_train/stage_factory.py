@@ -32,7 +32,7 @@ def build_stages(
     config: RunConfig,
     model_path: str,
     decode: Callable[[Sequence[int]], str],
-    on_failure: Callable[[int, str], None],
+    on_failure: Callable[[str, str], None],
 ) -> list[Stage]:
     """The stages with resources of their own, in their order, none of them started.
 
@@ -40,7 +40,7 @@ def build_stages(
 
     Args:
         decode: the text of some tokens, special ones left out.
-        on_failure: is told the ordinal and the reason of each attempt at a reward that fails.
+        on_failure: is told the group's name and the reason of each attempt at a reward that fails.
 
     Raises:
         ConfigError: the reward function cannot be found or does not fit its placement; Ray is asked for and not installed.

@@ -81,7 +81,6 @@ class PromptRunner:
         samples = tuple(outcome for outcome in outcomes if isinstance(outcome, Sample))
         if not samples:
             return list(outcomes)
-        # No prompt of the training stream has a negative ordinal.
         group = RolloutGroup(-1 - index, record.uid, record.data_source, samples, submitted_version=version)
         try:
             scored = iter((await score(group, record)).samples)

@@ -98,11 +98,11 @@ class Reporter:
         """The steps whose policies have been evaluated."""
         return {row["step"] for row in self._folder.read_evaluations()}
 
-    def attempt_failed(self, ordinal: int, reason: str) -> None:
-        """An attempt at a group has failed. The first goes to the screen at once, the others as a count."""
+    def attempt_failed(self, name: str, reason: str) -> None:
+        """An attempt at what messages call ``name`` has failed. The first goes to the screen at once, the others as a count."""
         if not self._last_reason:
             log = self._folder.logs / "train.log"
-            self.note(f"group {ordinal}: an attempt failed: {shortened(reason)} (more are counted; all are in {log})")
+            self.note(f"{name}: an attempt failed: {shortened(reason)} (more are counted; all are in {log})")
         self._last_reason = reason
 
     def waiting(self, in_flight: int, failed: int, retries: int) -> None:

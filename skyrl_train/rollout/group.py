@@ -168,7 +168,7 @@ class RolloutGroup:
     """All ``n_samples_per_prompt`` samples of one prompt. ``submitted_version`` is the policy's when it was admitted.
 
     A ``masked`` group takes its seat but trains nothing: all its tokens have loss mask 0, and still count in the
-    denominator of the loss.
+    denominator of the loss. A negative ordinal is of no training stream: ``-1 - row`` of the prompts of an evaluation.
     """
 
     ordinal: int
@@ -178,6 +178,15 @@ class RolloutGroup:
     submitted_version: int
     metrics: dict[str, float] = field(default_factory=dict)
     masked: bool = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        if self.ordinal >= 0:
+            return f"group {self.ordinal}"
+        source = f" of data source {self.data_source!r}" if self.data_source else ""
+        prompt = f"row {-1 - self.ordinal} (counted from 0, prompt {self.uid!r}){source}"
+        return f"evaluation of version {self.submitted_version}, {prompt}"
 
     @cached_property
     def oldest_version(self) -> int:

@@ -31,7 +31,7 @@ class RewardStage:
         max_parallel: groups that are scored at once.
         attempts: how often a group is tried, at least once.
         timeout_s: limit of one attempt; None: no limit.
-        on_failure: is told the ordinal and the reason of each attempt that fails.
+        on_failure: is told the group's name and the reason of each attempt that fails.
     """
 
     name = "reward"
@@ -44,7 +44,7 @@ class RewardStage:
         max_parallel: int,
         attempts: int = 1,
         timeout_s: float | None = None,
-        on_failure: Callable[[int, str], None] = lambda ordinal, reason: None,
+        on_failure: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
         self._place = place
         self._decode = decode
@@ -60,9 +60,9 @@ class RewardStage:
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
         """See :class:`Stage`."""
         question = group_to_reward(record, group.samples, self._decode)
-        return replace(group, samples=with_rewards(group.samples, await self._ask(group.ordinal, question)))
+        return replace(group, samples=with_rewards(group.samples, await self._ask(group.name, question)))
 
-    async def _ask(self, ordinal: int, question: GroupToReward) -> Any:
+    async def _ask(self, name: str, question: GroupToReward) -> Any:
         attempt = 0
         while True:
             attempt += 1
@@ -70,13 +70,13 @@ class RewardStage:
                 return await self._place.call(question, self._timeout_s)
             except CallFailed as failure:
                 reason = f"its reward function failed: {failure.reason}"
-                self._on_failure(ordinal, reason)
+                self._on_failure(name, reason)
                 if attempt >= self._attempts:
                     raise RolloutError(
                         f"the rollout of prompt {question.uid!r} has no reward after {attempt} attempts; the last time "
                         f"{reason}"
                     ) from failure
-                logger.warning("group %d: %s (attempt %d of %d)", ordinal, reason, attempt, self._attempts)
+                logger.warning("%s: %s (attempt %d of %d)", name, reason, attempt, self._attempts)
 
     async def aclose(self) -> None:
         """See :class:`Stage`."""

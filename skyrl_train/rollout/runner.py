@@ -96,7 +96,7 @@ class GroupRunner:
         env_class: of rows that name none.
         recordings: of the sessions of groups in flight, where there are any.
         stages: what every group goes through once it is generated.
-        on_failure: is told the ordinal and the reason of each attempt that fails and could be tried again.
+        on_failure: is told the group's name and the reason of each attempt that fails and could be tried again.
         clock: of what :meth:`describe` tells, in seconds.
         cancel_grace_s: how long a cancelled attempt may take to end.
 
@@ -118,7 +118,7 @@ class GroupRunner:
         seed: int,
         recordings: Recordings | None = None,
         stages: StagePipeline | None = None,
-        on_failure: Callable[[int, str], None] = lambda ordinal, reason: None,
+        on_failure: Callable[[str, str], None] = lambda name, reason: None,
         clock: Callable[[], float] = time.monotonic,
         cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
@@ -223,7 +223,7 @@ class GroupRunner:
             except NoEngineError as error:  # what was sampled stays recorded: the attempt goes on from there
                 await self._wait_for_engine(attempt, error)
             except _AttemptFailed as failure:
-                self._on_failure(attempt.ordinal, failure.reason)
+                self._on_failure(f"group {attempt.ordinal}", failure.reason)
                 if attempt.number >= attempts:
                     raise RolloutError(
                         f"the rollout of prompt {attempt.uid!r} failed {attempt.number} times; the last time: {failure.reason}"

@@ -136,7 +136,7 @@ class World:
             total_steps=steps,
             policy=resolve_straggler_policy(policy),
         )
-        self.failed_attempts: list[tuple[int, str]] = []
+        self.failed_attempts: list[tuple[str, str]] = []
         self.now = 0.0
         self.runner = GroupRunner(
             self.generator,
@@ -147,7 +147,7 @@ class World:
             sampling_params={},
             env_class="run_length",
             seed=3,
-            on_failure=lambda ordinal, reason: self.failed_attempts.append((ordinal, reason)),
+            on_failure=lambda name, reason: self.failed_attempts.append((name, reason)),
             clock=lambda: self.now,
             cancel_grace_s=0.05,
         )

@@ -60,6 +60,24 @@ def seven(group: GroupToReward) -> list[float]:
     return [7.0 for _ in group.samples]
 
 
+def rewards_training_only(group: GroupToReward) -> list[float]:
+    if group.uid == "asked":
+        raise ValueError("scripted")
+    return [7.0 for _ in group.samples]
+
+
+async def test_a_reward_that_fails_in_an_evaluation_is_named_by_its_row(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1"}\n{"prompt": "2", "uid": "asked"}\n')
+    data = ["trainer.eval.interval=8", "trainer.eval.generate=0", f"trainer.eval.eval_data=[{held_out}]"]
+    reward = "rollout.stages.reward.function=test_evaluation_trainers:rewards_training_only"
+    h = Harness(tmp_path / "run", reward, *data)
+    await h.train()
+    (failed,) = [line for line in h.screen.getvalue().splitlines() if "an attempt failed" in line]
+    prompt = "row 1 (counted from 0, prompt 'asked') of data source 'held_out'"
+    assert failed.startswith(f"evaluation of version 8, {prompt}: an attempt failed: its reward function failed")
+
+
 async def test_with_rare_publications_the_last_policy_is_published_to_be_measured(tmp_path: Path) -> None:
     overrides = ["trainer.fully_async.sync_every_steps=3", "trainer.fully_async.overlap_publication=true"]
     h = Harness(tmp_path, *overrides, *EVALUATION)

@@ -60,8 +60,8 @@ async def test_what_goes_wrong_once_is_tried_again_with_other_seeds(bad: str) ->
         w.generator.plays[2] = [play, fine]
         assert await w.step(fill=True) == [0, 1, 2, 3]
         assert w.runner.retries == 1
-        ((ordinal, told),) = w.failed_attempts
-        assert ordinal == 2 and reason in told
+        ((name, told),) = w.failed_attempts
+        assert name == "group 2" and reason in told
         seeds = [s for o, s in zip(w.generator.calls, w.generator.seeds, strict=True) if o == 2]
         assert len(seeds) == 2 and set(seeds[0]).isdisjoint(seeds[1])
         w.check_books()

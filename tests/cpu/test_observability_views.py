@@ -263,8 +263,8 @@ def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(t
     with RunFolder(tmp_path, config) as folder:
         reporter = Reporter(config, folder, console, 10)
         reporter.begin(0)
-        reporter.attempt_failed(3, "it raised KeyError('[number]')")
-        reporter.attempt_failed(4, "it raised TypeError()")
+        reporter.attempt_failed("group 3", "it raised KeyError('[number]')")
+        reporter.attempt_failed("group 4", "it raised TypeError()")
         reporter.close()
     lines = raw.getvalue().decode().splitlines()[1:]
     assert len(lines) == 1

@@ -108,7 +108,7 @@ def test_what_a_setting_names_wrongly_is_refused_before_the_run() -> None:
 
 
 def reward_stage(
-    place: Any, told: list[tuple[int, str]], attempts: int = 2, timeout_s: float | None = None
+    place: Any, told: list[tuple[str, str]], attempts: int = 2, timeout_s: float | None = None
 ) -> RewardStage:
     return RewardStage(
         place,
@@ -116,7 +116,7 @@ def reward_stage(
         max_parallel=1,
         attempts=attempts,
         timeout_s=timeout_s,
-        on_failure=lambda ordinal, reason: told.append((ordinal, reason)),
+        on_failure=lambda name, reason: told.append((name, reason)),
     )
 
 
@@ -135,19 +135,19 @@ class FlakyPlace:
 
 @pytest.mark.parametrize("order", ["raise", "hang", "die"])
 async def test_a_reward_function_that_fails_once_is_asked_again(order: str) -> None:
-    told: list[tuple[int, str]] = []
+    told: list[tuple[str, str]] = []
     stage = reward_stage(FlakyPlace(WorkerPlace([ProcessWorker(work())]), order), told, timeout_s=0.3)
     await stage.start()
     try:
         rewarded = await stage.run(group(), RECORD)
         assert [sample.reward for sample in rewarded.samples] == [0.0, 1.0]
-        assert [ordinal for ordinal, _ in told] == [7]
+        assert [name for name, _ in told] == ["group 7"]
     finally:
         await stage.aclose()
 
 
 async def test_a_reward_function_that_fails_for_good_is_a_failed_rollout_with_its_reason() -> None:
-    told: list[tuple[int, str]] = []
+    told: list[tuple[str, str]] = []
     stage = reward_stage(FlakyPlace(WorkerPlace([ThreadWorker(work())]), "raise", "raise"), told)
     await stage.start()
     with pytest.raises(RolloutError, match=r"no reward after 2 attempts; .* it raised ValueError: scripted") as caught:
