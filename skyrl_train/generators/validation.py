@@ -7,6 +7,7 @@ without a version, ragged lists, numbers that are not finite. The message names 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from operator import countOf
 from typing import Any
@@ -80,7 +81,7 @@ def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> Rollo
         _check_tokens(fields, row)
         _check_rewards(fields, row)
         _check_sampled(fields, row)
-        sequence = RolloutSequence(
+        sequence = RolloutSequence.of_lists(
             prompt_token_ids=[int(value) for value in fields["prompt_token_ids"][row]],
             response_ids=[int(value) for value in fields["response_ids"][row]],
             loss_mask=[int(value) for value in fields["loss_masks"][row]],
@@ -115,12 +116,12 @@ def _at_once(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSe
     masked = np.frombuffer(bytearray(mask), np.uint8)
     if ids is None or of_versions is None or masked.max(initial=0) > 1:
         return None
-    sequence = RolloutSequence.of_arrays(
-        ids,
+    sequence = RolloutSequence(
+        token_array=ids,
         sampled=masked.view(np.bool_),
-        logprobs=packed("d", logprobs),
-        versions=of_versions,
-        rewards=rewards,
+        logprob_array=packed("d", logprobs),
+        version_array=of_versions,
+        reward_array=rewards,
         stop_reason=stop_reason,
     )
     return sequence if _keeps_contract(sequence) else None
@@ -168,8 +169,8 @@ def _without_what_is_not_trained(sequence: RolloutSequence) -> RolloutSequence:
     sampled, logprobs, versions = sequence.sampled, sequence.logprob_array, sequence.version_array
     if not (logprobs[~sampled].any() or (versions[~sampled] != -1).any()):
         return sequence
-    return sequence.altered(
-        logprob_array=np.where(sampled, logprobs, 0.0), version_array=np.where(sampled, versions, -1)
+    return replace(
+        sequence, logprob_array=np.where(sampled, logprobs, 0.0), version_array=np.where(sampled, versions, -1)
     )
 
 

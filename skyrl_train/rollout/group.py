@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,100 +20,117 @@ def packed(typecode: str, numbers: Iterable[float]) -> np.ndarray:
     return np.array(array(typecode, numbers))
 
 
-_LISTS = ("prompt_token_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RolloutSequence:
-    """One token sequence of a sample; the response-side lists are aligned token by token.
+    """One token sequence of a sample: ``P`` tokens of prompt and ``T`` of response.
 
-    ``loss_mask`` is 1 on sampled tokens; elsewhere ``logprobs`` is 0.0 and ``versions`` -1. ``rewards`` is per token
-    (a reward for the whole response sits on its last token). What stages add is None until then, and 0.0 where the
-    loss mask is 0.
+    Its numbers are in arrays, which the checks, the ages and the minibatch share, so nobody may change them: in lists they
+    would take five times the memory, and Python's garbage collector visits every number in a list. The properties that are
+    lists are made anew whenever somebody asks for one.
 
-    It keeps numbers in arrays, which the checks, the ages and the minibatch share, so nobody may change them: in lists they
-    would take five times the memory, and Python's garbage collector visits every number in a list. A list is made anew
-    whenever somebody asks for one.
+    Attributes:
+        token_array: prompt and response, int64 [P + T].
+        sampled: the loss mask, bool [T]: the tokens that the policy sampled and trains on.
+        logprob_array: of the policy that sampled them, float64 [T]; elsewhere 0.0.
+        version_array: of that policy, int64 [T]; elsewhere -1.
+        reward_array: float64 [T]; a reward for the whole response sits on its last token.
+        stop_reason: why the response ended.
+        reference_logprobs: of the policy that the run started from, [T]; None until the stage that computes them. Like the
+            next two, 0.0 where the loss mask is 0.
+        proximal_logprobs: of the policy that was trained when the group was finished.
+        values: of the states that the tokens were sampled in, by the critic at the same time.
     """
 
-    prompt_token_ids: list[int]
-    response_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    rewards: list[float]
+    token_array: np.ndarray
+    sampled: np.ndarray
+    logprob_array: np.ndarray
+    version_array: np.ndarray
+    reward_array: np.ndarray
     stop_reason: str
-    reference_logprobs: list[float] | None = None  # of the policy that the run started from
-    proximal_logprobs: list[float] | None = None  # of the policy that was trained when the group was finished
-    values: list[float] | None = None  # of the states that the tokens were sampled in, by the critic at the same time
-
-    token_array: np.ndarray = field(init=False, repr=False, compare=False)  # int64, of the prompt and the response
-    sampled: np.ndarray = field(init=False, repr=False, compare=False)  # bool [T], the loss mask
-    logprob_array: np.ndarray = field(init=False, repr=False, compare=False)  # float64 [T]
-    version_array: np.ndarray = field(init=False, repr=False, compare=False)  # int64 [T]
-    reward_array: np.ndarray = field(init=False, repr=False, compare=False)  # float64 [T]
-
-    def __post_init__(self) -> None:
-        own = vars(self)
-        own.update(
-            token_array=packed("q", [*self.prompt_token_ids, *self.response_ids]),
-            sampled=np.frombuffer(bytearray(self.loss_mask), np.bool_),
-            logprob_array=packed("d", self.logprobs),
-            version_array=packed("q", self.versions),
-            reward_array=packed("d", self.rewards),
-        )
-        for name in _LISTS:
-            del own[name]
+    reference_logprobs: list[float] | None = None
+    proximal_logprobs: list[float] | None = None
+    values: list[float] | None = None
 
     @classmethod
-    def of_arrays(
+    def of_lists(
         cls,
-        tokens: np.ndarray,
-        *,
-        sampled: np.ndarray,
-        logprobs: np.ndarray,
-        versions: np.ndarray,
-        rewards: np.ndarray,
+        prompt_token_ids: Sequence[int],
+        response_ids: Sequence[int],
+        loss_mask: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        rewards: Sequence[float],
         stop_reason: str,
+        **by_stages: list[float] | None,
     ) -> RolloutSequence:
-        """Of numbers that are in arrays already, which become its own."""
-        sequence = cls.__new__(cls)
-        vars(sequence).update(
-            token_array=tokens,
-            sampled=sampled,
-            logprob_array=logprobs,
-            version_array=versions,
-            reward_array=rewards,
+        """Of numbers that are in lists; ``by_stages``: what stages added, by the names of the attributes.
+
+        Raises:
+            TypeError, ValueError, OverflowError: of something that is no such number.
+        """
+        return cls(
+            token_array=packed("q", [*prompt_token_ids, *response_ids]),
+            sampled=np.frombuffer(bytearray(loss_mask), np.bool_),
+            logprob_array=packed("d", logprobs),
+            version_array=packed("q", versions),
+            reward_array=packed("d", rewards),
             stop_reason=stop_reason,
+            **by_stages,
         )
-        return sequence
 
-    def altered(self, **own: np.ndarray | list[float]) -> RolloutSequence:
-        """A copy with other arrays of the response, or with what a stage adds; it shares the rest."""
-        other = copy.copy(self)
-        vars(other).update(own)
-        return other
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RolloutSequence) and _in_lists(self.row()) == _in_lists(other.row())
 
-    if not TYPE_CHECKING:  # for which the lists are there
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _LISTS:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-            return self.arrays[name].tolist()
+    def row(self) -> dict[str, Any]:
+        """What :meth:`of_lists` takes, in arrays instead of lists."""
+        prompt = self.num_prompt_tokens
+        return {
+            "prompt_token_ids": self.token_array[:prompt],
+            "response_ids": self.token_array[prompt:],
+            "loss_mask": self.sampled.view(np.uint8),
+            "logprobs": self.logprob_array,
+            "versions": self.version_array,
+            "rewards": self.reward_array,
+            "stop_reason": self.stop_reason,
+            "reference_logprobs": self.reference_logprobs,
+            "proximal_logprobs": self.proximal_logprobs,
+            "values": self.values,
+        }
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What the lists have, by their names."""
-        prompt = self.num_prompt_tokens
-        of_lists = (
-            self.token_array[:prompt],
-            self.token_array[prompt:],
-            self.sampled.view(np.uint8),
-            self.logprob_array,
-            self.version_array,
-            self.reward_array,
-        )
-        return dict(zip(_LISTS, of_lists, strict=True))
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt."""
+        return self._list(self.token_array[: self.num_prompt_tokens])
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The response."""
+        return self._list(self.token_array[self.num_prompt_tokens :])
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 on the sampled tokens of the response, else 0."""
+        return self._list(self.sampled.view(np.uint8))
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the response's tokens, by the policy that sampled them."""
+        return self._list(self.logprob_array)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the policy that sampled them."""
+        return self._list(self.version_array)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the response's tokens."""
+        return self._list(self.reward_array)
+
+    @staticmethod
+    def _list(numbers: np.ndarray) -> list[Any]:
+        made: list[Any] = numbers.tolist()
+        return made
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -130,6 +146,10 @@ class RolloutSequence:
     def num_sampled(self) -> int:
         """Tokens with loss mask 1."""
         return int(np.count_nonzero(self.sampled))
+
+
+def _in_lists(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,8 @@ def from_line(line: bytes) -> Any:
 def encode_group(group: RolloutGroup) -> bytes:
     """The group without a line break."""
     row: dict[str, Any] = {
-        **_fields(group),
-        "samples": [
-            {"sequences": [_fields(sequence) | sequence.arrays for sequence in sample.sequences]}
-            for sample in group.samples
-        ],
+        **{each.name: getattr(group, each.name) for each in fields(group)},
+        "samples": [{"sequences": [sequence.row() for sequence in sample.sequences]} for sample in group.samples],
     }
     return to_line(row)
 
@@ -58,12 +55,6 @@ def decode_group(line: bytes) -> RolloutGroup:
     return RolloutGroup(**{**row, "samples": tuple(_to_sample(sample) for sample in row["samples"])})
 
 
-def _fields(value: RolloutGroup | RolloutSequence) -> dict[str, Any]:
-    """The dataclass fields by name, without copying what is in them."""
-    own = vars(value)
-    return {each.name: own[each.name] for each in fields(value) if each.init and each.name in own}
-
-
 def _to_sample(row: dict[str, Any]) -> Sample:
     sequences = row.get("sequences", [row])  # format 1: a sample was its only sequence
-    return Sample(tuple(RolloutSequence(**sequence) for sequence in sequences))
+    return Sample(tuple(RolloutSequence.of_lists(**sequence) for sequence in sequences))

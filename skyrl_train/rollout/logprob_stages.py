@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -192,4 +193,5 @@ def _with(sequence: RolloutSequence, field: str, scores: Sequence[float]) -> Rol
         raise StageError(
             f"The {field} of a group are not all finite numbers: the model that computes them has diverged."
         )
-    return sequence.altered(**{field: list(scores)})
+    added: dict[str, Any] = {field: list(scores)}
+    return replace(sequence, **added)

@@ -141,5 +141,5 @@ def _with_reward(sample: Sample, reward: float) -> Sample:
         rewards = np.zeros(sequence.num_response_tokens)
         if len(rewards):
             rewards[-1], reward = reward, 0.0
-        sequences.append(sequence.altered(reward_array=rewards))
+        sequences.append(replace(sequence, reward_array=rewards))
     return Sample(tuple(reversed(sequences)))

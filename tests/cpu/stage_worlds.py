@@ -105,7 +105,7 @@ RECORD = PromptRecord("p", [{"role": "user", "content": "3?"}], env_extras={"ans
 
 def sequence(*ids: int, mask: list[int] | None = None, rewards: list[float] | None = None) -> RolloutSequence:
     mask = [1] * len(ids) if mask is None else mask
-    return RolloutSequence(
+    return RolloutSequence.of_lists(
         prompt_token_ids=[5, 6],
         response_ids=list(ids),
         loss_mask=mask,

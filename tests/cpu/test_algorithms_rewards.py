@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,17 +29,17 @@ from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
 
 
 def sample(length: int, reward: float, *, reference: float | None = None, **changes: object) -> Sample:
-    sequence = RolloutSequence(
-        [1],
-        [2] * length,
-        [1] * length,
-        [-1.0] * length,
-        [0] * length,
-        [0.0] * (length - 1) + [reward] if length else [],
-        "stop",
-        None if reference is None else [reference] * length,
-    )
-    return Sample((replace(sequence, **changes),))
+    lists: dict[str, Any] = {
+        "prompt_token_ids": [1],
+        "response_ids": [2] * length,
+        "loss_mask": [1] * length,
+        "logprobs": [-1.0] * length,
+        "versions": [0] * length,
+        "rewards": [0.0] * (length - 1) + [reward] if length else [],
+        "stop_reason": "stop",
+        "reference_logprobs": None if reference is None else [reference] * length,
+    }
+    return Sample((RolloutSequence.of_lists(**{**lists, **changes}),))
 
 
 def group(*samples: Sample, masked: bool = False) -> RolloutGroup:

@@ -24,7 +24,7 @@ from skyrl_train.rollout.spill import SpilledGroup, SpillFolder
 
 def group(ordinal: int, version: int = 0, tokens: int = 40, uid: str = "u") -> RolloutGroup:
     rng = random.Random(ordinal)
-    sequence = RolloutSequence(
+    sequence = RolloutSequence.of_lists(
         prompt_token_ids=[rng.randrange(300, 50_000) for _ in range(5)],
         response_ids=[rng.randrange(300, 50_000) for _ in range(tokens)],
         loss_mask=[1] * tokens,

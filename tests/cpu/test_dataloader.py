@@ -35,7 +35,7 @@ def dataset(size: int) -> PromptDataset:
 
 
 def group(ordinal: int, uid: str = "u", reward: float = 0.5) -> RolloutGroup:
-    sequence = RolloutSequence([1], [2], [1], [-0.5], [0], [reward], "stop")
+    sequence = RolloutSequence.of_lists([1], [2], [1], [-0.5], [0], [reward], "stop")
     return RolloutGroup(ordinal, uid, "s", (Sample((sequence,)),), submitted_version=0)
 
 

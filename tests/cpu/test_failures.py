@@ -219,7 +219,8 @@ def failed_group(ordinal: int = 1) -> RolloutGroup:
 
 def finished_group(ordinal: int = 0) -> RolloutGroup:
     samples = (
-        Sample((RolloutSequence([2], [3, 4], [1, 1], [-1.0, -2.0], [2, 3], [0.0, r], "stop"),)) for r in (0.0, 1.0)
+        Sample((RolloutSequence.of_lists([2], [3, 4], [1, 1], [-1.0, -2.0], [2, 3], [0.0, r], "stop"),))
+        for r in (0.0, 1.0)
     )
     return RolloutGroup(ordinal, "v", "test", tuple(samples), 2)
 

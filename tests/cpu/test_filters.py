@@ -28,7 +28,9 @@ from skyrl_train.training.minibatch import build_minibatch
 
 def sample(reward: float, tokens: int = 1) -> Sample:
     rewards = [0.0] * (tokens - 1) + [reward] if tokens else []
-    return Sample((RolloutSequence([5], [6] * tokens, [1] * tokens, [-0.5] * tokens, [0] * tokens, rewards, "stop"),))
+    return Sample(
+        (RolloutSequence.of_lists([5], [6] * tokens, [1] * tokens, [-0.5] * tokens, [0] * tokens, rewards, "stop"),)
+    )
 
 
 def group(ordinal: int, *rewards: float, masked: bool = False) -> RolloutGroup:
@@ -61,7 +63,9 @@ def test_a_masked_group_and_one_without_a_sampled_token_have_no_signal() -> None
     assert has_signal(group(0, *LOUD))
     assert not has_signal(group(0, *LOUD, masked=True))
     assert not has_signal(RolloutGroup(0, "0", "test", (Sample(()), Sample(())), 0))
-    nothing_sampled = tuple(Sample((RolloutSequence([5], [6], [0], [0.0], [-1], [reward], "stop"),)) for reward in LOUD)
+    nothing_sampled = tuple(
+        Sample((RolloutSequence.of_lists([5], [6], [0], [0.0], [-1], [reward], "stop"),)) for reward in LOUD
+    )
     assert not has_signal(RolloutGroup(0, "0", "test", nothing_sampled, 0))
 
 

@@ -21,7 +21,7 @@ from skyrl_train.training.minibatch import build_minibatch
 def sequence(versions: list[int], reward: float = 0.0) -> RolloutSequence:
     """Version -1: a token that was not sampled (a tool's result)."""
     sampled = [version >= 0 for version in versions]
-    return RolloutSequence(
+    return RolloutSequence.of_lists(
         prompt_token_ids=[1, 2],
         response_ids=[3] * len(versions),
         loss_mask=[int(is_sampled) for is_sampled in sampled],

@@ -22,7 +22,9 @@ from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 
 def group(ordinal: int, **fields: Any) -> RolloutGroup:
     numbers = [0.1, -1e-300, 1e22, 5e-324]
-    sequence = RolloutSequence([1, 2], [3, 4, 5, 6], [1, 1, 0, 1], numbers, [3, 4, -1, 4], numbers[::-1], "length")
+    sequence = RolloutSequence.of_lists(
+        [1, 2], [3, 4, 5, 6], [1, 1, 0, 1], numbers, [3, 4, -1, 4], numbers[::-1], "length"
+    )
     return RolloutGroup(
         **{
             "ordinal": ordinal,

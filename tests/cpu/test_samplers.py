@@ -192,5 +192,5 @@ def test_the_curriculum_of_the_tutorial_prefers_what_is_half_solved() -> None:
 
 
 def rewarded(reward: float) -> RolloutGroup:
-    sequence = RolloutSequence([1], [2], [1], [-0.5], [0], [reward], "stop")
+    sequence = RolloutSequence.of_lists([1], [2], [1], [-0.5], [0], [reward], "stop")
     return RolloutGroup(0, "u", "s", (Sample((sequence,)),), submitted_version=0)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from harness import Harness
@@ -182,7 +183,7 @@ async def test_the_group_with_the_earliest_deadline_goes_first() -> None:
     stage.open.clear()
 
     def of_version(ordinal: int, version: int) -> RolloutGroup:
-        old = dataclasses.replace(sequence(1), versions=[version])
+        old = dataclasses.replace(sequence(1), version_array=np.array([version]))
         return group(Sample((old,)), ordinal=ordinal)
 
     tasks = [asyncio.create_task(pipeline.run(of_version(o, v), RECORD)) for o, v in ((0, 9), (1, 9), (2, 4), (3, 6))]
