@@ -4,7 +4,8 @@
 
 Each group goes its way as soon as it is there, while others are generated and trained. A stage works on a bounded number
 of groups at once; the others wait for it, those with the earliest deadlines in front. Nothing else bounds that queue, and
-nothing else has to: a group in a stage still counts as running, so a stage that falls behind holds up admission.
+nothing else has to: a group in a stage still counts as running, so a stage that falls behind holds up admission. At most
+``W`` groups (``num_parallel_generation_workers``) are generated and in all stages together.
 
 | loop | consumes | waits for | is unblocked by | produces |
 |---|---|---|---|---|

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +176,37 @@ async def test_a_stage_that_falls_behind_holds_up_admission_and_works_on_no_more
         for _ in range(3):
             await w.step()
         assert stage.most_at_once == 2
+        w.check_books()
+
+
+@pytest.mark.parametrize("policy", ["accept", "mask", "wait", "burst", "drop"])
+async def test_groups_that_a_stage_never_returns_do_not_pile_up(policy: str) -> None:
+    """Whatever is trained meanwhile; and of one that is given up, nothing is kept."""
+    stage = Scripted(max_parallel=4)
+    stage.open.clear()
+    stage.held = set(range(0, 200, 5))
+    seen: list[weakref.ref[RolloutGroup]] = []
+    workers, b, depth = 6, 2, 1
+    arrives = Scripted()
+    arrives.then = lambda g: seen.append(weakref.ref(g)) or g  # type: ignore[func-returns-value]
+    async with staged(World(b=b, s=2, depth=depth, workers=workers, policy=policy), arrives, stage) as w:
+
+        async def play() -> None:
+            for _ in range(60):
+                await w.step()
+                w.workers.drop_overdue()
+                counts = w.staleness.counts
+                assert counts.running <= workers and counts.running + counts.buffered <= workers + (depth + 1) * b
+
+        w.workers.start()
+        playing = asyncio.create_task(play())
+        await settle(6000)
+        assert playing.done() is (policy == "drop"), "a run that gives them up goes on, any other one waits for them"
+        assert len(w.batches) >= 1 and len(seen) == len(w.generator.calls)
+        gc.collect()
+        assert sum(group() is not None for group in seen) <= workers + (depth + 1) * b
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=policy != "drop")
         w.check_books()
 
 
