@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -55,6 +56,10 @@ def _module_of_file(path: str) -> ModuleType:
     file = Path(path).resolve()
     if file in _modules:
         return _modules[file]
+    if file.stem in sys.stdlib_module_names or _is_installed(file.stem):
+        raise ImportError(
+            f"{file.name} has the name of an installed module, which the others that import it need: rename the file"
+        )
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
@@ -63,3 +68,13 @@ def _module_of_file(path: str) -> ModuleType:
     spec.loader.exec_module(module)
     _modules[file] = module
     return module
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # __main__ has none
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    return any(Path(spec.origin).is_relative_to(sysconfig.get_path(where)) for where in ("purelib", "platlib"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,16 @@ def test_a_file_that_failed_is_run_again(tmp_path: Path) -> None:
         import_name(f"{file}:One", "generator.name")
     file.write_text("class One: ...\n")
     assert import_name(f"{file}:One", "generator.name").__name__ == "One"
+
+
+@pytest.mark.parametrize("name", ["datasets", "yaml", "random"])
+def test_a_file_does_not_take_the_name_of_what_others_import(name: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text("class One: ...\n")
+    before = sys.modules.get(name)
+    with pytest.raises(ConfigError, match=f"{name}.py has the name of an installed module.*rename the file"):
+        import_name(f"{file}:One", "generator.name")
+    assert sys.modules.get(name) is before
 
 
 def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
