@@ -10,7 +10,7 @@ brings both back. There is no barrier between epochs: an ordinal is a position i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_train.config.schema.data import DataConfig
@@ -74,6 +74,9 @@ class PromptSource(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what it takes to have the rows of all open ordinals again."""
+
+    def may_change(self, state: Mapping[str, Any]) -> Collection[str]:
+        """The keys of the identity that need not be those of a checkpoint with this state."""
 
     def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
         """Restores the state. Ordinals from ``issued`` on are new; of those below, only the open ones are needed."""
@@ -200,9 +203,10 @@ class PromptLoader:
         Raises:
             CheckpointError: the checkpoint is of another data set, seed or sampler.
         """
+        may_change = self._source.may_change(state["source"])
         for key, value in self._identity().items():
             theirs = state["identity"].get(key)
-            if theirs != value:
+            if theirs != value and key not in may_change:
                 raise CheckpointError(
                     f"the checkpoint's data has {key} {theirs!r}, this run's has {value!r}; resume with the data set, "
                     "data.sampler and trainer.seed of the original run, or start a new one with another trainer.run_dir"

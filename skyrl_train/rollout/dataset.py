@@ -14,7 +14,7 @@ from skyrl_train.config.schema.run import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.environments.registry import EnvironmentFactory, resolve_environment
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.rollout.records import RecordMaker, canonical_json
+from skyrl_train.rollout.records import RecordMaker, record_json
 from skyrl_train.rollout.rows import open_rows
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ class PromptDataset(Sequence[PromptRecord]):
         """SHA-256 of everything in it, in order: equal data sets, and only those, may share a checkpoint's ordinals."""
         digest = hashlib.sha256()
         for record in self.records:
-            row = [record.uid, record.prompt, record.env_class, record.env_extras, record.data_source]
-            digest.update(canonical_json(row).encode() + b"\n")
+            digest.update(record_json(record).encode() + b"\n")
         return digest.hexdigest()
 
 

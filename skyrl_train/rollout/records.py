@@ -85,6 +85,11 @@ def _to_conversation(prompt: Any, where: str, prompt_key: str) -> ConversationTy
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
+def record_json(record: PromptRecord) -> str:
+    """Everything in a prompt: the same for equal ones, and only for those."""
+    return canonical_json([record.uid, record.prompt, record.env_class, record.env_extras, record.data_source])
+
+
 def canonical_json(value: Any) -> str:
     """JSON that is the same for equal values, in every process; also of values that JSON lacks."""
     return json.dumps(value, sort_keys=True, ensure_ascii=True, default=_stable)

@@ -296,6 +296,9 @@ class SampledPrompts:
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": checkpointed(self._sampler), "drawn": sorted(self._drawn.items())}
 
+    def may_change(self, state: Mapping[str, Any]) -> Collection[str]:
+        return []
+
     def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
         self._sampler.load_state_dict(state["sampler"])
         self._drawn = {int(ordinal): int(row) for ordinal, row in state["drawn"]}

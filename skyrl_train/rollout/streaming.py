@@ -6,7 +6,8 @@
 
 Ordinal ``o`` is row ``o`` of the stream, all epochs one after the other. A checkpoint holds no rows, only the last mark at
 or before the frontier: after a resume the few rows from there on are read again, so that they are the same objects with
-the same types, and the data set's fingerprint guards that they are the same rows.
+the same types, and the data set's fingerprint guards that they are the same rows. Once a broken row was met, only those
+that were issued have to be the same: that row has to be mended, and whatever comes after it may be.
 
 | loop | consumes | waits for | is unblocked by | produces |
 |---|---|---|---|---|
@@ -30,13 +31,18 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from skyrl_train.concurrency import Signal
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import DataError
+from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.records import RecordMaker
+from skyrl_train.rollout.records import RecordMaker, record_json
 from skyrl_train.rollout.rows import START, Place, RowFile, open_rows
 
 CHUNK_ROWS = 32  # read in one go, and between two marks
 ROWS_AHEAD = 256  # read beyond what is issued
+
+Mark = tuple[
+    int, dict[str, Any] | None, str
+]  # an ordinal, where its row is (None: at the start), digest of all rows before
+BEGINNING: Mark = (0, None, "")
 
 
 class RowStream(IterableDataset[PromptRecord]):
@@ -118,10 +124,14 @@ class StreamingPrompts:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
         self._iterator: Iterator[PromptRecord] | None = None  # used in that thread only
         self._records: dict[int, PromptRecord] = {}
-        self._marks: deque[tuple[int, dict[str, Any]]] = deque()  # (ordinal, where its row is), ascending
-        self._begun: tuple[int, dict[str, Any] | None] = (0, None)  # the mark that reading begins at
+        self._marks: deque[Mark] = deque()  # ascending
+        self._begun = BEGINNING  # the mark that reading begins at
         self._read = 0  # ordinals below it were read
         self._issued = 0
+        self._digests = {
+            0: ""
+        }  # of all rows before an ordinal; of those from the next to be issued to the next to be read
+        self._expected: str | None = None  # what that of the next to be issued has to be, in files that were mended
         self._is_open: Callable[[int], bool] = lambda ordinal: True
         self._error: BaseException | None = None  # why the rows from _read on will never be there
         self._end: int | None = None
@@ -149,6 +159,11 @@ class StreamingPrompts:
                 f"data.train_data ends after {self._read} prompts, but {self._issued} were issued before the checkpoint; "
                 "resume with the files of the original run"
             )
+        if self._expected not in (None, self._digests[self._issued]):
+            raise CheckpointError(
+                f"data.train_data has changed within its first {self._issued} rows, which the run has begun or trained already; "
+                "mend only the broken row and what comes after it, or start a new run with another trainer.run_dir"
+            )
         self._reading = asyncio.create_task(self._read_ahead(changed), name="prompts")
         self._reading.add_done_callback(lambda task: self._reading_ended(task, changed))
 
@@ -174,7 +189,9 @@ class StreamingPrompts:
     def prepare(self, ordinal: int) -> None:
         if ordinal >= self._read and self._error is not None:
             raise self._error
-        self._issued = max(self._issued, ordinal + 1)
+        if ordinal == self._issued:
+            del self._digests[ordinal]
+            self._issued += 1
         self._room.notify()
 
     def record(self, ordinal: int) -> PromptRecord:
@@ -190,14 +207,27 @@ class StreamingPrompts:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        ordinal, place = self._marks[0] if self._marks else self._begun
-        return {"ordinal": ordinal, "place": place}
+        ordinal, place, digest = self._marks[0] if self._marks else self._begun
+        state = {"ordinal": ordinal, "place": place, "digest": digest}
+        issued = self._digests.get(self._issued)
+        if self._error is None or issued is None:
+            return state
+        return {**state, "broken": {"fingerprint": self.fingerprint, "issued": issued}}
+
+    def may_change(self, state: Mapping[str, Any]) -> Sequence[str]:
+        return ["fingerprint"] if "broken" in state else []
 
     def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
-        self._begun = (int(state["ordinal"]), state["place"])
-        self._read, self._issued, self._is_open = self._begun[0], issued, is_open
-        if state["place"] is not None:
-            self._rows.load_state_dict(state["place"])
+        broken = state.get("broken", {"fingerprint": self.fingerprint})
+        if broken["fingerprint"] == self.fingerprint:
+            self._begun = (int(state["ordinal"]), state["place"], state.get("digest", ""))
+        else:  # what is where has changed: all of it is read again, and compared
+            self._expected = broken["issued"]
+        self._read, place, digest = self._begun
+        self._digests = {self._read: digest}
+        self._issued, self._is_open = issued, is_open
+        if place is not None:
+            self._rows.load_state_dict(place)
 
     # Reading ------------------------------------------------------------------------------------------------------
 
@@ -220,32 +250,43 @@ class StreamingPrompts:
 
     async def _read_chunk(self) -> None:
         loop = asyncio.get_running_loop()
-        place, records, end = await loop.run_in_executor(self._thread, self._next_chunk)
-        self._marks.append((self._read, place))
-        for record in records:
+        digest = self._digests[self._read]
+        place, records, digests, end = await loop.run_in_executor(self._thread, self._next_chunk, digest)
+        self._marks.append((self._read, place, digest))
+        for record, digest in zip(records, digests, strict=True):
             if self._read >= self._issued or self._is_open(self._read):
                 self._records[self._read] = record
+            if self._read < self._issued:
+                del self._digests[self._read]
             self._read += 1
+            self._digests[self._read] = digest
         if isinstance(end, StopIteration):
             self._end = self._read
         elif end is not None:
+            end.add_note(
+                "The rows before it must stay as they are, so that the same command goes on once it is mended."
+            )
             self._error = end
 
-    def _next_chunk(self) -> tuple[dict[str, Any], list[PromptRecord], Exception | None]:
-        """Reads on: where the chunk begins, its records, and what came after them instead of a row. In the thread."""
+    def _next_chunk(self, digest: str) -> tuple[dict[str, Any], list[PromptRecord], list[str], Exception | None]:
+        """Reads on: where the chunk begins, its records, the ``digest`` of all rows continued to each of them, and what came
+        after them instead of a row. In the thread."""
         if self._iterator is None:
             self._iterator = iter(self._rows)
         place = self._rows.state_dict()
         records: list[PromptRecord] = []
+        digests: list[str] = []
         try:
             for _ in range(CHUNK_ROWS):
                 record = next(self._iterator)
                 for check in self._checks:
                     check(record)
                 records.append(record)
+                digest = hashlib.sha256((digest + record_json(record)).encode()).hexdigest()
+                digests.append(digest)
         except Exception as error:  # the end, or a broken row: an answer to whoever asks for that row
-            return place, records, error
-        return place, records, None
+            return place, records, digests, error
+        return place, records, digests, None
 
 
 def _as_it_is(record: PromptRecord) -> PromptRecord:

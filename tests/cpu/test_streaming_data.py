@@ -235,6 +235,60 @@ async def test_after_a_resume_files_may_be_elsewhere_but_not_others(tmp_path: Pa
     await resumed.loader.aclose()
 
 
+async def until_broken(prompts: StreamingPrompts, issued: int) -> dict[str, Any]:
+    """A checkpoint of a run that has begun ``issued`` prompts, trained all but the last of them, and met a broken row."""
+    reader = Reader(prompts)
+    await reader.read(issued - 1)
+    assert await reader.issue() == issued - 1
+    await reader.changed.wait_until(lambda: "broken" in reader.loader.state_dict()["source"])
+    state = json.loads(json.dumps(reader.loader.state_dict()))
+    await reader.loader.aclose()
+    return dict(state)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("how", ["mended", "left out", "mended, as are rows behind it", "not mended"])
+async def test_a_broken_row_can_be_mended(tmp_path: Path, kind: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", 4)
+    rows, broken, issued = rows_of(24), 18, 13
+    good = {"mended": rows, "left out": rows[:broken] + rows[broken + 1 :], "mended, as are rows behind it": rows[:-3]}
+    rows = [*rows[:broken], {"prompt": None, "answer": ""}, *rows[broken + 1 :]]
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+    state = await until_broken(stream([write_all_kinds(tmp_path / "before", rows)[kind]]), issued)
+    resumed = Reader(stream([write_all_kinds(tmp_path / "after", good.get(how, rows))[kind]]))
+    resumed.loader.load_state_dict(state, [])
+    texts = [record.prompt[0]["content"] for record in await resumed.read(1 + broken - issued)]
+    assert texts == [f"{row}=" for row in range(issued - 1, broken)]
+    if how == "not mended":
+        with pytest.raises(DataError, match="lacks the key 'prompt'") as caught:
+            await resumed.issue()
+        assert "The rows before it must stay as they are" in caught.value.__notes__[0]
+    else:
+        assert "broken" not in resumed.loader.state_dict()["source"], "from now on it is as any other run"
+        rest = [row["prompt"] for row in good[how][broken:]]
+        assert [record.prompt[0]["content"] for record in await resumed.read()] == rest
+    await resumed.loader.aclose()
+
+
+@pytest.mark.parametrize("how", ["changed", "left out", "all behind it left out"])
+async def test_rows_that_were_begun_before_a_broken_one_was_met_stay_as_they_are(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", 4)
+    rows, path = rows_of(20), tmp_path / "broken.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
+    state = await until_broken(stream([path]), 10)
+    now = {"changed": [*rows[:9], {"prompt": "1=", "answer": "9"}, *rows[10:]], "left out": rows[1:]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in now.get(how, rows[:9])))
+    resumed = Reader(stream([path]))
+    resumed.loader.load_state_dict(state, [])
+    error = DataError if how == "all behind it left out" else CheckpointError
+    with pytest.raises(error, match=r"ends after 9 prompts|changed within its first 10 rows"):
+        await resumed.start()
+    await resumed.loader.aclose()
+
+
 class Counted(StreamingPrompts):
     """What the plan is told of a stream, here."""
 
@@ -268,7 +322,7 @@ async def test_a_run_ends_with_its_stream_and_resumes_within_it(
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_of_its_steps(
+async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_and_goes_on_when_it_is_mended(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "broken.jsonl"
@@ -284,6 +338,10 @@ async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_of_its_step
     latest = run.trainer.parts.checkpoints.latest()
     assert latest is not None
     assert json.loads((latest / "rollout_state.json").read_text())["global_step"] == len(run.trained) // 4
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(16)))
+    again = Harness(tmp_path / "run", f"trainer.mode={mode}", f"data.train_data=[{path}]", "trainer.max_steps=30")
+    await again.train()
+    assert sorted(again.trained) == list(range(16)), "mended, it goes on, and no prompt is lost"
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
