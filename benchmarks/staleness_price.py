@@ -3,6 +3,7 @@
     python benchmarks/staleness_price.py throughput     accept and mask at S = 2, against min(generation, training)
     python benchmarks/staleness_price.py strictness     wait and burst over S, against what any schedule without drops can reach
     python benchmarks/staleness_price.py strictness --width 32 --plot docs/images/price_of_a_bound.svg
+    python benchmarks/staleness_price.py strictness --futures 24 --width 32 --bounds 1 2 --tails 8 16 32
     python benchmarks/staleness_price.py depth          throughput and lag over D and the number of slots
 
 Responses are log-normal; the tail is the longest over the mean one. Groups have one response, so the tail is that of groups.
@@ -18,9 +19,11 @@ from pathlib import Path
 
 from skyrl_train.simulation.engine import EngineSpeed
 from skyrl_train.simulation.lengths import Lengths, log_normal
-from skyrl_train.simulation.oracle import Pipeline, best_found, least_time
+from skyrl_train.simulation.oracle import best_found, least_time
 from skyrl_train.simulation.outcome import Outcome, Workload
+from skyrl_train.simulation.planner import planned_time
 from skyrl_train.simulation.run import simulate
+from skyrl_train.simulation.schedule import Pipeline
 from skyrl_train.simulation.training import TrainingSpeed
 
 MEAN_TOKENS = 32
@@ -77,15 +80,14 @@ def throughput(options: argparse.Namespace) -> None:
 
 
 def strictness(options: argparse.Namespace) -> None:
+    print("D = S, W = slots = B. Throughput over min(generation, training), whole runs, both ends included.")
+    print("- planned: a planner that knows how the lengths are distributed, and none of them (--futures)")
     print(
-        "D = S, W = slots = B. Throughput over min(generation, training), of: `wait`; `burst`; the fastest schedule that a search"
+        "- found: the fastest schedule that a search with all lengths known found (--width), or that one of the others is"
     )
-    print(
-        "with all lengths known found, or that one of them is; the bound for every schedule without drops. (Whole runs, both "
-        "ends included.)\n"
-    )
-    print("| regime | tail | S | wait | burst | found | bound | better / bound | better / found | max trained lag |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("- bound: no schedule without drops reaches more\n")
+    print("| regime | tail | S | wait | burst | planned | found | bound | of planned | of found | max trained lag |")
+    print("|---" * 11 + "|")
     lines: dict[tuple[str, float], list[float]] = {}
     for regime, ratio in REGIMES.items():
         for tail in options.tails:
@@ -95,27 +97,35 @@ def strictness(options: argparse.Namespace) -> None:
                 burst = (
                     run(work, "burst", bound, bound, options.batch) if bound else wait
                 )  # with D = 0 they are the same
-                better = min(wait, burst, key=lambda outcome: outcome.total_s)
-                pipeline = Pipeline(
-                    [work.lengths[i] for i in range(options.batch * options.steps)],
-                    options.batch,
-                    bound,
-                    work.training.per_step_s,
-                    work.engine.slots,
+                others = other_schedules(options, work, bound)
+                ideal_s, better_s = (
+                    options.steps * max(MEAN_TOKENS, work.training.per_step_s),
+                    min(wait.total_s, burst.total_s),
                 )
-                ideal_s = options.steps * max(MEAN_TOKENS, work.training.per_step_s)
-                least_s = least_time(pipeline)
-                searched_s = best_found(pipeline, options.width) if options.width else better.total_s
-                found_s = min(better.total_s, searched_s)
+                planned_s, least_s = others.get("planned", better_s), others["bound"]
+                found_s = min(better_s, planned_s, others.get("searched", better_s))
+                shares = (ideal_s / total_s for total_s in (wait.total_s, burst.total_s, planned_s, found_s, least_s))
                 print(
-                    f"| {regime} | {tail:g} | {bound} | **{ideal_s / wait.total_s:.3f}** | **{ideal_s / burst.total_s:.3f}** "
-                    f"| {ideal_s / found_s:.3f} | {ideal_s / least_s:.3f} | {least_s / better.total_s:.3f} "
-                    f"| {found_s / better.total_s:.3f} | {max(wait.max_trained_lag, burst.max_trained_lag)} |",
+                    f"| {regime} | {tail:g} | {bound} | {' | '.join(f'{share:.3f}' for share in shares)} "
+                    f"| **{planned_s / better_s:.3f}** | **{found_s / better_s:.3f}** "
+                    f"| {max(wait.max_trained_lag, burst.max_trained_lag)} |",
                     flush=True,
                 )
-                lines.setdefault((regime, tail), []).append(ideal_s / better.total_s)
+                lines.setdefault((regime, tail), []).append(ideal_s / better_s)
     if options.plot:
         draw(options.plot, options.bounds, lines)
+
+
+def other_schedules(options: argparse.Namespace, work: Workload, bound: int) -> dict[str, float]:
+    """The seconds of schedules that no rule makes while a run goes on."""
+    durations = [work.lengths[i] for i in range(options.batch * options.steps)]
+    pipeline = Pipeline(durations, options.batch, bound, work.training.per_step_s, work.engine.slots)
+    seconds = {"bound": least_time(pipeline)}
+    if options.futures:
+        seconds["planned"] = planned_time(pipeline, options.futures, horizon=4 + 6 * bound)
+    if options.width:
+        seconds["searched"] = best_found(pipeline, options.width)
+    return seconds
 
 
 def draw(path: Path, bounds: Sequence[int], lines: Mapping[tuple[str, float], Sequence[float]]) -> None:
@@ -161,6 +171,12 @@ def main() -> None:
     parser.add_argument("--slots", type=float, nargs="*", default=[0.5, 1.0], help="slots over B")
     parser.add_argument(
         "--width", type=int, default=0, help="of the search for a faster schedule; 0: none (64 takes minutes)"
+    )
+    parser.add_argument(
+        "--futures",
+        type=int,
+        default=0,
+        help="that the planner samples after each publication; 0: no planner (24 takes minutes)",
     )
     parser.add_argument("--plot", type=Path, help="strictness: also draws the runs, into this file")
     options = parser.parse_args()

@@ -18,9 +18,11 @@ from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngin
 from skyrl_train.simulation.clock import VirtualTimeLoop, run_in_virtual_time
 from skyrl_train.simulation.engine import EngineSpeed, ModelledEngine
 from skyrl_train.simulation.lengths import Lengths, constant, log_normal, pareto, rare_tail
-from skyrl_train.simulation.oracle import Pipeline, best_found, least_time
+from skyrl_train.simulation.oracle import best_found, least_time
 from skyrl_train.simulation.outcome import Outcome, Workload
+from skyrl_train.simulation.planner import planned_time
 from skyrl_train.simulation.run import simulate
+from skyrl_train.simulation.schedule import Pipeline
 from skyrl_train.simulation.training import TrainingSpeed
 
 T = TypeVar("T")
@@ -267,6 +269,16 @@ def test_the_slower_of_generation_and_training_hardly_waits(policy: str, ratio: 
     outcome = simulate(work(lengths, ratio=ratio), *bounded(policy, 2, 2), edge=10)
     assert outcome.utilization >= 0.94  # with the 64 groups a step of benchmarks/staleness_price.py: 0.97
     assert policy == "accept" or outcome.max_trained_lag <= 2
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_a_planner_that_knows_the_distribution_lies_between_the_oracle_s_bound_and_its_own_rules(bound: int) -> None:
+    lengths = log_normal(8 * 12, 32, 12, 0)
+    pipeline = Pipeline([lengths[i] for i in range(8 * 12)], 8, bound, 10.0, 8)
+    planned_s = planned_time(pipeline, futures=20, horizon=6)
+    assert planned_s == planned_time(pipeline, futures=20, horizon=6)
+    assert least_time(pipeline) <= planned_s <= 1.1 * best_found(pipeline, width=16)
+    assert bound > 0 or planned_s == best_found(pipeline)
 
 
 def test_wait_keeps_the_bound_and_no_schedule_that_keeps_it_is_much_faster() -> None:
