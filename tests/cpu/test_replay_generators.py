@@ -18,6 +18,7 @@ from replay_worlds import CountingEngine, World, checkpoint, tokens_in, world
 from skyrl_train.config.schema.data import EnvironmentConfig
 from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.environments.base import Environment, EnvironmentStep
+from skyrl_train.errors import NoEngineError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.inference.client import InferenceEngineClient
@@ -206,6 +207,37 @@ async def test_an_agent_over_http_with_parallel_requests_and_streams_is_replayed
         assert third.world.engine.sampled == tokens - tokens_in(record) < tokens
         assert third.it.client.recordings.totals.mismatches == 0
         assert not {row["session"] for row in record} & set(agent.session_ids)
+
+
+@dataclass
+class Resigned:
+    """An agent of two turns that makes do without an answer. ``between`` is called after its first turn."""
+
+    between: Callable[[], None] = lambda: None
+
+    async def __call__(self, prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        messages, headers = [*prompt], {"authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=60) as http:
+            for _turn in range(2):
+                answer = await http.post("/chat/completions", json={"model": "policy", "messages": messages})
+                if answer.is_error:
+                    return 0.0
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+                self.between()
+        return 1.0
+
+
+async def test_an_agent_that_lost_its_engine_between_two_turns_is_run_again_even_if_it_made_do_without() -> None:
+    async with life() as first:
+        expected, tokens = trained(await first.play(Resigned())), first.world.engine.sampled
+    async with life() as second:
+        with pytest.raises(NoEngineError):
+            await second.play(Resigned(between=second.world.engine.die))
+        record = checkpoint(second.world)
+    assert 0 < tokens_in(record) < tokens
+    async with life(record) as third:
+        assert trained(await third.play(Resigned())) == expected
+        assert third.world.engine.sampled == tokens - tokens_in(record)
 
 
 def by_tokens(output: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.schema.generator import GeneratorConfig
-from skyrl_train.errors import ConfigError, RolloutError, SessionError
+from skyrl_train.errors import ConfigError, NoEngineError, RolloutError, SessionError
 from skyrl_train.generators.base import (
     ConversationType,
     GeneratorInput,
@@ -124,6 +124,7 @@ class HarnessGenerator(GeneratorInterface):
         Raises:
             RolloutError: a run failed, gave no reward, or never called the model; the other runs are ended.
             EngineError: a run failed because the engines did.
+            NoEngineError: no engine was left for a request of a run, whatever its agent made of that.
         """
         params = input_batch["sampling_params"]
         sampling = SamplingParams.parse(asdict(self._config.sampling_params) if params is None else params)
@@ -165,6 +166,10 @@ class HarnessGenerator(GeneratorInterface):
                     if not session.finished:  # an agent may end its session itself
                         session.set_reward(self._failure_reward)
                     failed = True
+                if isinstance(
+                    usage.engine_error, NoEngineError
+                ):  # a reward for what it made of that is none of its own
+                    raise usage.engine_error
                 seconds = time.perf_counter() - started
                 session.finish()
                 sequences = await session.export()
