@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 # Younger, middle and full collections. What outlives a young collection mostly belongs to a group in flight, lives as long as
@@ -16,3 +17,5 @@ def settle_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+    # Frozen objects outlive the interpreter: extension modules then report every type of theirs as leaked, under the result.
+    atexit.register(gc.unfreeze)

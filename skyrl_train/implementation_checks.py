@@ -16,7 +16,7 @@ from skyrl_train.config.transports import TRANSPORTS
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
-from skyrl_train.models.folder import check_place, is_local, load_config
+from skyrl_train.models.folder import check_place, is_local, known_device, load_config
 from skyrl_train.observability.tracking import tracker_names
 from skyrl_train.rollout.reward_function import is_async
 from skyrl_train.rollout.stragglers import STRAGGLER_POLICIES, resolve_straggler_policy
@@ -51,6 +51,21 @@ def check_objective(config: RunConfig) -> None:
             f"trainer.fully_async.streaming_min_groups={groups}: the configured loss or correction looks at all groups of a "
             "step before it trains on any. Set streaming_min_groups=null."
         )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raises:
+    ConfigError: torch knows no device of this name. (Whether the machine has it is seen where the run is.)
+    """
+    for key in (
+        "trainer.device",
+        "trainer.critic.device",
+        "rollout.stages.reference.device",
+        "generator.inference_engine.device",
+    ):
+        name = setting(config, key)
+        if name is not None:
+            known_device(name, key)
 
 
 def check_import_paths(config: RunConfig) -> None:

@@ -234,7 +234,7 @@ def _asynchrony_rows(plan: Plan) -> Rows:
         ("deadline", f"a group whose oldest token has version v trains by step v + {bound + 1}"),
         ("workers", f"W={plan.num_workers} groups generated at once"),
         ("capacity", f"(D + k) * B = {plan.capacity} groups admitted and untrained"),
-        ("weight updates", _publication_row(plan, "after each step" if k == 1 else f"every k={k} steps")),
+        ("weight updates", _publication_row(plan, "after each step (k=1)" if k == 1 else f"every k={k} steps")),
     ]
     if plan.streaming_min_groups is not None:
         rows.append(

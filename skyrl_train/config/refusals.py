@@ -36,7 +36,10 @@ CLOSED_NAMES: Mapping[str, tuple[str, ...]] = {
     "trainer.critic.placement": ("workers", "colocated"),
     "trainer.policy.dtype": tuple(BYTES_PER_ELEMENT),
 }
-_SAMPLERS = ("shuffle", "sequential", "weighted")  # or an import path
+_OPEN_NAMES = {  # or an import path
+    "data.sampler": ("shuffle", "sequential", "weighted"),
+    "generator.inference_engine.backend": ("embedded", "vllm", "vllm_remote"),
+}
 
 
 def refuse(config: RunConfig, known_names: Mapping[str, Collection[str]] | None = None) -> None:
@@ -58,7 +61,7 @@ def problems(config: RunConfig, known_names: Mapping[str, Collection[str]] | Non
     return [
         *found,
         *_names(config, CLOSED_NAMES, closed=True),
-        *_names(config, {"data.sampler": _SAMPLERS, **(known_names or {})}),
+        *_names(config, {**_OPEN_NAMES, **(known_names or {})}),
     ]
 
 

@@ -226,9 +226,16 @@ def check_implementations(config: RunConfig) -> None:
         ModelError: the model's path looks like a folder, and there is none.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; the cores are shared with the engines
-    from skyrl_train.implementation_checks import check_import_paths, check_model_path, check_objective, known_names
+    from skyrl_train.implementation_checks import (
+        check_devices,
+        check_import_paths,
+        check_model_path,
+        check_objective,
+        known_names,
+    )
 
     refuse(config, known_names())
+    check_devices(config)
     check_objective(config)
     check_import_paths(config)
     check_model_path(config)

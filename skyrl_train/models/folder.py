@@ -146,16 +146,25 @@ def resolve_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def known_device(name: str, setting: str) -> torch.device:
+    """The torch device of a setting, whether this machine has it or not.
+
+    Raises:
+        ConfigError: torch does not know the name; the message names ``setting``.
+    """
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{setting}={name} is unknown. Use cpu, cuda or cuda:N.") from error
+
+
 def resolve_device(name: str) -> torch.device:
     """The torch device of a setting.
 
     Raises:
         ConfigError: torch does not know the name, or this machine lacks the device.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is unknown; use cpu, cuda or cuda:N.") from error
+    device = known_device(name, "device")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs. Use device cpu.")
     return device

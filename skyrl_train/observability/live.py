@@ -114,17 +114,17 @@ class Progress:
         self._clock = clock
         self._started = clock()
         self._latest_at = self._started
-        self._step = start_step
+        self.step = start_step
 
     def update(self, report: StepReport) -> None:
         """Takes a finished step."""
-        self._step, self._latest_at = report.step, self._clock()
+        self.step, self._latest_at = report.step, self._clock()
         self.rewards.append(report.reward)
 
     @property
     def standing(self) -> str:
         """How far it is while no step finishes."""
-        return "no step yet" if self._step == self._start_step else f"no step since step {self._step}"
+        return "no step yet" if self.step == self._start_step else f"no step since step {self.step}"
 
     @property
     def elapsed_s(self) -> float:
@@ -134,10 +134,10 @@ class Progress:
     @property
     def remaining_s(self) -> float:
         """Seconds to go; infinite before the first step."""
-        done = self._step - self._start_step
+        done = self.step - self._start_step
         if done < 1:
             return math.inf
-        return max(0, self.total_steps - self._step) * (self._latest_at - self._started) / done
+        return max(0, self.total_steps - self.step) * (self._latest_at - self._started) / done
 
 
 class PlainView(View):
@@ -233,7 +233,7 @@ class TerminalView(View):
 
     def _panel(self) -> RenderableType:
         report, progress = self._report, self._progress
-        step = 0 if report is None else report.step
+        step = progress.step
         top = Table.grid(expand=True, padding=(0, 1))
         top.add_column(no_wrap=True)
         top.add_column(ratio=1)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from skyrl_train.config.import_path import import_name
+from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema.data import DataConfig
 from skyrl_train.environments.base import PromptRecord
@@ -222,6 +222,8 @@ def build_sampler(data: DataConfig, dataset: PromptDataset, seed: int) -> Sample
         DataError: its state cannot be checkpointed.
     """
     name = data.sampler or "shuffle"
+    if name not in SAMPLERS and not is_import_path(name):
+        raise ConfigError(f"data.sampler={name} is unknown.{did_you_mean(name, SAMPLERS)}")
     cls = SAMPLERS.get(name) or import_name(name, "data.sampler")
     try:
         sampler: Sampler = cls(dataset, seed, **data.sampler_kwargs)

@@ -171,6 +171,7 @@ def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: st
         (["generator.inference_engine.max_model_len=64"], "leaves no room for a prompt"),
         (["generator.pause_mode=kep"], "Did you mean keep?"),
         (["generator.inference_engine.placement=thred"], "Did you mean thread?"),
+        (["generator.inference_engine.backend=vlm"], "Did you mean vllm?"),
         (["generator.inference_engine.backend=vllm_remote"], "names 0 servers"),
         (
             ["generator.inference_engine.remote_urls=[http://a:1]"],

@@ -106,6 +106,8 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> t
         ("trainer.policy.model.path=./no/such/model", "no/such/model"),
         ("trainer.policy.model.build.alphabet=xyz", "alphabet"),
         ("generator.name=nowhere:Generator", "file.py:Class"),
+        ("trainer.device=gpu", "trainer.device=gpu is unknown"),
+        ("data.sampler=shufle", "Did you mean shuffle?"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name_before_anything_trains(

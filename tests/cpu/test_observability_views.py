@@ -288,6 +288,13 @@ def test_a_line_is_one_line_however_narrow_the_console() -> None:
     assert len(raw.getvalue().splitlines()) == 2
 
 
+def test_a_panel_begins_at_the_step_that_the_run_resumed_from() -> None:
+    console, raw = console_of(terminal=True)
+    make_view(console, 300, "quickstart", start_step=100, clock=ManualClock()).close()
+    assert "step 100/300" in raw.getvalue().decode()
+    assert "step 0/300" not in raw.getvalue().decode()
+
+
 def test_time_to_go_counts_from_where_the_run_resumed() -> None:
     clock = ManualClock()
     console, raw = console_of(terminal=False)

@@ -145,6 +145,7 @@ def test_settings_of_the_data_that_cannot_work_are_refused_before_anything_start
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
+        ("shufle", {}, "is unknown.*Did you mean shuffle"),
         ("nowhere.at:all", {}, "cannot be imported"),
         ("shuffle", {"speed": 3}, "cannot be constructed"),
         ("builtins:dict", {}, "cannot be constructed"),

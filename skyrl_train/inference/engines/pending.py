@@ -47,4 +47,4 @@ class Pending:
 
     def error(self) -> EngineDeadError:
         """What callers of a dead engine get."""
-        return EngineDeadError(f"{self._what} is gone: {self._gone}.")
+        return EngineDeadError(f"{self._what} is gone: {(self._gone or '').removesuffix('.')}.")

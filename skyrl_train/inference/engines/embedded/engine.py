@@ -147,6 +147,7 @@ class EmbeddedEngine(InferenceEngineInterface):
             await host.start(self._on_events, functools.partial(self._on_gone, host))
             await ready
         except BaseException:
+            ready.cancel()  # nobody waits for it any more
             await self.teardown()
             raise
 
