@@ -8,7 +8,7 @@ SkyRLError
   GeneratorOutputError   a generator returned fields that break the contract
   RolloutError           a rollout failed (raised, timed out) more often than the run allows
     NonFiniteRewardError a reward is NaN or infinite; it counts as a failed rollout
-    RolloutActorError    the actor that it ran in is gone; another attempt runs in another one
+    RolloutActorError    the actor that it ran in is gone; it is played again in another one
   StageError             a stage between generation and training failed; the message names the stage
   StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
   EvaluationError        an evaluation met another policy version than the one it measures
@@ -59,7 +59,7 @@ class NonFiniteRewardError(RolloutError):
 
 
 class RolloutActorError(RolloutError):
-    """The actor that a rollout ran in has ended; the message names it. Another attempt runs in another one."""
+    """The actor that a rollout ran in has ended; the message names it. It is played again in another one."""
 
 
 class StageError(SkyRLError):

@@ -3,6 +3,7 @@
 | what happens to an attempt | what follows |
 |---|---|
 | raises, cancels itself, passes ``rollout_timeout_s`` | another attempt (``max_rollout_retries``), then RolloutError |
+| loses the actor that it runs in, for the first time | the same attempt again: it may have been the node |
 | loses all engines under it (NoEngineError) | the same attempt again once an engine serves (``max_engine_failures``) |
 | returns what breaks the contract, or the engines fail otherwise | raised as it is: another attempt would not mend it |
 | ignores its cancellation | it is left behind after ``cancel_grace_s``, and named when the run is stuck |
@@ -26,6 +27,7 @@ from skyrl_train.errors import (
     EngineError,
     GeneratorOutputError,
     NoEngineError,
+    RolloutActorError,
     RolloutError,
     StageError,
     TrainingWorkerError,
@@ -76,6 +78,7 @@ class _Attempt:
     since: float
     waits_for_engine: bool = False
     generated: bool = False
+    lost_actor: bool = False  # and is played again, from what is recorded of it
 
     @property
     def uid(self) -> str:
@@ -224,7 +227,8 @@ class GroupRunner:
                 await self._wait_for_engine(attempt, error)
             except _AttemptFailed as failure:
                 self._on_failure(f"group {attempt.ordinal}", failure.reason)
-                if attempt.number >= attempts:
+                same = isinstance(failure.cause, RolloutActorError) and not attempt.lost_actor
+                if attempt.number >= attempts and not same:
                     raise RolloutError(
                         f"the rollout of prompt {attempt.uid!r} failed {attempt.number} times; the last time: {failure.reason}"
                     ) from failure.cause
@@ -232,7 +236,10 @@ class GroupRunner:
                     "group %d: attempt %d failed (%s), trying again", attempt.ordinal, attempt.number, failure.reason
                 )
                 self.retries += 1
-                attempt.number += 1
+                if same:  # a second time, it may be what this very attempt does that ends actors
+                    attempt.lost_actor = True
+                else:
+                    attempt.number += 1
                 attempt.since = self._clock()
 
     async def _try(self, attempt: _Attempt) -> RolloutGroup:

@@ -112,7 +112,14 @@ class Sampling(GeneratorInterface):
         self._client = client
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        await self._client.generate({"prompt_token_ids": [[3, 4]], "sampling_params": {"max_tokens": 6}})
+        (session, *_), (seed, *_) = input_batch["trajectory_ids"], input_batch["batch_metadata"].seeds
+        await self._client.generate(
+            {
+                "prompt_token_ids": [[3, 4]],
+                "sampling_params": {"max_tokens": 6, "ignore_eos": True, "seed": seed},
+                "session_ids": [session.to_string()],
+            }
+        )
         return output_of(input_batch, version=0)
 
 

@@ -30,7 +30,7 @@ from scripted import ScriptedEngine, settle
 from training_worlds import backend, build_small_model, one_thread
 
 from skyrl_train.config.schema.algorithm import AlgorithmConfig
-from skyrl_train.errors import EngineError, GeneratorOutputError, NoEngineError, RolloutError
+from skyrl_train.errors import EngineError, GeneratorOutputError, NoEngineError, RolloutActorError, RolloutError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.inference.fleet import FleetLimits
 from skyrl_train.inference.recordings import Recordings
@@ -64,6 +64,20 @@ async def test_what_goes_wrong_once_is_tried_again_with_other_seeds(bad: str) ->
         assert name == "group 2" and reason in told
         seeds = [s for o, s in zip(w.generator.calls, w.generator.seeds, strict=True) if o == 2]
         assert len(seeds) == 2 and set(seeds[0]).isdisjoint(seeds[1])
+        w.check_books()
+
+
+@pytest.mark.parametrize(("losses", "retries"), [(1, 0), (1, 1), (2, 1)])
+async def test_a_rollout_that_lost_its_actor_is_the_same_attempt_again_once(losses: int, retries: int) -> None:
+    async def lose(batch: GeneratorInput) -> None:
+        raise RolloutActorError("rollout actor 1 is gone")
+
+    async with World(max_rollout_retries=retries) as w:
+        w.generator.plays[2] = [lose] * losses + [fine]
+        assert await w.step(fill=True) == [0, 1, 2, 3]
+        first, second, *third = [s for o, s in zip(w.generator.calls, w.generator.seeds, strict=True) if o == 2]
+        assert first == second and first not in third, "what was sampled for it is recorded under the same seeds"
+        assert (len(third), w.runner.retries) == (losses - 1, losses)
         w.check_books()
 
 

@@ -15,8 +15,9 @@ import pytest
 from actor_worlds import Beside, Obeying, said, told
 from harness import TOKENIZER
 from harness_worlds import CURRENT, batch, harness
+from replay_worlds import CountingEngine
 from rollout_worlds import World as Groups
-from scripted import ScriptedEngine, scripted_update, settle
+from scripted import scripted_update, settle
 from test_sync_equivalence import train
 
 from skyrl_train.concurrency import Signal
@@ -42,8 +43,8 @@ from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
 
 
-class Noting(ScriptedEngine):
-    """Says when a request arrives."""
+class Noting(CountingEngine):
+    """Says when a request arrives, and hands tokens over as they are sampled."""
 
     def __init__(self, *, free_running: bool) -> None:
         super().__init__(free_running=free_running)
@@ -356,18 +357,20 @@ def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluste
     assert all(there[2][name].equal(tensor) for name, tensor in here[2].items())
 
 
-async def test_the_groups_of_a_node_that_dies_are_played_again_elsewhere(cluster: Nodes) -> None:
+async def test_the_groups_of_a_node_that_dies_go_on_elsewhere(cluster: Nodes) -> None:
     """The last test in the cluster."""
     from skyrl_train.generators.remote.ray_link import RayLink
     from skyrl_train.inference.engines.ray_actor import RayPlacement
 
     links = [lambda: RayLink(RayPlacement(num_cpus=1))] * 2
     async with world(links, name="actor_worlds:Sampling", free_running=False) as remote, Groups(b=4) as w:
-        w.runner._generator = remote.generator
+        w.runner._generator, w.runner._recordings = remote.generator, remote.client.recordings
         stepping = asyncio.create_task(w.step(fill=True))
         await remote.until_sampling(4)
         actors, before = remote.generator.actors, list(remote.engine.running)
         assert [actor.outstanding for actor in actors] == [2, 2]
+        remote.engine.tick(2)
+        await settle()
         cluster.lose_the_far_one()
         await remote.engine.arrived.wait_until(lambda: len(remote.engine.requests) == 6)
         assert sum(request in before for request in remote.engine.running) == 2, "the other node's go on as they were"
@@ -375,5 +378,8 @@ async def test_the_groups_of_a_node_that_dies_are_played_again_elsewhere(cluster
         await remote.engine.run_freely()
         assert await asyncio.wait_for(stepping, 30) == [0, 1, 2, 3]
         assert (w.runner.retries, remote.engine.running) == (2, [])
+        assert remote.client.recordings.totals.replayed_tokens == 2 * 2, (
+            "what was sampled for them is not sampled again"
+        )
         assert all("is gone: its process has ended" in reason for _, reason in w.failed_attempts)
         w.check_books()

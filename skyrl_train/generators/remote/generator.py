@@ -28,7 +28,7 @@ CANCEL_LIMIT_S = 5.0  # what an actor that is starting may take to notice that i
 class RemoteGenerator(GeneratorInterface):
     """Dispatches calls to actors.
 
-    An actor that dies fails its own calls, which are tried again like any rollout that failed, and is started again at once.
+    An actor that dies fails its own calls, which the runner makes again, and is started again at once.
     Where that does not succeed, it is tried again with the next call. Calls wait only while no actor at all is alive.
 
     Args:
