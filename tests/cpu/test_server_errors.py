@@ -254,6 +254,7 @@ async def test_an_unforeseen_failure_tells_nothing_of_the_inside(
         error = told(answer, 500, "internal_error")
         assert error["type"] == "server_error" and "secret" not in answer.text
         assert "a secret of the inside" in caplog.text, "the log has the reason"
+        assert f"request {answer.headers['x-request-id']} failed" in caplog.text, "and says whose it is"
         answer = await world.http.post("/tokenize", json={"messages": ASK["messages"]})
         told(answer, 500, "internal_error")
 

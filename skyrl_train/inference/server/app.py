@@ -24,7 +24,7 @@ from skyrl_train.inference.chat_service import ChatService
 from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.dialects.errors import DialectError, openai_error
 from skyrl_train.inference.server.answer import error_response
-from skyrl_train.inference.server.errors import CLIENT_GONE, ClientGoneError, as_dialect_error
+from skyrl_train.inference.server.errors import CLIENT_GONE, REQUEST_ID, ClientGoneError, as_dialect_error
 from skyrl_train.inference.server.gateway import Gateway
 from skyrl_train.inference.server.openapi import with_security
 from skyrl_train.inference.server.routes import ROUTERS
@@ -101,6 +101,7 @@ class Envelope:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body of its answer out
         request_id = _request_id(scope)
+        REQUEST_ID.set(request_id.decode())
         status = 0
 
         async def send_with_id(message: Message) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, QuotaError, RequestError, SessionError
 from skyrl_train.inference.dialects.errors import DialectError
@@ -10,6 +11,7 @@ from skyrl_train.inference.dialects.errors import DialectError
 logger = logging.getLogger(__name__)
 
 NO_ENGINE_RETRY_S = 5.0
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="unknown")  # of the request that this task answers
 CLIENT_GONE = 499  # for the metrics: there is nobody to send it to
 
 
@@ -33,7 +35,7 @@ def as_dialect_error(error: Exception) -> DialectError:
         case ConfigError():
             return DialectError(str(error), code="unsupported_value")
         case NoEngineError():
-            logger.error("a request failed: %s", error)
+            logger.error("request %s failed: %s", REQUEST_ID.get(), error)
             return DialectError(
                 "No inference engine can take the request at the moment. Try again later.",
                 code="engine_unavailable",
@@ -41,9 +43,9 @@ def as_dialect_error(error: Exception) -> DialectError:
                 retry_after_s=NO_ENGINE_RETRY_S,
             )
         case EngineError():
-            logger.error("a request failed in an engine: %s", error)
+            logger.error("request %s failed in an engine: %s", REQUEST_ID.get(), error)
         case _:
-            logger.error("a request failed", exc_info=error)
+            logger.error("request %s failed", REQUEST_ID.get(), exc_info=error)
     return DialectError(
         "The server failed to answer. Its log has the reason, and x-request-id names this request.",
         code="internal_error",
