@@ -36,8 +36,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
 
     Args:
         config_name: a recipe's name, or the path of a yaml file. ``"base"`` is the schema's defaults.
-        overrides: ``key=value`` in hydra's grammar. Keys below ``generator.kwargs`` and ``environment.kwargs`` are
-            free.
+        overrides: ``key=value`` in hydra's grammar. Keys below ``generator.kwargs``, ``environment.kwargs`` and the like
+            are free, and ``~key`` removes one that a recipe has.
         config_dir: a folder with recipes of one's own. They may build on the library's
             (``defaults: [quickstart, _self_]``).
 
@@ -135,8 +135,8 @@ def _prepare(overrides: Sequence[str]) -> Iterator[str]:
     for text in overrides:
         override = _parse(text)
         _check(override, text)
-        free = in_free_section(override.key_or_group)
-        yield "++" + text.lstrip("+") if free else text.lstrip("+")
+        adds = in_free_section(override.key_or_group) and not override.is_delete()
+        yield "++" + text.lstrip("+") if adds else text.lstrip("+")
 
 
 def _parse(text: str) -> Override:
@@ -149,8 +149,9 @@ def _parse(text: str) -> Override:
 
 def _check(override: Override, text: str) -> None:
     key = override.key_or_group
-    if override.is_delete():
-        raise ConfigError(f"Cannot read the override {text!r}: a setting cannot be removed; set it to another value.")
+    if override.is_delete() and (key in known_keys() or not in_free_section(key)):
+        what = "name the keys in it" if in_free_section(key) else "set it to another value"
+        raise ConfigError(f"Cannot read the override {text!r}: a setting cannot be removed; {what}.")
     if override.is_sweep_override():
         raise ConfigError(
             f"{text!r} gives several values. Write key=[a,b] for a list; for several runs, start one command per value."

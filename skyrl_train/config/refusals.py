@@ -182,9 +182,10 @@ def _data(config: RunConfig) -> Problems:
     yield from at_least(config, 0, "rollout.buffer_memory_bytes")
     data = config.data
     if data.sampler in (None, "shuffle", "sequential") and data.sampler_kwargs:
+        away = " ".join(f"~data.sampler_kwargs.{key}" for key in data.sampler_kwargs)
         yield (
             f"data.sampler_kwargs={dict(data.sampler_kwargs)} with data.sampler={data.sampler}: this order has no settings. "
-            'Remove them, or set data.sampler=weighted, which takes {"weights": {data_source: weight}}.'
+            f'Remove them ({away}), or set data.sampler=weighted, which takes {{"weights": {{data_source: weight}}}}.'
         )
     if data.sampler == "weighted" and not data.sampler_kwargs.get("weights"):
         yield "data.sampler=weighted needs weights. Set data.sampler_kwargs.weights={data_source: weight, ...}."

@@ -150,7 +150,7 @@ class PlainView(View):
         self._next_at = -math.inf  # of a step
         self._alive_at = clock() + PLAIN_INTERVAL_S  # of a sign of life without one
         self._unshown: StepReport | None = None
-        self.note(f"{title}: {progress.total_steps} steps")
+        self.note(f"{title}: {progress.total_steps} {'step' if progress.total_steps == 1 else 'steps'}")
 
     def update(self, report: StepReport) -> None:
         """Prints the step if enough time has passed."""

@@ -95,6 +95,11 @@ def test_free_dictionaries_take_any_key(plus: str, recipes: Path) -> None:
     assert config.generator.kwargs == {"x": 1}
 
 
+def test_what_a_recipe_has_in_a_free_dictionary_can_be_removed(recipes: Path) -> None:
+    assert compose("mine", ["~environment.kwargs.a"], str(recipes)).environment.kwargs == {}
+    assert "name the keys in it" in refusal("base", "~environment.kwargs")
+
+
 @pytest.mark.parametrize(
     ("override", "meant"),
     [

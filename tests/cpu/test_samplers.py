@@ -125,7 +125,7 @@ def test_weights_that_cannot_work_are_refused(weights: Any, message: str) -> Non
     [
         (["data.sampler=shufle"], "Did you mean shuffle"),
         (["data.sampler=weighted"], "data.sampler_kwargs.weights"),
-        (["+data.sampler_kwargs.weights.a=1"], "has no settings"),
+        (["+data.sampler_kwargs.weights.a=1"], "~data.sampler_kwargs.weights"),
         (["data.streaming=true", "trainer.max_steps=8"], "name them in data.train_data"),
         (["data.streaming=true", "data.train_data=[a.jsonl]", "trainer.max_steps=null"], "Set trainer.max_steps"),
         (
