@@ -94,14 +94,11 @@ def strictness(options: argparse.Namespace) -> None:
             for bound in options.bounds:
                 work = workload(options, tail, ratio, options.batch, per_token=False)
                 wait = run(work, "wait", bound, bound, options.batch)
-                burst = (
-                    run(work, "burst", bound, bound, options.batch) if bound else wait
-                )  # with D = 0 they are the same
+                # With D = 0 they are the same.
+                burst = run(work, "burst", bound, bound, options.batch) if bound else wait
                 others = other_schedules(options, work, bound)
-                ideal_s, better_s = (
-                    options.steps * max(MEAN_TOKENS, work.training.per_step_s),
-                    min(wait.total_s, burst.total_s),
-                )
+                ideal_s = options.steps * max(MEAN_TOKENS, work.training.per_step_s)
+                better_s = min(wait.total_s, burst.total_s)
                 planned_s, least_s = others.get("planned", better_s), others["bound"]
                 found_s = min(better_s, planned_s, others.get("searched", better_s))
                 shares = (ideal_s / total_s for total_s in (wait.total_s, burst.total_s, planned_s, found_s, least_s))

@@ -37,9 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(_serve(options, _settings(options), console))
     except SkyRLError as error:
-        told = str(error).replace(
-            "trainer.policy.model.path", "--model"
-        )  # what the folder is called on this command line
+        # What the folder is called on this command line.
+        told = str(error).replace("trainer.policy.model.path", "--model")
         text = f"{type(error).__name__}: {told}"
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | ModelError) else 1

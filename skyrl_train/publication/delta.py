@@ -72,10 +72,8 @@ class DeltaTransport(WeightTransport):
                 "transport to go back."
             )
         with self._folder.writing(version):
-            before, self._state = (
-                self._state,
-                None,
-            )  # a failure leaves nothing to build on: the next version is a full one
+            before = self._state
+            self._state = None  # a failure leaves nothing to build on: the next version is a full one
             needed = set() if before is None else {Path(link.path) for link in before.chain.links}
             state, changed = self._write(before, weights, version)
         self._state, self._version = state, version

@@ -39,9 +39,8 @@ from skyrl_train.rollout.rows import START, Place, RowFile, open_rows
 CHUNK_ROWS = 32  # read in one go, and between two marks
 ROWS_AHEAD = 256  # read beyond what is issued
 
-Mark = tuple[
-    int, dict[str, Any] | None, str
-]  # an ordinal, where its row is (None: at the start), digest of all rows before
+# An ordinal, where its row is (None: at the start), the digest of all rows before it.
+Mark = tuple[int, dict[str, Any] | None, str]
 BEGINNING: Mark = (0, None, "")
 
 
@@ -128,9 +127,8 @@ class StreamingPrompts:
         self._begun = BEGINNING  # the mark that reading begins at
         self._read = 0  # ordinals below it were read
         self._issued = 0
-        self._digests = {
-            0: ""
-        }  # of all rows before an ordinal; of those from the next to be issued to the next to be read
+        # Of all rows before an ordinal, for those from the next to be issued to the next to be read.
+        self._digests = {0: ""}
         self._expected: str | None = None  # what that of the next to be issued has to be, in files that were mended
         self._is_open: Callable[[int], bool] = lambda ordinal: True
         self._error: BaseException | None = None  # why the rows from _read on will never be there

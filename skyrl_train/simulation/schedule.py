@@ -36,9 +36,8 @@ class Schedule:
     version: int = 0
     begun: int = 0  # groups that have a slot or had one
     allowed: int = 0  # groups that may begin
-    running: list[tuple[float, int, float]] = field(
-        default_factory=list
-    )  # heap: (end, version under which it began, begin)
+    # A heap: (end, version under which it began, begin).
+    running: list[tuple[float, int, float]] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)  # versions
 
     def copy(self) -> Schedule:

@@ -166,9 +166,8 @@ class HarnessGenerator(GeneratorInterface):
                     if not session.finished:  # an agent may end its session itself
                         session.set_reward(self._failure_reward)
                     failed = True
-                if isinstance(
-                    usage.engine_error, NoEngineError
-                ):  # a reward for what it made of that is none of its own
+                # A reward for what an agent made of that is none of its own.
+                if isinstance(usage.engine_error, NoEngineError):
                     raise usage.engine_error
                 seconds = time.perf_counter() - started
                 session.finish()

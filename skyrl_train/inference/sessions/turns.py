@@ -123,9 +123,8 @@ class TurnTree:
         extended = None if parent is None else self.turns[parent]
         begin = 0 if extended is None else extended.end
         held = 0 if _packed(prompt[begin:]) in self._contexts else len(prompt) - begin
-        repeated = (
-            0 if extended is None or extended.children else begin
-        )  # the first to extend a turn goes on its branch
+        # The first to extend a turn goes on its branch.
+        repeated = 0 if extended is None or extended.children else begin
         return held, responses * len(prompt) - repeated
 
     def path(self, index: int) -> list[Turn]:
