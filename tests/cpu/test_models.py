@@ -162,7 +162,7 @@ class TestOpening:
         ("dtype", "device", "message"),
         [
             ("float16", "cpu", "dtype 'float16' is unknown; known: float32, bfloat16"),
-            ("float32", "gpu", "device 'gpu' is unknown"),
+            ("float32", "gpu", "device=gpu is unknown"),
             ("float32", "cuda:99", "device 'cuda:99' is not there"),
         ],
     )
