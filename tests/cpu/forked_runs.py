@@ -1,7 +1,7 @@
 """Runs the real command again and again, cheaply: a server that has imported everything forks a child per run.
 
-``python forked_runs.py`` reads one JSON object per line (``output``, ``arguments``, ``fault``) and answers with the child's
-pid; the child's output goes to the file ``output``.
+``python forked_runs.py`` reads one JSON object per line (``output``, ``arguments``, ``fault``, ``script``) and answers with the
+child's pid; the child's output goes to the file ``output``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -43,15 +44,14 @@ def serve() -> None:
         asked = json.loads(line)
         pid = os.fork()
         if not pid:
-            sys.exit(live(asked["output"], asked["arguments"], asked["fault"] and Fault(**asked["fault"])))
+            fault = asked["fault"] and Fault(**asked["fault"])
+            sys.exit(live(asked["output"], asked["arguments"], fault, asked["script"]))
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
 
 
-def live(output: str, arguments: Sequence[str], fault: Fault | None) -> int:
+def live(output: str, arguments: Sequence[str], fault: Fault | None, script: str | None) -> int:
     """The child: one run. Its exit code is the last thing that it leaves, if it is not killed."""
-    from skyrl_train.entrypoints.train import main
-
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -61,12 +61,30 @@ def live(output: str, arguments: Sequence[str], fault: Fault | None) -> int:
     if fault is not None:
         fault.install()
     try:
-        code = main(arguments)
+        code = train(arguments) if script is None else run_script(script, arguments, Path(output).parent)
     except Exception:
         traceback.print_exc()
         code = RAISED
     Path(output + ".code").write_text(str(code))
     return code
+
+
+def train(arguments: Sequence[str]) -> int:
+    from skyrl_train.entrypoints.train import main
+
+    return main(arguments)
+
+
+def run_script(script: str, arguments: Sequence[str], folder: Path) -> int:
+    """``python script arguments``, with ``folder`` as the working directory; its exit code."""
+    os.chdir(folder)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def print_tasks(*_: object) -> None:
@@ -111,15 +129,22 @@ class ForkServer:
         once_printed: str = "",
         fault: Fault | None = None,
         limit_s: float = LIMIT_S,
+        script: Path | None = None,
     ) -> int | None:
-        """Runs the command and returns its exit code, ``RAISED``, or None if it died of a signal.
+        """Runs the command, or a ``script`` in the folder of ``output``, and returns its exit code, ``RAISED``, or None if it
+        died of a signal.
 
         With ``kill_after_s`` it gets the signal ``number`` that many seconds after it has printed ``once_printed``.
 
         Raises:
             AssertionError: after ``limit_s`` it still runs; the message has the stacks of its threads and tasks.
         """
-        asked = {"output": str(output), "arguments": [*arguments], "fault": fault and asdict(fault)}
+        asked = {
+            "output": str(output),
+            "arguments": [*arguments],
+            "fault": fault and asdict(fault),
+            "script": script and str(script),
+        }
         output.touch()
         seen = output.stat().st_size
         assert self._server.stdin is not None and self._server.stdout is not None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_runs import ForkServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "async"
 SHORT = [
@@ -17,24 +19,34 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "synchronous", "multi_turn", "custom_generator"])
-def test_an_example_trains(tmp_path: Path, name: str) -> None:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT, f"trainer.run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-
-
 MODES = sorted(path.stem for path in (EXAMPLES / "modes").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_an_example_of_a_mode_trains(tmp_path: Path, name: str) -> None:
-    command = [sys.executable, str(EXAMPLES / "modes" / f"{name}.py"), *SHORT, f"trainer.run_dir={tmp_path / 'run'}"]
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
+
+
+def test_an_example_is_a_command(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "quickstart.py"), *SHORT, f"trainer.run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert_trained(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name", ["synchronous", "multi_turn", "custom_generator", *(f"modes/{name}" for name in MODES)]
+)
+def test_an_example_trains(server: ForkServer, tmp_path: Path, name: str) -> None:
+    output = tmp_path / "output.log"
+    code = server.run(output, [*SHORT, f"trainer.run_dir={tmp_path / 'run'}"], script=EXAMPLES / f"{name}.py")
+    assert code == 0, output.read_text()
+    assert_trained(tmp_path / "run")
+
+
+def assert_trained(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
 
 
