@@ -143,9 +143,7 @@ class Episode:
     def _run(self, function: Callable[[], T]) -> T:
         try:
             return function()
-        except (
-            BaseException
-        ) as error:  # it may run what a model wrote, such as exit(), which would end the training run
+        except BaseException as error:  # it may run what a model wrote: exit() would end the training run
             if self._thread is None and isinstance(error, KeyboardInterrupt):
                 raise  # somebody's Ctrl-C, which only the main thread gets
             raise RolloutError(

@@ -2,21 +2,22 @@
 
 After each publication it tries every choice (how many steps may begin ahead) in the same sampled futures: the rest of what runs
 is drawn from the durations that are longer than it has taken already, and what begins later from all durations. From then on,
-each future follows one of a few rules; the choice whose best rule is fastest on the mean is taken. (A rollout algorithm:
-Bertsekas, Tsitsiklis and Wu, 1997. With enough futures it is no worse than any of its rules.)
+each future follows ``wait`` or ``burst``; the choice whose better policy is fastest on the mean is taken. (A rollout algorithm:
+Bertsekas, Tsitsiklis and Wu, 1997. With enough futures, long enough, it is no worse than either of them on the mean.)
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
+from skyrl_train.rollout.stragglers import BurstPolicy, Outlook, StragglerPolicy, WaitPolicy
 from skyrl_train.simulation.schedule import Pipeline, Schedule, allowed_groups, one_step
 
-Rule = Callable[[Schedule, Pipeline], int]
+_POLICIES: tuple[StragglerPolicy, ...] = (WaitPolicy(), BurstPolicy())  # of what comes after the choice
 
 
 def planned_time(pipeline: Pipeline, futures: int, horizon: int, seed: int = 0) -> float:
@@ -42,21 +43,21 @@ def _plan(
     choices = sorted({allowed_groups(schedule, steps, pipeline) for steps in ahead})
     if len(choices) == 1:
         return choices[0]
-    totals = {(choice, rule): 0.0 for choice in choices for rule in _RULES}
+    totals = {(choice, policy): 0.0 for choice in choices for policy in _POLICIES}
     begin_later = (horizon + pipeline.max_staleness_steps + 1) * pipeline.batch_groups
     for _ in range(futures):
         begun = _other_ends(schedule, known, random)
         durations = [0.0] * begun.begun + random.choices(known, k=begin_later)
         future = replace(pipeline, durations=durations)
-        for choice, rule in totals:
-            totals[choice, rule] += _time(begun.copy(), choice, rule, future, horizon)
+        for choice, policy in totals:
+            totals[choice, policy] += _time(begun.copy(), choice, policy, future, horizon)
     return min(totals, key=lambda pair: totals[pair])[0]
 
 
-def _time(schedule: Schedule, allowed: int, rule: Rule, future: Pipeline, horizon: int) -> float:
+def _time(schedule: Schedule, allowed: int, policy: StragglerPolicy, future: Pipeline, horizon: int) -> float:
     one_step(schedule, allowed, future)
     for _ in range(horizon - 1):
-        one_step(schedule, allowed_groups(schedule, rule(schedule, future), future), future)
+        one_step(schedule, allowed_groups(schedule, _ahead(policy, schedule, future), future), future)
     return schedule.now
 
 
@@ -72,15 +73,14 @@ def _other_ends(schedule: Schedule, known: list[float], random: Random) -> Sched
     return other
 
 
-def _wait(schedule: Schedule, pipeline: Pipeline) -> int:
-    return pipeline.max_staleness_steps
-
-
-def _burst(schedule: Schedule, pipeline: Pipeline) -> int:
-    bound = pipeline.max_staleness_steps
-    due = any(version + bound <= schedule.version for _, version, _ in schedule.running)
-    ready = len(schedule.finished) >= max(1, bound / 2) * pipeline.batch_groups
-    return 0 if ready and not due else bound
-
-
-_RULES: tuple[Rule, ...] = (_wait, _burst)
+def _ahead(policy: StragglerPolicy, schedule: Schedule, pipeline: Pipeline) -> int:
+    """How many steps beyond the next may begin under a policy, with D = S and a publication after each step."""
+    outlook = Outlook(
+        step=schedule.version + 1,
+        batch_groups=pipeline.batch_groups,
+        seats=pipeline.batch_groups,
+        max_staleness_steps=pipeline.max_staleness_steps,
+        running=Counter(version for _, version, _ in schedule.running),
+        finished=Counter(schedule.finished),
+    )
+    return int(policy.depth(outlook, pipeline.max_staleness_steps, 1))

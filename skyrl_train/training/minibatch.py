@@ -269,11 +269,12 @@ class _Layout:
         return stretches
 
 
-def _numbers(values: list[float] | torch.Tensor) -> np.ndarray:
-    return values.numpy() if isinstance(values, torch.Tensor) else packed("d", values)
+def _numbers(values: list[float] | np.ndarray | torch.Tensor) -> np.ndarray:
+    if isinstance(values, torch.Tensor):
+        return values.numpy()
+    return values if isinstance(values, np.ndarray) else packed("d", values)
 
 
 def _float32(values: list[float] | np.ndarray) -> torch.Tensor:
     """What ``torch.tensor`` makes of them, in a fraction of its time where they are in a list."""
-    numbers = values if isinstance(values, np.ndarray) else packed("d", values)
-    return torch.from_numpy(numbers.astype(np.float32))
+    return torch.from_numpy(_numbers(values).astype(np.float32))
