@@ -2,15 +2,15 @@
 
     python benchmarks/against_trl.py [--steps 60] [--warmup 10] [--rounds 3] [--python PYTHON_WITH_TRL]
 
-TRL comes from the package index into an environment of its own (``uv run --no-project --with trl==1.16.0 --with
-torch==2.13.0``; ``PIP_FIND_LINKS`` is passed on to uv, so that a CPU build of torch in a folder is found), or
+uv installs TRL from the package index into a separate environment (``uv run --no-project --with trl==1.16.0 --with
+torch==2.13.0``; uv gets ``PIP_FIND_LINKS``, so it finds a CPU build of torch in a folder), or
 ``--python`` names an interpreter that has it. TRL, our ``sync`` and our ``fully_async`` take turns, so that a machine
 that gets slower hits all three.
 
 Equal: the model's initial weights, the prompts and rewards, 16 prompts x 8 samples per step, at most 32 tokens, one
 optimizer step per batch, AdamW's numbers, learning rate with warm-up and decay, group-normalised advantages, PPO
 clip, mean over tokens, no KL term, float32, two cores. Not equal: TRL samples with ``transformers``' generate, a
-fixed batch that ends with its longest response (what it does where vLLM is not installed), ours with the embedded
+fixed batch that ends with its longest response (its method without vLLM), ours with the embedded
 engine; TRL has all cores for one process after the other (``--trl-threads``: 1, and with more counts the fastest one
 of a round is compared; on a busy machine two threads were 15 times slower than one), ours has a process with one
 thread for generation and one for training; random numbers differ, so responses do; ours weighs tokens by the
@@ -33,7 +33,7 @@ from typing import Any
 
 from skyrl_train.config.compose import compose
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.rollout.dataset import load_dataset
+from skyrl_train.rollout.data.dataset import load_dataset
 
 TRL, TORCH = "trl==1.16.0", "torch==2.13.0"
 SCRIPT = Path(__file__).with_name("trl_quickstart.py")
@@ -93,7 +93,7 @@ def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, warmup: int) 
 
 
 def shared_settings(steps: int, folder: Path) -> dict[str, Any]:
-    """What both sides take from the quickstart's recipe."""
+    """Return the settings of the quickstart's recipe that both sides use."""
     config = compose("quickstart")
     model = folder / "model"
     build_model_folder(config.trainer.policy.model.build, model, config.trainer.seed)

@@ -1,9 +1,9 @@
-"""How much sooner the asynchronous trainer finishes the same steps than the synchronous one.
+"""Time of the asynchronous trainer for the same steps, compared with the synchronous one.
 
     python benchmarks/async_vs_sync.py [--steps 100] [--rounds 2] [key=value ...]
 
-Both modes run the same recipe by the real command, alternately, so that a machine that gets slower hits both. The ratio is of the
-time from the first to the last step; starting the processes is left out of it and printed beside it.
+Both modes run the same recipe by the real command, alternately, so that a machine that gets slower hits both. The ratio compares
+the time from the first to the last step. The time with the start of the processes is printed beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def run(mode: str, recipe: str, steps: int, overrides: list[str]) -> tuple[float, float, float]:
-    """Trains; returns the seconds of all steps, of the whole command, and the mean lag."""
+    """Train; return the seconds of all steps, the seconds of the whole command, and the mean lag."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         command = [
@@ -33,7 +33,7 @@ def run(mode: str, recipe: str, steps: int, overrides: list[str]) -> tuple[float
         subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
         wall_s = time.perf_counter() - started
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    return sum(row["time/step"] for row in rows), wall_s, statistics.fmean(row["async/lag_mean"] for row in rows)
+    return sum(row["time/step"] for row in rows), wall_s, statistics.fmean(row["staleness/mean"] for row in rows)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""How long training is blocked by a checkpoint that is written beside it, against one that it waits for.
+"""Time for which a checkpoint blocks training: written in the background, compared with one that training waits for.
 
     python benchmarks/checkpoint_blocking.py [--rounds 5] [--hidden-size 768] [--strategies local fsdp2]
 
-By turns in one run: steps without a checkpoint, a checkpoint that is waited for (snapshot and disk), and one that is written
-while steps go on. What blocks there is the call that takes the snapshot, and what the optimizer waits until it is copied: by how
-much ``finish`` takes longer than without a checkpoint, added up over all steps until the checkpoint is on disk.
+One run takes turns: steps without a checkpoint, a checkpoint that training waits for (snapshot and disk), and one that is written
+while steps continue. The latter blocks training in the call that takes the snapshot, and while the optimizer waits for the copy:
+the additional time of ``finish``, added up over all steps until the checkpoint is on disk.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl_train.config.schema.model import BuildModelConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
@@ -37,7 +36,7 @@ def build(strategy: str, model: str) -> TrainingBackend:
 
 
 class Steps:
-    """Trains, and knows how long."""
+    """Trains a fixed minibatch and measures its steps."""
 
     def __init__(self, backend: TrainingBackend, tokens: int) -> None:
         self._backend = backend
@@ -49,7 +48,7 @@ class Steps:
         ]
 
     def one(self) -> tuple[float, float]:
-        """Seconds of the passes, and of the optimizer with what it waits for."""
+        """Make one step; return the seconds of its passes, and of the optimizer including its wait for a snapshot."""
         self._step += 1
         started = time.perf_counter()
         self._backend.accumulate(Minibatch(self._sequences, 2, self._step))
@@ -83,7 +82,7 @@ def measure(strategy: str, backend: TrainingBackend, tokens: int, rounds: int, f
             writing.result()
             blocked.append(taken + sum(finish - usual for _, finish in during))
             beside.extend(during)
-            if round_ == 0:  # memory and files are there from now on
+            if round_ == 0:  # the first round allocates memory and files
                 for times in (plain, waited_for, blocked, beside):
                     times.clear()
     whole, free, (passes, slowed) = (

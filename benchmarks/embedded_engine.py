@@ -18,17 +18,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
-from skyrl_train.inference.engines.embedded.messages import Add
-from skyrl_train.inference.interface import PauseMode, SamplingParams
+from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.models.folder import DTYPES
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 
 PROMPT = [5, 6, 7, 8]
 REPEATS = 5
 
 
 def build(dtype: str, device: str) -> PreTrainedModel:
-    """The quickstart's size: 2 layers, width 128."""
+    """Build a model of the quickstart's size: 2 layers, width 128."""
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=64,
@@ -48,7 +48,7 @@ def build(dtype: str, device: str) -> PreTrainedModel:
 
 
 def embedded(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
-    """The engine's core, in this thread."""
+    """Run the engine's core in this thread."""
     core = EmbeddedEngineCore(build(dtype, device), eos_ids=(1,), max_num_seqs=requests, max_model_len=512)
     transport = SharedMemoryTransport(dtype)
     update = transport.gather(build(dtype, device).named_parameters(), version=0)
@@ -60,7 +60,7 @@ def embedded(dtype: str, device: str, requests: int, tokens: int) -> Callable[[]
 
     def run() -> int:
         for request_id in range(requests):
-            core.add(Add(request_id, PROMPT, params, stream_every=0))
+            core.add(request_id, PROMPT, params)
         while core.runnable:
             core.step()
         return requests * tokens
@@ -69,7 +69,7 @@ def embedded(dtype: str, device: str, requests: int, tokens: int) -> Callable[[]
 
 
 def generate(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
-    """``model.generate`` with the whole batch from the start."""
+    """Run ``model.generate`` with the whole batch from the start."""
     model = build(dtype, device)
     ids = torch.tensor([PROMPT] * requests, device=device)
 
@@ -88,10 +88,10 @@ def generate(dtype: str, device: str, requests: int, tokens: int) -> Callable[[]
 
 
 def continuous_batching(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
-    """``model.generate_batch``: transformers' paged continuous batching."""
+    """Run ``model.generate_batch``, transformers' paged continuous batching."""
     model = build(dtype, device)
     config = GenerationConfig(max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0, do_sample=True)
-    # Sized by hand: on a CPU it finds no memory of its own accord.
+    # Explicit sizes: on a CPU, transformers cannot determine the free memory.
     page_size = 32
     blocks = requests * (-(-(len(PROMPT) + tokens) // page_size) + 1)
     paging = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=1024, page_size=page_size)
@@ -106,7 +106,7 @@ def continuous_batching(dtype: str, device: str, requests: int, tokens: int) -> 
 def tokens_per_second(
     *contenders: Callable[[], int], clock: Callable[[], float], repeats: int = REPEATS
 ) -> list[float]:
-    """The best of ``repeats`` runs of each, after a warm-up and in turns: what the code can do."""
+    """Return the best of ``repeats`` runs of each, after a warm-up and in turns."""
     best = [0.0] * len(contenders)
     for repeat in range(1 + repeats):
         for index, run in enumerate(contenders):
@@ -137,7 +137,7 @@ def main() -> None:
         try:
             (paged,) = tokens_per_second(continuous_batching(*size), clock=clock, repeats=1)
             line += f" {paged:>11,.0f} {ours / paged:>6.2f}"
-        except Exception as error:  # whatever that part of transformers raises, the comparison goes on without it
+        except Exception as error:  # of any class: the comparison continues without transformers' batching
             line += f"   does not run: {type(error).__name__}: {error}"
         print(line, flush=True)
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.models.tiny import build_model_folder
 
 CONTEXT = 256
@@ -52,7 +52,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Served:
-    """A running server: the process, where it listens, and what it calls the model."""
+    """A running server: its process, its port and its name of the model."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -61,14 +61,14 @@ class Served:
 
 @dataclass(frozen=True)
 class Round:
-    """What one server did with one load."""
+    """Results of one server under one load."""
 
     tokens_per_s: float
     p99_s: float
 
 
 def start(command: list[str], port: int, model: str, log: Path) -> Served:
-    """Starts a server in a session of its own, so that its engine process ends with it."""
+    """Start a server in a separate process session, so that its engine process ends with it."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port)],
@@ -81,14 +81,14 @@ def start(command: list[str], port: int, model: str, log: Path) -> Served:
 
 
 def start_ours(folder: str, requests: int, log: Path) -> Served:
-    """The endpoint over ``VLLMEngine``."""
+    """Start the endpoint over ``VLLMEngine``."""
     command = ["-m", "skyrl_train.entrypoints.serve", "--model", folder, "--backend", "vllm", "--open"]
     sizes = ["--max-num-seqs", str(requests), "--max-model-len", str(CONTEXT)]
     return start([*command, *sizes], free_port(), "policy", log)
 
 
 def start_theirs(folder: str, requests: int, log: Path, hidden_logprobs: bool) -> Served:
-    """vLLM's own server, with what ``VLLMEngine`` sets."""
+    """Start vLLM's own server with the engine arguments of ``VLLMEngine``."""
     sizes = ["--max-num-seqs", str(requests), "--max-model-len", str(CONTEXT)]
     engine = ["--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
     quiet = ["--disable-log-stats", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
@@ -115,7 +115,7 @@ def serve_theirs_with_hidden_logprobs(arguments: list[str]) -> None:
 
 
 async def wait_until_up(server: Served, log: Path) -> None:
-    """Returns when the server answers."""
+    """Wait until the server answers."""
     async with asyncio.timeout(START_S):
         while True:
             if server.process.poll() is not None:
@@ -131,7 +131,7 @@ async def wait_until_up(server: Served, log: Path) -> None:
 
 
 def tail(log: Path) -> str:
-    """The end of a server's output."""
+    """Return the last lines of a server's output."""
     return log.read_text()[-3000:]
 
 
@@ -145,7 +145,7 @@ class Answer:
 
 
 async def exchange(port: int, request: bytes) -> Answer:
-    """Sends one request on a connection of its own and reads to the end."""
+    """Send one request on a new connection and read the answer to its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)
@@ -160,7 +160,7 @@ async def exchange(port: int, request: bytes) -> Answer:
 
 
 def chat_request(server: Served, tokens: int, stream: bool, logprobs: bool) -> bytes:
-    """A chat completion of exactly ``tokens`` tokens."""
+    """Return the request of a chat completion of exactly ``tokens`` tokens."""
     body = {
         "model": server.model,
         "messages": [{"role": "user", "content": "07c="}],
@@ -175,7 +175,7 @@ def chat_request(server: Served, tokens: int, stream: bool, logprobs: bool) -> b
 
 
 async def measure(server: Served, requests: int, tokens: int, request: bytes, stream: bool) -> Round:
-    """Keeps ``requests`` in flight until four times as many have ended."""
+    """Keep ``requests`` in flight until four times as many have ended."""
     total = left = 4 * requests
     latencies: list[float] = []
 
@@ -186,7 +186,7 @@ async def measure(server: Served, requests: int, tokens: int, request: bytes, st
             began = time.perf_counter()
             answer = await exchange(server.port, request)
             if not answer.ok or (stream and answer.events < 2):
-                raise RuntimeError(f"port {server.port} refused a request: {answer.beginning!r}")
+                raise RuntimeError(f"port {server.port} rejected a request: {answer.beginning!r}")
             latencies.append(time.perf_counter() - began)
 
     began = time.perf_counter()
@@ -195,14 +195,14 @@ async def measure(server: Served, requests: int, tokens: int, request: bytes, st
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 async def compare(ours: Served, theirs: Served, options: argparse.Namespace) -> None:
-    """Alternates between the servers and prints a row per kind of answer."""
+    """Alternate between the servers and print a row per kind of answer."""
     print(f"{options.requests} in flight, {options.tokens} tokens each, width {options.width}, {options.rounds} rounds")
     print("answers   tok/s ours  theirs  ratio   p99 ours  theirs  ratio")
     for stream in (False, True):
@@ -224,7 +224,7 @@ async def compare(ours: Served, theirs: Served, options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    """Parses the command line, starts both servers, compares them, and ends them."""
+    """Parse the command line, start both servers, compare them, and end them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64, help="in flight; also max_num_seqs of both engines")
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
@@ -250,7 +250,7 @@ def main() -> None:
 
 
 async def run(servers: list[Served], logs: tuple[Path, Path], options: argparse.Namespace) -> None:
-    """Waits for both servers, then compares them."""
+    """Wait for both servers, then compare them."""
     for server, log in zip(servers, logs, strict=True):
         await wait_until_up(server, log)
     await compare(servers[0], servers[1], options)

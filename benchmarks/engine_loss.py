@@ -1,9 +1,9 @@
-"""Losing one of two engines under load: requests lost, and how soon the other one is at its full throughput.
+"""Loss of one of two engines under load: lost requests, and time until the other engine has its full throughput.
 
     python benchmarks/engine_loss.py [--requests 64] [--seconds 6]
 
 Two embedded engines, each in its own process, serve a constant number of requests. One process is killed (SIGKILL). The
-remaining capacity is what that one engine then sustains; the time to recover counts from the detection.
+remaining capacity is the throughput that the other engine then sustains; the time to recover counts from the detection.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.fleet import FleetLimits
-from skyrl_train.inference.interface import PauseMode, SamplingParams
+from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.inference.requests import GenerationRequest
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 
 WINDOW_S = 0.25
 
 
 class Load:
-    """Keeps ``requests`` in flight; counts what came back, whole and wrong."""
+    """Keeps ``requests`` in flight; counts complete and wrong responses."""
 
     def __init__(self, client: InferenceEngineClient, requests: int) -> None:
         self._client = client
@@ -57,7 +58,7 @@ class Load:
 
 
 async def tokens_per_s(engines: list[EmbeddedEngine], seconds: float) -> list[float]:
-    """Sampled tokens per second of some engines, by windows of WINDOW_S."""
+    """Return the sampled tokens per second of some engines, by windows of WINDOW_S."""
     rates, last, since = [], await _generated(engines), time.perf_counter()
     until = since + seconds
     while since < until:

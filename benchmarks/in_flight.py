@@ -1,10 +1,10 @@
-"""What a request in flight costs the client: memory, and lag of the event loop.
+"""Cost of a request in flight for the client: memory, and lag of the event loop.
 
     python benchmarks/in_flight.py [--requests 1000 10000] [--seconds 10]
 
-A scripted engine samples a token per request and second; requests are streamed or not, spread over sessions, and weights are
-published meanwhile (each publication wakes every request at once, with ``--mode abort`` all of them are sent again). The
-lag is by how much a timer of 5 ms comes late.
+A scripted engine samples a token per request and second. Requests are streamed or not and spread over sessions, and weights are
+synced meanwhile (each weight sync wakes every request at once; with ``--mode abort`` all of them are sent again). The lag is the
+delay of a timer of 5 ms.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from skyrl_train.inference.interface import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
-    PauseMode,
     SamplingParams,
     StopReason,
     TokenChunk,
 )
 from skyrl_train.inference.requests import GenerationRequest
-from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
 
 TICKS_PER_S = 100
 PROMPT = list(range(3, 13)) * 50  # 500 tokens
 
 
 class ScriptedEngine(InferenceEngineInterface):
-    """A token per second for each request, by a timer for each hundredth of them."""
+    """Samples a token per second for each request, with a timer for each hundredth of them."""
 
     def __init__(self) -> None:
         self.requests: dict[int, asyncio.Queue[TokenChunk]] = {}
@@ -92,7 +92,7 @@ class ScriptedEngine(InferenceEngineInterface):
     async def abort_generation(self) -> None:
         for count, queue in enumerate(list(self.requests.values())):
             queue.put_nowait(TokenChunk([], [], [], StopReason.ABORT))
-            if count % 128 == 127:  # as they come from another process: not all in one turn of the loop
+            if count % 128 == 127:  # like messages from another process: not all in one turn of the loop
                 await asyncio.sleep(0)
         while self.requests:  # noqa: ASYNC110 (each turn of the loop ends some)
             await asyncio.sleep(0)
@@ -128,7 +128,7 @@ class ScriptedEngine(InferenceEngineInterface):
 
 
 async def measure(requests: int, seconds: float, mode: PauseMode, streams: bool) -> tuple[float, float, float]:
-    """Returns KiB per request, and the median and the 99th percentile of the loop's lag in ms."""
+    """Return KiB per request, and the median and the 99th percentile of the loop's lag in ms."""
     client = InferenceEngineClient([ScriptedEngine(), ScriptedEngine()], character_tokenizer("0123456789abcdef"))
     await client.start()
     await publish(client, 0, mode)
@@ -195,7 +195,7 @@ def main() -> None:
     for streams in (False, True):
         per_request = []
         for requests in options.requests:
-            # In a process of its own: memory that an earlier measurement gave back would be used again unseen.
+            # In a new process: otherwise memory freed by an earlier measurement would be reused and not counted.
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
                 kib, median, p99 = process.submit(
                     run, requests, options.seconds, PauseMode(options.mode), streams

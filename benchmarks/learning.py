@@ -1,4 +1,4 @@
-"""What the recipes learn, how long it takes and how much memory: the table in docs/benchmarks.md.
+"""Rewards, time and memory of the recipes: the table in docs/benchmarks.md.
 
 python benchmarks/learning.py [--recipes quickstart] [--seeds 0 1 2] [key=value ...]
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def run(recipe: str, seed: int, overrides: list[str]) -> None:
-    """Trains by the real command and prints one row."""
+    """Train by the real command and print one row."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         command = [sys.executable, "-m", "skyrl_train.entrypoints.train", f"--config-name={recipe}"]

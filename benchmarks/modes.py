@@ -1,4 +1,4 @@
-"""Every mode on the same devices: the real trainers on modelled engines and training, in virtual time.
+"""Comparison of all modes on the same devices: real trainers on modelled engines and training, in virtual time.
 
     python benchmarks/modes.py [--steps 40] [--cases 0 1 2]
 
@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_train.simulation.engine import EngineSpeed
 from skyrl_train.simulation.lengths import Lengths, constant, log_normal, rare_tail
-from skyrl_train.simulation.outcome import Outcome, Workload
-from skyrl_train.simulation.run import simulate
+from skyrl_train.simulation.run import Outcome, Workload, simulate
 from skyrl_train.simulation.training import TrainingSpeed
 
 MEAN_TOKENS = 32  # a token of the simulation stands for 1/32 of a mean response
@@ -44,20 +43,20 @@ CASES = (
 )
 SETTINGS = {
     "sync": (),
-    "partial_rollout": ("straggler_policy=accept",),
+    "partial_rollout": ("staleness_policy=accept",),
     "one_step_off": (),
-    "fully_async": ("pipeline_depth=2", "max_staleness_steps=4", "straggler_policy=accept"),
-    "fully_async, mask": ("pipeline_depth=2", "max_staleness_steps=4", "straggler_policy=mask"),
-    "fully_async, streaming": ("pipeline_depth=2", "max_staleness_steps=4", "streaming_min_groups=8"),
+    "fully_async": ("generate_ahead_steps=2", "max_staleness_steps=4", "staleness_policy=accept"),
+    "fully_async, mask": ("generate_ahead_steps=2", "max_staleness_steps=4", "staleness_policy=mask"),
+    "fully_async, streaming": ("generate_ahead_steps=2", "max_staleness_steps=4", "streaming_min_groups=8"),
 }
 COLOCATED = ("sync", "partial_rollout")
 
 
 def workloads(case: Case, mode: str, steps: int) -> Iterator[Workload]:
-    """The workload on all devices, or on each split worth trying."""
+    """Return the workload on all devices, or on each split worth trying."""
     if mode in COLOCATED:
         engine = replace(ENGINE, sleep_s=SWITCH_S)
-        # The synchronous trainer leaves sleeping to whoever places it; what it costs is the same.
+        # The synchronous trainer does not put engines to sleep itself; the cost is the same.
         switch_s = 2 * SWITCH_S if mode == "sync" else 0.0
         yield workload(case, engine, case.devices, case.devices, steps, switch_s)
         return

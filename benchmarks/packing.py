@@ -5,6 +5,7 @@ OMP_NUM_THREADS=1 python benchmarks/packing.py
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -14,14 +15,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_train.config.schema.model import BuildModelConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import collate_packed
 from skyrl_train.training.local_backend import LocalBackend
-from skyrl_train.training.logprobs import full_scores
-from skyrl_train.training.scorer import Scorer
+from skyrl_train.training.scorer import Scorer, full_scores
 
 SEQUENCES, MEAN_TOKENS, MAX_OVER_MEAN, UPDATES, VOCABULARY = 64, 64, 8, 5, 13
 SCORED_TOKENS = 4096
@@ -29,7 +28,7 @@ MIB = 2**20
 
 
 def log_normal_lengths(step: int) -> list[int]:
-    """Lengths whose longest is eight times their mean."""
+    """Return log-normal lengths; the longest is eight times the mean."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.empty(SEQUENCES).log_normal_(0.0, 1.0, generator=generator)
     longest = MAX_OVER_MEAN * MEAN_TOKENS
@@ -58,7 +57,7 @@ def minibatch(step: int) -> Minibatch:
 
 
 def tokens_per_second(model: str) -> dict[str, float]:
-    """Of an update, per second of processor time: packed, padded in rows of like length, padded in the order given."""
+    """Return the tokens of an update per second of processor time: packed, padded by similar length, padded in order."""
     longest = MAX_OVER_MEAN * MEAN_TOKENS
     backends = {
         "packed": LocalBackend(model, TrainerConfig(packing=True), UPDATES + 1, 1.0, seed=0),
@@ -68,7 +67,7 @@ def tokens_per_second(model: str) -> dict[str, float]:
         ),
     }
     seconds, tokens = dict.fromkeys(backends, 0.0), 0
-    for step in range(UPDATES + 1):  # in turns, so that what else the machine does falls on all
+    for step in range(UPDATES + 1):  # in turns, so that other load on the machine affects all
         batch = minibatch(step + 1)
         tokens += sum(map(len, batch.sequences)) if step else 0
         for name, backend in backends.items():
@@ -82,7 +81,7 @@ def tokens_per_second(model: str) -> dict[str, float]:
 
 
 def update_in_given_order(backend: LocalBackend, batch: Minibatch) -> None:
-    """Eight sequences at a time, whatever their lengths, padded to the longest of them."""
+    """Train on eight sequences at a time in the given order, padded to the longest of them."""
     for first in range(0, SEQUENCES, 8):
         chosen = batch.sequences[first : first + 8]
         width = max(map(len, chosen))
@@ -91,7 +90,7 @@ def update_in_given_order(backend: LocalBackend, batch: Minibatch) -> None:
 
 
 def widened(sequence: TrainingSequence, width: int) -> TrainingSequence:
-    """Filled with tokens that nothing is learnt from, which cost what padding costs."""
+    """Return the sequence filled with untrained tokens, which cost as much as padding."""
 
     def fill(field: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(field, (0, width - len(sequence)))
@@ -101,8 +100,10 @@ def widened(sequence: TrainingSequence, width: int) -> TrainingSequence:
 
 
 def peak_of_logprobs(vocabulary: int, way: str) -> float:
-    """MiB that this process grows by, at its peak, while it scores 4,096 tokens; without the gradient of the head's weight,
-    which is as large as the vocabulary whatever one does."""
+    """Return the peak growth of this process in MiB while it scores 4,096 tokens.
+
+    The gradient of the head's weight is left out: with every method it grows with the vocabulary.
+    """
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=vocabulary,
@@ -134,7 +135,7 @@ def peak_of_logprobs(vocabulary: int, way: str) -> float:
 
 
 def peak_mib(*, afresh: bool = False) -> float:
-    """The most that this process has held, since the last time that this was asked ``afresh`` (Linux)."""
+    """Return this process's peak memory in MiB since the last call with ``afresh`` (Linux)."""
     if afresh:
         Path("/proc/self/clear_refs").write_text("5")
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -143,9 +144,10 @@ def peak_mib(*, afresh: bool = False) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    if len(sys.argv) == 3:
+    if len(sys.argv) == 3:  # a process that measures one peak: vocabulary and method
         print(peak_of_logprobs(int(sys.argv[1]), sys.argv[2]))
         return
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         build_model_folder(BuildModelConfig(max_position_embeddings=1024), model, seed=0)

@@ -1,13 +1,13 @@
-"""What each straggler policy learns and how fast: real policies trained in virtual time (docs/benchmarks.md).
+"""Rewards and speed under each staleness policy: real policies trained in virtual time (docs/benchmarks.md).
 
     python benchmarks/policy_learning.py --out rows.jsonl [--tasks run_length] [--policies accept wait] [--bounds 1 4] [--seeds 0]
     python benchmarks/policy_learning.py --out rows.jsonl --policies mask --bounds 4 --depths 1 2     D instead of D = S
     python benchmarks/policy_learning.py --out rows.jsonl --uncorrected     without token TIS
-    python benchmarks/policy_learning.py --out rows.jsonl --table           the table of what is there
+    python benchmarks/policy_learning.py --out rows.jsonl --table           the table of the file
 
 A cell is a task, a policy, a bound S, a depth D, with or without correction, and a seed. A cell that is in the file already is
-not run again, so the table can be made in pieces; a run is the same whatever the load of the machine. With D = S, where nothing
-else is said, the pipeline is kept as full as the bound allows: groups are as old as they may be, and the slow ones older.
+not run again, so the table can be made in pieces; the load of the machine does not change a run. By default D = S, which keeps
+the pipeline as full as the bound allows: groups are as old as they may be, and slow groups older.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLICIES = ("accept", "wait", "mask", "drop")
 BATCH, SAMPLES, STEPS = 8, 4, 160
 SLOTS = 64  # all requests that D = 1 admits at once, two ninths of those of D = 8
 ENGINE = EngineSpeed(SLOTS, step_s=1.0, transfer_s=0.5, load_s=0.1)
-TRAINING = TrainingSpeed(per_token_s=0.8 / SLOTS)  # training takes 0.8 of what generation does with all slots in use
+TRAINING = TrainingSpeed(per_token_s=0.8 / SLOTS)  # training takes 0.8 of the time of generation with all slots in use
 SMALL = (
     f"trainer.policy_mini_batch_size={BATCH}",
     f"generator.n_samples_per_prompt={SAMPLES}",
@@ -46,7 +46,7 @@ SMALL = (
     "trainer.samples_per_step=0",
 )
 TASKS = {
-    # Answers of 1 to 24 letters, mean 4.5: the responses themselves have the tail, and the long ones are the hard ones.
+    # Answers of 1 to 24 letters, mean 4.5: the responses themselves have the tail, and long ones are difficult.
     "run_length": LearningTask(
         "quickstart",
         (*SMALL, "environment.kwargs={mean_count: 4, max_count: 24}", "generator.sampling_params.max_tokens=26"),
@@ -56,12 +56,12 @@ TASKS = {
     # Up to four short turns with tool calls between them, of 2 s in the mean; one in a hundred takes 40 s.
     "guess_number": LearningTask("guess_number", SMALL, ENGINE, TRAINING, tools_s=rare_tail(4096, 2, 20, seed=0)),
 }
-LAST = 0.1  # of the steps: their mean reward is what a run has learned
+LAST = 0.1  # of the steps; their mean reward is the result of a run
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. ``workload`` is a digest of the task's settings: a row of others is no row of this cell."""
+    """One run. ``workload`` is a digest of the task's settings: a row with another digest does not belong to this cell."""
 
     task: str
     bound: int
@@ -73,7 +73,7 @@ class Cell:
 
 
 def cell(task: str, bound: int, depth: float | None, policy: str, corrected: bool, seed: int) -> Cell:
-    """The cell of the task as it is now."""
+    """Return the cell of the task with its current settings."""
     work = TASKS[task]
     tools = b"" if work.tools_s is None else work.tools_s.values.tobytes()
     settings = repr((work.recipe, work.settings, work.engine, work.training)).encode()
@@ -87,15 +87,15 @@ def overrides(work: Cell) -> list[str]:
     return [
         f"trainer.seed={work.seed}",
         f"data.seed={work.seed}",
-        f"{asynchrony}.straggler_policy={work.policy}",
+        f"{asynchrony}.staleness_policy={work.policy}",
         f"{asynchrony}.max_staleness_steps={work.bound}",
-        f"{asynchrony}.pipeline_depth={work.depth}",
+        f"{asynchrony}.generate_ahead_steps={work.depth}",
         *(() if work.corrected else (f"{correction}.tis_ratio_type=null", f"{correction}.allow_uncorrected=true")),
     ]
 
 
 def run(work: Cell) -> dict[str, Any]:
-    """Trains one cell and returns its row."""
+    """Train one cell and return its row."""
     torch.set_num_threads(1)
     began = time.process_time()
     outcome = learn(TASKS[work.task], *overrides(work), edge=STEPS // 10)
@@ -115,7 +115,7 @@ def run(work: Cell) -> dict[str, Any]:
 
 
 def finished(path: Path) -> dict[Cell, dict[str, Any]]:
-    """The rows of the file, by cell."""
+    """Return the rows of the file, by cell."""
     if not path.exists():
         return {}
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -123,7 +123,7 @@ def finished(path: Path) -> dict[Cell, dict[str, Any]]:
 
 
 def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
-    """Runs what the file lacks; each row is in it, and on the screen, as soon as it is there."""
+    """Run the cells that the file lacks; write and print each row as soon as it is known."""
     missing = [each for each in cells if each not in finished(path)]
     print(
         "| task | S | D | policy | TIS | seed | reward | step | mean lag | max trained lag | over S | masked | dropped |"
@@ -142,8 +142,8 @@ def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
 
 
 def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
-    """A line per setting, over its seeds: medians of rewards, means of the rest; speeds over those of ``accept`` with D = S
-    and the same seeds."""
+    """Yield a line per setting, over its seeds: medians of rewards, means of the rest. Speeds are relative to ``accept`` with
+    D = S and the same seeds."""
     yield (
         "| task | TIS | S | D | policy | seeds | reward, median | lowest .. highest | steps/s over `accept` "
         "| reward in `accept`'s time | mean lag | max trained lag | over S | masked | dropped |"
@@ -168,8 +168,8 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
 
 
 def averages(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
-    """A line per policy and correction: the means, over the settings with D = S, of what :func:`table` has for each, and in how
-    many pairs of the same seed and setting the reward is above that of ``accept``."""
+    """Yield a line per policy and correction: the means of the columns of :func:`table` over the settings with D = S, and the
+    number of pairs of the same seed and setting in which the reward is higher than under ``accept``."""
     yield "| policy | TIS | settings | reward in `accept`'s time | reward | steps/s over `accept` | ahead of `accept` |"
     yield "|---" * 7 + "|"
     for corrected, policy in itertools.product((True, False), POLICIES):
@@ -198,7 +198,7 @@ def _by_seed(rows: dict[Cell, dict[str, Any]], cells: list[Cell], setting: Setti
 
 
 def reward_within(row: dict[str, Any], limit_s: float) -> float:
-    """Mean reward of the last steps that ended by then, as many as the reward of a whole run is a mean of."""
+    """Return the mean reward of the last steps that ended by then, over as many steps as the reward of a whole run."""
     steps = sum(ended_s <= limit_s for ended_s in row["ended_s"])
     return fmean(row["rewards"][max(0, steps - round(LAST * len(row["rewards"]))) : steps])
 
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--uncorrected", action="store_true", help="without token TIS, instead of with it")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--table", action="store_true", help="print the table of what the file has; run nothing")
+    parser.add_argument("--table", action="store_true", help="print the table of the file; run nothing")
     options = parser.parse_args()
     if options.table:
         grid = itertools.product(

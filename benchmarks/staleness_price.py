@@ -1,12 +1,12 @@
-"""What freshness costs: the real asynchronous trainer on modelled engines, in virtual time, over S, D and the weight of the tail.
+"""Throughput cost of a staleness bound: the real asynchronous trainer on modelled engines in virtual time, over S, D and tails.
 
     python benchmarks/staleness_price.py throughput     accept and mask at S = 2, against min(generation, training)
-    python benchmarks/staleness_price.py strictness     wait and burst over S, against what any schedule without drops can reach
+    python benchmarks/staleness_price.py strictness     wait and wait_batched over S, beside the best schedule without drops
     python benchmarks/staleness_price.py strictness --width 32 --plot docs/images/price_of_a_bound.svg
     python benchmarks/staleness_price.py strictness --futures 24 --width 32 --bounds 1 2 --tails 8 16 32
     python benchmarks/staleness_price.py depth          throughput and lag over D and the number of slots
 
-Responses are log-normal; the tail is the longest over the mean one. Groups have one response, so the tail is that of groups.
+Responses are log-normal; the tail is the longest over the mean one. Groups have one response, so groups have the same tail.
 The unit of time is a mean response; the engine's slots make as many mean responses in a unit as it has slots.
 """
 
@@ -19,11 +19,8 @@ from pathlib import Path
 
 from skyrl_train.simulation.engine import EngineSpeed
 from skyrl_train.simulation.lengths import Lengths, log_normal
-from skyrl_train.simulation.oracle import best_found, least_time
-from skyrl_train.simulation.outcome import Outcome, Workload
-from skyrl_train.simulation.planner import planned_time
-from skyrl_train.simulation.run import simulate
-from skyrl_train.simulation.schedule import Pipeline
+from skyrl_train.simulation.run import Outcome, Workload, simulate
+from skyrl_train.simulation.schedule import Pipeline, best_found, least_time, planned_time
 from skyrl_train.simulation.training import TrainingSpeed
 
 MEAN_TOKENS = 32
@@ -47,12 +44,12 @@ def workload(options: argparse.Namespace, tail: float, ratio: float, slots: int,
 
 
 def lengths(options: argparse.Namespace, tail: float) -> Lengths:
-    """As many as the run trains, so that it sees the whole distribution once."""
+    """Return as many lengths as the run trains, so that it sees the whole distribution once."""
     return log_normal(options.batch * options.steps, MEAN_TOKENS, tail, options.seed)
 
 
 def run(work: Workload, policy: str, bound: int, depth: float, workers: int | None = None) -> Outcome:
-    settings = {"straggler_policy": policy, "max_staleness_steps": bound, "pipeline_depth": depth}
+    settings = {"staleness_policy": policy, "max_staleness_steps": bound, "generate_ahead_steps": depth}
     if workers is not None:
         settings["num_parallel_generation_workers"] = workers
     edge = work.steps // 6
@@ -81,12 +78,12 @@ def throughput(options: argparse.Namespace) -> None:
 
 def strictness(options: argparse.Namespace) -> None:
     print("D = S, W = slots = B. Throughput over min(generation, training), whole runs, both ends included.")
-    print("- planned: a planner that knows how the lengths are distributed, and none of them (--futures)")
-    print(
-        "- found: the fastest schedule that a search with all lengths known found (--width), or that one of the others is"
-    )
+    print("- planned: a planner that knows the distribution of lengths and no single length (--futures)")
+    print("- found: the fastest of the other schedules and a search that knows all lengths (--width)")
     print("- bound: no schedule without drops reaches more\n")
-    print("| regime | tail | S | wait | burst | planned | found | bound | of planned | of found | max trained lag |")
+    print(
+        "| regime | tail | S | wait | wait_batched | planned | found | bound | of planned | of found | max trained lag |"
+    )
     print("|---" * 11 + "|")
     lines: dict[tuple[str, float], list[float]] = {}
     for regime, ratio in REGIMES.items():
@@ -94,18 +91,20 @@ def strictness(options: argparse.Namespace) -> None:
             for bound in options.bounds:
                 work = workload(options, tail, ratio, options.batch, per_token=False)
                 wait = run(work, "wait", bound, bound, options.batch)
-                # With D = 0 they are the same.
-                burst = run(work, "burst", bound, bound, options.batch) if bound else wait
+                # With D = 0 both policies are the same.
+                wait_batched = run(work, "wait_batched", bound, bound, options.batch) if bound else wait
                 others = other_schedules(options, work, bound)
                 ideal_s = options.steps * max(MEAN_TOKENS, work.training.per_step_s)
-                better_s = min(wait.total_s, burst.total_s)
+                better_s = min(wait.total_s, wait_batched.total_s)
                 planned_s, least_s = others.get("planned", better_s), others["bound"]
                 found_s = min(better_s, planned_s, others.get("searched", better_s))
-                shares = (ideal_s / total_s for total_s in (wait.total_s, burst.total_s, planned_s, found_s, least_s))
+                shares = (
+                    ideal_s / total_s for total_s in (wait.total_s, wait_batched.total_s, planned_s, found_s, least_s)
+                )
                 print(
                     f"| {regime} | {tail:g} | {bound} | {' | '.join(f'{share:.3f}' for share in shares)} "
                     f"| **{planned_s / better_s:.3f}** | **{found_s / better_s:.3f}** "
-                    f"| {max(wait.max_trained_lag, burst.max_trained_lag)} |",
+                    f"| {max(wait.max_trained_lag, wait_batched.max_trained_lag)} |",
                     flush=True,
                 )
                 lines.setdefault((regime, tail), []).append(ideal_s / better_s)
@@ -114,7 +113,7 @@ def strictness(options: argparse.Namespace) -> None:
 
 
 def other_schedules(options: argparse.Namespace, work: Workload, bound: int) -> dict[str, float]:
-    """The seconds of schedules that no rule makes while a run goes on."""
+    """Return the seconds of schedules that no staleness policy can make during a run."""
     durations = [work.lengths[i] for i in range(options.batch * options.steps)]
     pipeline = Pipeline(durations, options.batch, bound, work.training.per_step_s, work.engine.slots)
     seconds = {"bound": least_time(pipeline)}
@@ -126,7 +125,7 @@ def other_schedules(options: argparse.Namespace, work: Workload, bound: int) -> 
 
 
 def draw(path: Path, bounds: Sequence[int], lines: Mapping[tuple[str, float], Sequence[float]]) -> None:
-    """A panel for each regime, a line for each tail."""
+    """Draw a panel for each regime and a line for each tail."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
@@ -173,7 +172,7 @@ def main() -> None:
         "--futures",
         type=int,
         default=0,
-        help="that the planner samples after each publication; 0: no planner (24 takes minutes)",
+        help="that the planner samples after each weight sync; 0: no planner (24 takes minutes)",
     )
     parser.add_argument("--plot", type=Path, help="strictness: also draws the runs, into this file")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""How long an update takes under different ``trainer.micro_batch_tokens``, sequences packed and padded: the small CPU
+"""Time of an update under different ``trainer.micro_batch_tokens``, sequences packed and padded: the small CPU
 model, long-tailed lengths.
 
 OMP_NUM_THREADS=1 python benchmarks/token_budget.py
@@ -6,6 +6,7 @@ OMP_NUM_THREADS=1 python benchmarks/token_budget.py
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -13,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl_train.config.schema.model import BuildModelConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import pack_rows, pad_rows
@@ -25,7 +25,7 @@ SEQUENCES, UPDATES, VOCABULARY = 128, 15, 13
 
 
 def minibatch(step: int) -> Minibatch:
-    """128 sequences with exponential response lengths, in 16 groups."""
+    """Return 128 sequences with exponential response lengths, in 16 groups."""
     generator = torch.Generator().manual_seed(step)
     sequences = []
     for index in range(SEQUENCES):
@@ -46,6 +46,7 @@ def minibatch(step: int) -> Minibatch:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -53,7 +54,7 @@ def main() -> None:
         print("rows    micro_batch_tokens  micro-batches  padded/real tokens  update CPU ms  forward_logprobs CPU ms")
         for budget in (128, 512, 2048, 16384):
             measured = {packing: Measured(str(model), budget, packing) for packing in (False, True)}
-            for step in range(1, UPDATES + 1):  # in turns, so that what else the machine does falls on both
+            for step in range(1, UPDATES + 1):  # in turns, so that other load on the machine affects both
                 for one in measured.values():
                     one.update(minibatch(step))
             for one in measured.values():
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 class Measured:
-    """A backend and what its calls took, in seconds of processor time."""
+    """A backend, and the processor time of its calls in seconds."""
 
     def __init__(self, model: str, budget: int, packing: bool) -> None:
         config = TrainerConfig(micro_batch_tokens=budget, packing=packing)

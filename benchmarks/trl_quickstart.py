@@ -2,7 +2,7 @@
 
     python benchmarks/trl_quickstart.py SETTINGS.json
 
-Needs ``trl==1.16.0`` and nothing of this library. SETTINGS has the model folder, the prompts and every number that the two share.
+Needs ``trl==1.16.0`` and nothing of this library. SETTINGS has the model folder, the prompts and all shared numbers.
 Prints one JSON object per optimizer step: its seconds, mean reward and mean response length in tokens.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
 
     def reward(completions, completion_ids, answer, **kwargs):
-        """The quickstart's: half of it where the response did not end by itself."""
+        """Return the quickstart's rewards: halved where the response did not end by itself."""
         matches = [positional_match(text, target) for text, target in zip(completions, answer, strict=True)]
         ended = [ids[-1] == tokenizer.eos_token_id or len(ids) < max_tokens for ids in completion_ids]
         return [match if end else match / 2 for match, end in zip(matches, ended, strict=True)]

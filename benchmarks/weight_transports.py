@@ -1,11 +1,11 @@
-"""What each transport costs: what the trainer waits for and how long engines pause, with overlap and without.
+"""Cost of each weight transport: wait of the trainer and pause of the engine, with overlap and without.
 
     python benchmarks/weight_transports.py [--updates 20] [--hidden-size 512]
 
-One embedded engine in its own process serves requests while new weights are published, by each transport in turn. With
-overlap the trainer waits for *gather* only, the engine is idle for *load* only: both are measured as the ratio to what they
-should be, by turns in one run, as medians. The engine is idle from its answer to *pause*, before which it ends the decode step
-under way, to its answer to *resume*.
+One embedded engine in its own process serves requests while new weights are synced, by each transport in turn. With overlap the
+trainer should wait for *gather* only, and the engine should be idle for *load* only: the ratios to these times are medians of one
+run that takes turns. The engine is idle from its answer to *pause*, before which it ends its decode step, to its answer to
+*resume*.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ from pathlib import Path
 
 import torch
 
-from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.deliveries import Deliveries
-from skyrl_train.publication.delta import DeltaTransport
-from skyrl_train.publication.disk import DiskTransport
-from skyrl_train.publication.process_group import GlooTransport
-from skyrl_train.publication.publisher import WeightPublisher, WeightSource
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.delta import DeltaTransport
+from skyrl_train.weight_sync.disk import DiskTransport
+from skyrl_train.weight_sync.process_group import GlooTransport
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 PARAMS = {"max_tokens": 64, "ignore_eos": True}
 CHANGED_WORDS = 100  # one in so many changes from version to version
@@ -45,52 +43,43 @@ CHANGED_WORDS = 100  # one in so many changes from version to version
 class Row:
     """One update; seconds."""
 
-    waited: float  # the trainer, until it may go on
+    waited: float  # wait of the trainer until it may continue
     gather: float
     transfer: float
-    pause: float  # as the client counts it: from its request on
+    pause: float  # counted by the client, from its request on
     idle: float  # the part of it in which the engine samples nothing
-    load: float  # as long as the engine takes for it
+    load: float  # duration in the engine
 
 
-class Publications:
-    """Publishes by one transport, as a trainer does."""
+class WeightSyncs:
+    """Syncs weights by one transport, as a trainer does."""
 
     def __init__(self, client: InferenceEngineClient, engine: TimedEngine, transport: WeightTransport, model) -> None:
+        self._engine = engine
+        self._syncer = WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.KEEP)
+
+    async def one(self, version: int, overlap: bool) -> Row:
         async def nothing(version: int = 0) -> dict[str, float]:
             return {}
 
-        self._engine = engine
-        self._publisher = WeightPublisher(client, transport, PauseMode.KEEP)
-        self._deliveries = Deliveries(
-            self._publisher,
-            client,
-            weights_of_model(model),
-            hold=nothing,
-            served=nothing,
-            changed=Signal(),
-            clock=time.perf_counter,
-        )
-
-    async def one(self, version: int, overlap: bool) -> Row:
         started = time.perf_counter()
-        await self._deliveries.begin(version)
+        await self._syncer.begin(version, before_send=nothing, on_served=nothing, on_end=lambda: None)
         if overlap:
             waited = time.perf_counter() - started
-            times = await self._deliveries.delivered()  # the next step is longer than that
+            times = await self._syncer.wait()  # the next step is longer than that
         else:
-            times = await self._deliveries.delivered()
+            times = await self._syncer.wait()
             waited = time.perf_counter() - started
         engine = self._engine
         idle = engine.resumed_at - engine.paused_at
         return Row(waited, times["time/gather"], times["time/transfer"], times["time/pause"], idle, engine.last_load_s)
 
     def close(self) -> None:
-        self._publisher.close()
+        self._syncer.close()
 
 
 class TimedEngine(EmbeddedEngine):
-    """Knows when it last was paused and resumed, and how long the swap between them took."""
+    """Records the times of the last pause, resume and load."""
 
     paused_at = resumed_at = last_load_s = 0.0
 
@@ -106,10 +95,6 @@ class TimedEngine(EmbeddedEngine):
         started = time.perf_counter()
         await super().load_weights(update)
         self.last_load_s = time.perf_counter() - started
-
-
-def weights_of_model(model: torch.nn.Module) -> WeightSource:
-    return lambda transport, version: transport.gather(model.named_parameters(), version)
 
 
 async def measure(updates: int, requests: int, hidden_size: int) -> None:
@@ -133,17 +118,17 @@ async def measure(updates: int, requests: int, hidden_size: int) -> None:
         version, load = 0, []
         try:
             for name, make in kinds.items():
-                publications = Publications(client, engine, make(), model)
-                await publications.one(version, overlap=False)  # areas are made
+                weight_syncs = WeightSyncs(client, engine, make(), model)
+                await weight_syncs.one(version, overlap=False)  # areas are made
                 load = load or [asyncio.create_task(_serve(client)) for _ in range(requests)]
                 rows: dict[bool, list[Row]] = {True: [], False: []}
                 for number in range(1, 2 * updates + 2):
                     version += 1
                     _change(model)
-                    row = await publications.one(version, overlap=number % 2 == 0)
+                    row = await weight_syncs.one(version, overlap=number % 2 == 0)
                     if number > 1:  # the second area is made
                         rows[number % 2 == 0].append(row)
-                publications.close()
+                weight_syncs.close()
                 version += 1
                 _report(name, rows)
         finally:

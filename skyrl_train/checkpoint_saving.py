@@ -1,7 +1,7 @@
-"""Takes checkpoints of a run that goes on: the snapshot at one instant, the disk in the background.
+"""Takes checkpoints while the run continues: a consistent snapshot first, then the disk in the background.
 
-begin ──backend.snapshot (training waits)──collect (one instant of the loop)──> returns
-                                                                   └──write──> written() returns
+begin ──backend.snapshot (training waits)──collect (no await)──> returns
+                                                    └──write──> written() returns
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.concurrency import Signal
-from skyrl_train.inference.recordings import SessionSnapshot
+from skyrl_train.inference.replay import SessionSnapshot
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.checkpoint import write_rollout_state
+from skyrl_train.runtime.concurrency import Signal
 from skyrl_train.training.backend import TrainingBackend
 from skyrl_train.training.checkpoint import Checkpoints, checkpoint_step
 
-POLICY_FOLDER = "policy"  # of the backend's state within a checkpoint
+POLICY_FOLDER = "policy"  # the backend's state within a checkpoint
 
 
 @dataclass(frozen=True)
 class RolloutSnapshot:
-    """The rollout side at one instant of the loop."""
+    """The state of the rollout side at one moment of the event loop."""
 
     step: int
     state: dict[str, Any]  # JSON-able
     groups: Sequence[BufferedGroup]  # finished, untrained
-    recordings: Sequence[SessionSnapshot]  # of what unfinished groups have sampled
+    replay_cache: Sequence[SessionSnapshot]  # tokens that unfinished groups have sampled
 
 
 class CheckpointSaving:
-    """One checkpoint at a time.
+    """Writes one checkpoint at a time.
 
     Args:
-        snapshot: copies the backend's state, off the loop.
-        collect: the rollout side; called with nothing in between, once the backend's state is copied.
-        changed: notified when one is written, or failed.
+        snapshot: copies the backend's state, off the event loop.
+        collect: returns the rollout side; called without an ``await`` after the backend's state is copied.
+        changed: notified when a checkpoint is written or has failed.
+
+    Attributes:
+        step: step of the newest checkpoint on disk; None: there is none.
     """
 
     def __init__(
@@ -56,56 +59,58 @@ class CheckpointSaving:
         self._collect = collect
         self._changed = changed
         self._task: asyncio.Task[Path] | None = None
-        self.step: int | None = None  # of the newest checkpoint on disk
+        self.step: int | None = None
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the writing under way."""
+        """The error of the current write, if it has failed."""
         task = self._task
         return task.exception() if task is not None and task.done() and not task.cancelled() else None
 
     async def check(self) -> None:
-        """Takes note of a checkpoint that is written by now.
+        """Update :attr:`step` if the current write has ended.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: the write failed.
         """
         if self._task is not None and self._task.done():
             await self.written()
 
     async def begin(self) -> None:
-        """Takes a snapshot and writes it while the run goes on; one that is being written is waited for.
+        """Take a snapshot and start to write it. Waits for an earlier write first.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the earlier write failed.
         """
         await self.written()
+        # The rollout side is collected after the wait for the backend, at one moment of the event loop.
         policy = await self._snapshot()
         rollout = self._collect()
 
+        # Runs in a thread while training continues, so it uses only the copies above.
         def write(folder: Path) -> None:
             (folder / POLICY_FOLDER).mkdir()
             self._backend.save(policy, folder / POLICY_FOLDER)
-            recordings = (recording.to_json() for recording in rollout.recordings)
-            write_rollout_state(rollout.state, rollout.groups, folder, recordings)
+            replay_cache = (recording.to_json() for recording in rollout.replay_cache)
+            write_rollout_state(rollout.state, rollout.groups, folder, replay_cache)
 
         self._task = asyncio.create_task(asyncio.to_thread(self._store.write, rollout.step, write), name="checkpoint")
         self._task.add_done_callback(lambda saved: self._changed.notify())
 
     async def written(self) -> None:
-        """Returns when nothing is being written.
+        """Wait for the current write.
 
         Raises:
-            CheckpointError: it could not be; the checkpoint before stands.
+            CheckpointError: it failed; the previous checkpoint is untouched.
         """
         if self._task is not None:
             try:
                 self.step = checkpoint_step(await asyncio.shield(self._task))
             finally:
-                if self._task.done():  # else we are being cancelled: ended() waits for the thread that writes
+                if self._task.done():  # else this call was cancelled, and ended() waits for the writing thread
                     self._task = None
 
     async def ended(self) -> None:
-        """Returns when nothing is being written, however it ended."""
+        """Wait for the current write and ignore its result."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The few ways in which things can fail. Every message says what to do.
+"""All errors that this library raises on purpose. Every message names the remedy.
 
 SkyRLError
   ConfigError            a setting is unknown, impossible, or contradicts another
@@ -8,21 +8,21 @@ SkyRLError
   GeneratorOutputError   a generator returned fields that break the contract
   RolloutError           a rollout failed (raised, timed out) more often than the run allows
     NonFiniteRewardError a reward is NaN or infinite; it counts as a failed rollout
-    RolloutActorError    the actor that it ran in is gone; it is played again in another one
+    RolloutActorError    the actor in which it ran is gone; it runs again in another one
   StageError             a stage between generation and training failed; the message names the stage
   StalenessError         the staleness bound or the slot accounting was violated: a bug, never data
-  EvaluationError        an evaluation met another policy version than the one it measures
-  RequestError           a request that no engine can serve; other requests are not concerned
-  SessionError           a session is unknown, has ended, or cannot do what is asked of it
-  QuotaError             no further session can be opened for now; it says when to come back
+  EvaluationError        an evaluation got tokens of another policy version
+  RequestError           no engine can serve a request; other requests are not affected
+  SessionError           a session is unknown, has ended, or does not support the request
+  QuotaError             no more sessions can be opened now; contains the time to retry
   EngineError            an inference engine failed
     EngineDeadError      the engine is gone; its requests can continue elsewhere
     NoEngineError        no engine is left
   NonFiniteStepsError    losses or gradients were not finite for too many steps in a row
-  TrainingWorkerError    a process with a part of the policy (or reference, or critic) is gone; the message names rank and node
-  HalfStepError          one of policy and critic has made a step that the other has refused
-  PublicationError       new weights did not reach the engines; they still serve the old ones
-  SimulationError        a run in virtual time cannot go on: a deadlock, or modelled work in the wrong place
+  TrainingWorkerError    a process with a shard of policy, reference or critic is gone; the message names rank and node
+  HalfStepError          policy and critic are out of step
+  WeightSyncError       new weights did not reach the engines; they still serve the old ones
+  SimulationError        a run in virtual time cannot continue: a deadlock, or blocking work in the wrong place
 """
 
 
@@ -55,35 +55,35 @@ class RolloutError(SkyRLError):
 
 
 class NonFiniteRewardError(RolloutError):
-    """A reward is NaN or infinite; the message names its sample. Nothing is learned from it: the rollout counts as failed."""
+    """A reward is NaN or infinite; the message names its sample. The rollout counts as failed."""
 
 
 class RolloutActorError(RolloutError):
-    """The actor that a rollout ran in has ended; the message names it. It is played again in another one."""
+    """The actor in which a rollout ran has ended; the message names it. The rollout runs again in another actor."""
 
 
 class StageError(SkyRLError):
-    """A stage between generation and training failed, which is not the rollout's fault; the message names the stage."""
+    """A stage between generation and training failed for a reason outside the rollout; the message names the stage."""
 
 
 class StalenessError(SkyRLError):
-    """The staleness bound or the slot accounting was violated. This is a bug of ours, never the data's."""
+    """The staleness bound or the slot accounting was violated. This is a bug of this library, never caused by data."""
 
 
 class EvaluationError(SkyRLError):
-    """An evaluation met tokens of another policy version than the one it measures: what it would report is of no policy."""
+    """An evaluation got tokens of another policy version than the one it measures, so its figures describe no policy."""
 
 
 class RequestError(SkyRLError):
-    """A request that no engine can serve (an empty prompt, one that does not fit); other requests are not concerned."""
+    """No engine can serve a request (the prompt is empty or too long); other requests are not affected."""
 
 
 class SessionError(SkyRLError):
-    """A session is unknown, has ended, or cannot do what is asked of it. Asking again does not help."""
+    """A session is unknown, has ended, or does not support the request. A retry does not help."""
 
 
 class QuotaError(SkyRLError):
-    """No further session can be opened for now. ``retry_after_s``: seconds after which asking again makes sense."""
+    """No more sessions can be opened now. ``retry_after_s``: seconds to wait before a retry."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -95,7 +95,7 @@ class EngineError(SkyRLError):
 
 
 class EngineDeadError(EngineError):
-    """The engine is gone. Its requests can continue on another one."""
+    """The engine is gone. Its requests can continue on another engine."""
 
 
 class NoEngineError(EngineError):
@@ -107,21 +107,22 @@ class NonFiniteStepsError(SkyRLError):
 
 
 class TrainingWorkerError(SkyRLError):
-    """A process that has a part of the policy, or of a sharded reference, is gone, and the others with it; the message names
-    rank and node. The run can go on from its last checkpoint.
+    """A process with a shard of the policy, reference or critic is gone, and the other ranks with it.
+
+    The message names rank and node. The run can resume from its last checkpoint.
     """
 
 
 class HalfStepError(SkyRLError):
-    """One of policy and critic has made a step that the other has refused: only the last checkpoint has both of the same
-    step. The message says what was refused.
+    """Policy and critic are out of step: one applied an optimizer step that the other rejected.
+
+    Only the last checkpoint has both at the same step. The message names the rejected step.
     """
 
 
-class PublicationError(SkyRLError):
-    """New weights did not reach the engines; those that still serve hold the weights they had."""
+class WeightSyncError(SkyRLError):
+    """New weights did not reach the engines; engines that still serve have the old weights."""
 
 
 class SimulationError(SkyRLError):
-    """A run in virtual time cannot go on: everything waits for something that nothing will bring about, or modelled work
-    runs where it must not block."""
+    """A run in virtual time cannot continue: all tasks wait forever, or modelled work runs where it must not block."""

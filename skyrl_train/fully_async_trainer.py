@@ -1,13 +1,13 @@
-"""The fully asynchronous trainer: generation never stops while the policy is trained and published.
+"""The fully asynchronous trainer: generation continues while the policy is trained and its weights are synced.
 
 | loop | consumes | waits for | is unblocked by | produces |
 |---|---|---|---|---|
-| admission (``rollout/workers``) | prompts | capacity | a publication | group tasks |
+| admission (``rollout/dispatcher.py``) | prompts | capacity | a weight sync | group tasks |
 | group task | one prompt | the generator | engines | a finished group |
-| trainer (``train``) | B finished groups | groups that the straggler policy lets it take | a finished group | a policy version |
-| publication (where it overlaps) | a staged version | the engines | their answers | capacity |
+| trainer (``train``) | B finished groups | groups that the staleness policy releases | a finished group | a policy version |
+| weight sync (with ``overlap_weight_sync``) | a copy of the weights | the engines | their answers | capacity |
 
-Everything that a step does with its groups is the synchronous trainer's.
+Everything that a step does with its groups is inherited from the synchronous trainer.
 """
 
 from __future__ import annotations
@@ -15,51 +15,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyrl_train.rollout.buffer import BufferedGroup
-from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.step_reports import TrainedStep
+from skyrl_train.step_metrics import TrainedStep
 from skyrl_train.trainer import PPOTrainer
+from skyrl_train.types import RolloutGroup
 
 
 class FullyAsyncTrainer(PPOTrainer):
-    """Trains on groups as they finish, within ``trainer.fully_async``'s depth and bound.
+    """Trains on groups as they finish, within the limits of ``trainer.fully_async``.
 
-    With depth 0 it is the synchronous trainer: the same groups in the same order under the same versions.
+    With ``generate_ahead_steps=0`` it equals the synchronous trainer: the same groups, order and versions.
     """
 
     def start_generation(self) -> None:
-        """Groups are admitted in the background from now on."""
-        self.rollout.workers.start()
+        """Start to admit groups in the background."""
+        self.rollout.dispatcher.start()
 
     async def next_batch(self) -> list[BufferedGroup] | None:
-        """The groups of the next step as soon as the straggler policy lets the trainer take them."""
+        """Return the groups of the next step as soon as the staleness policy releases them."""
         return await self.wait_for_groups()
 
     async def train_step(self) -> TrainedStep | None:
-        """One optimizer step; with ``streaming_min_groups`` its gradient grows while the last groups are generated."""
+        """Run one optimizer step. With ``streaming_min_groups``, accumulate gradients while the last groups are generated."""
         if self.plan.streaming_min_groups is None:
             return await super().train_step()
-        return await self._train_step_by_parts(self.plan.streaming_min_groups)
+        return await self.train_step_in_parts(self.plan.streaming_min_groups)
 
-    async def _train_step_by_parts(self, min_groups: int) -> TrainedStep | None:
-        self.phase.enter(f"step {self.global_step + 1} trains on groups as they come")
+    async def train_step_in_parts(self, min_groups: int) -> TrainedStep | None:
+        """Run one optimizer step on parts of the batch as they finish. None: the run was asked to stop.
+
+        Consumes finished groups; waits for ``min_groups`` of them; unblocked by a group that ends; produces gradients, and
+        the update when the batch is complete.
+        """
+        clock = self.components.clock
+        self.phase.enter(f"trains step {self.global_step + 1} on groups as they finish")
         batch: list[RolloutGroup] = []
         waited_s = trained_s = 0.0
+        # Each part adds gradients as soon as it is there; the optimizer steps once the batch is complete.
         while (missing := self.plan.policy_mini_batch_size - len(batch)) > 0:
-            waiting_since = self.parts.clock()
+            waiting_since = clock()
             chosen = await self.wait_for_groups(committed=batch, at_least=min(min_groups, missing))
-            if chosen is None:  # its groups are still in the buffer
-                await self.training.run(self.parts.backend.discard)
+            if chosen is None:  # drop the gradients; the groups are still in the buffer
+                await self.training.run(self.components.backend.discard)
                 return None
             part = await self.rollout.buffer.load(chosen)
-            started = self.parts.clock()
-            await self.training.run(self._accumulate, part)
+            started = clock()
+            await self.training.run(self.accumulate, part)
+            # From here on these groups have slots of the step: the next wait asks only for the missing ones.
             batch += part
             waited_s += started - waiting_since
-            trained_s += self.parts.clock() - started
-        started = self.parts.clock()
-        metrics = await self.training.update(self.parts.backend.finish, self.global_step + 1)
-        times = {"time/wait_for_batch": waited_s, "time/train": trained_s + self.parts.clock() - started}
-        return self.book(batch, {**metrics, **times})
+            trained_s += clock() - started
+        started = clock()
+        # Only this call changes the weights: an error before it leaves the policy as it was.
+        metrics = await self.training.update(self.components.backend.finish, self.global_step + 1)
+        times = {"time/wait_for_batch": waited_s, "time/train": trained_s + clock() - started}
+        return self.finish_step(batch, {**metrics, **times})
 
-    def _accumulate(self, part: Sequence[RolloutGroup]) -> None:
-        self.parts.backend.accumulate(self.minibatch(part))
+    def accumulate(self, part: Sequence[RolloutGroup]) -> None:
+        """Add the gradients of ``part`` to the current step. Runs in the training thread."""
+        self.components.backend.accumulate(self.minibatch(part))

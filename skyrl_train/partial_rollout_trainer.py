@@ -1,43 +1,45 @@
-"""Partial rollouts for trainer and engines that share their devices: the longest responses are not waited for.
+"""Partial rollouts for a trainer and engines that share devices: the longest responses are interrupted.
 
-    generate: oversubmit_factor * B groups ──B have finished──> interrupt ──engines sleep──> train
-        ^                                                                                      │
-        └──────────── the rest goes on, token by token, under the new weights <──publish───────┘
+    generate oversubmit_factor * B groups ──B finished──> interrupt ──engines sleep──> train
+        ^                                                                               │
+        └── the others continue token by token under the new weights <──sync_weights────┘
 
-The idea is APR's (verl's asynchronous partial rollouts). An interrupted response keeps its tokens with their versions and
-log-probs; it is continued first, because engines serve the oldest policy version first and batches are chosen by deadline.
+The idea is APR (asynchronous partial rollouts, verl). An interrupted response keeps its tokens with their versions and
+log-probs. It continues first, because engines serve the oldest policy version first and batches are chosen by deadline.
 """
 
 from __future__ import annotations
 
-from skyrl_train.inference.interface import PauseMode
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.trainer import PPOTrainer
+from skyrl_train.types import PauseMode
 
 
 class PartialRolloutTrainer(PPOTrainer):
-    """Alternates between generation and training; a group may take several generation phases, within the bound S."""
+    """Alternates generation and training. A group may take several generation phases within the staleness bound."""
 
     def start_generation(self) -> None:
-        """As many groups are under way as ``oversubmit_factor`` says, from now on."""
-        self.rollout.workers.start()
+        """Keep as many groups in flight as ``oversubmit_factor`` allows."""
+        self.rollout.dispatcher.start()
 
     async def next_batch(self) -> list[BufferedGroup] | None:
-        """The first groups that finish; all others are interrupted, and engines that can sleep give their memory back."""
+        """Return the first groups that finish and interrupt the others. Engines that can sleep free their memory."""
         chosen = await self.wait_for_groups()
         if chosen is not None:
-            await self._interrupt()
+            await self.interrupt_generation()
         return chosen
 
-    async def _interrupt(self) -> None:
-        await self.evaluation.hold()  # its requests must not meet the next policy
-        client = self.parts.client
-        # A sleeping engine has no KV cache: its requests leave it, and come back with their tokens.
+    async def interrupt_generation(self) -> None:
+        """Pause all requests and put the engines to sleep, where they can."""
+        await self.evaluation.hold()  # its requests must not reach the next policy
+        client = self.components.client
+        # A sleeping engine loses its KV cache, so its requests are aborted and resubmitted with their tokens.
         sleeps = client.capabilities.sleep
         await client.pause_generation(PauseMode.ABORT if sleeps else PauseMode(self.config.generator.pause_mode))
         await client.sleep()
 
-    async def publish(self) -> dict[str, float]:
-        """Wakes the engines, publishes, and lets everything go on."""
-        await self.parts.client.wake_up()
-        return await super().publish()
+    async def sync_weights(self) -> dict[str, float]:
+        """Wake the engines, sync the weights, and let all requests continue."""
+        # Sleeping engines have freed their memory, so they cannot receive weights.
+        await self.components.client.wake_up()
+        return await super().sync_weights()

@@ -1,17 +1,17 @@
-"""The synchronous trainer, and every phase that other trainers share.
+"""The synchronous trainer and the phases that all trainers share.
 
-    next_batch ──> update ──> publish ──> report ──> checkpoint
-        ^                        │
-        └ groups under version t-1   step t = 1, 2, ...
+    next_batch ──> update ──> sync_weights ──> report ──> checkpoint
+        ^                          │
+        └─ groups under version t-1 ─┘          step t = 1, 2, ...
 
-One asyncio loop controls; the backend computes in its own thread, engines in their own processes. A subclass changes when
-groups are generated and when engines are interrupted, never what a step does with its groups:
+One asyncio loop controls the run. The backend computes in a thread, the engines in threads, processes or actors. A subclass
+changes when groups are generated and when engines are interrupted; what a step does with its groups is always the same:
 
-| mode | ``start_generation`` | ``next_batch`` | ``train_step`` | ``publish`` |
+| mode | ``start_generation`` | ``next_batch`` | ``train_step`` | ``sync_weights`` |
 |---|---|---|---|---|
-| sync | nothing | generates a batch to its last group | updates on the batch | nothing is in flight |
-| one_step_off | two batches | the batch of the version before | the same | once the next batch is generated |
-| fully_async | for good | groups as they finish, within the bound | the same, or on parts as they come | beside requests |
+| sync | nothing | generates one whole batch | updates on the batch | no request is in flight |
+| one_step_off | two batches | the batch of the previous version | the same | after the next batch is generated |
+| fully_async | runs all the time | finished groups within the bound | the same, or on parts as they finish | while requests run |
 | partial_rollout | more groups than a batch | the first to finish; interrupts the rest | the same | wakes the engines first |
 """
 
@@ -19,217 +19,248 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from skyrl_train.algorithms.kl_control import KlControl
+from skyrl_train.algorithms.kl import KlControl
 from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, RolloutSnapshot
-from skyrl_train.concurrency import Signal, close_all
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, NonFiniteStepsError, StalenessError
-from skyrl_train.evaluation.engines import SharedEngines
+from skyrl_train.evaluation.engines import EvaluationEngines, SharedEngines
 from skyrl_train.evaluation.runner import Evaluation
-from skyrl_train.publication.deliveries import Deliveries
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.observability.reporter import Reporter
 from skyrl_train.rollout.buffer import BufferedGroup
-from skyrl_train.rollout.checkpoint import read_recordings, read_rollout_state
+from skyrl_train.rollout.checkpoint import read_replay_cache, read_rollout_state
+from skyrl_train.rollout.data.dataset import PromptDataset
 from skyrl_train.rollout.filters import groups_to_train
-from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.reward_stage import RewardStage
-from skyrl_train.rollout.watchdog import LoopMonitor, Phase, Watchdog
-from skyrl_train.rollout_plane import RolloutPlane
-from skyrl_train.step_reports import StepReports, TrainedStep
-from skyrl_train.trainer_parts import TrainerParts
-from skyrl_train.training.backend import Minibatch
+from skyrl_train.rollout.manager import RolloutManager
+from skyrl_train.rollout.stages.logprobs import backend_stages
+from skyrl_train.rollout.stages.pipeline import Stage
+from skyrl_train.rollout.stages.reward import RewardStage
+from skyrl_train.runtime.concurrency import Signal, close_all
+from skyrl_train.runtime.watchdog import LoopMonitor, Phase, Watchdog
+from skyrl_train.step_metrics import StepReports, TrainedStep
+from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingThread
+from skyrl_train.training.checkpoint import Checkpoints
 from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
-from skyrl_train.training.nonfinite import NonFiniteSteps
-from skyrl_train.training.thread import TrainingThread
+from skyrl_train.training.optimizer import NonFiniteSteps
+from skyrl_train.types import RolloutGroup
+from skyrl_train.weight_sync.syncer import WeightSyncer
+
+if TYPE_CHECKING:  # imports torchdata, which only a streaming run needs
+    from skyrl_train.rollout.data.streaming import StreamingPrompts
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class TrainerComponents:
+    """The parts of a trainer. Each can be replaced by another implementation of its interface."""
+
+    client: InferenceEngineClient
+    generator: GeneratorInterface
+    backend: TrainingBackend
+    syncer: WeightSyncer
+    dataset: PromptDataset | StreamingPrompts
+    checkpoints: Checkpoints
+    reporter: Reporter
+    stages: Sequence[Stage] = ()  # started stages between generation and the buffer
+    evaluation_engines: EvaluationEngines | None = None  # None: evaluate on the run's engines
+    evaluation_prompts: Sequence[PromptRecord] = ()
+    spill_folder: Path | None = None  # for finished groups beyond rollout.buffer_memory_bytes
+    export_folder: Path | None = None  # for the final policy, in the format of transformers
+    clock: Callable[[], float] = field(default=time.perf_counter)
+
+
 class PPOTrainer:
-    """Generates ``train_batch_size`` groups, trains on them minibatch by minibatch, publishes, and only then generates again.
+    """Generates ``train_batch_size`` groups, trains on them minibatch by minibatch, syncs the weights, and repeats.
 
     Attributes:
-        global_step: finished optimizer steps; a policy version is the step that it was published after.
-        rollout: where groups come from.
-        training: where the backend computes.
-        deliveries: how versions get to the engines.
-        changed: notified after every event that the trainer could wait for.
+        global_step: finished optimizer steps. Policy version ``v`` has the weights after step ``v``.
+        rollout: generates groups and holds them until they are trained.
+        training: the thread in which the backend computes.
+        changed: notified after every event that the trainer may wait for.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, parts: TrainerParts) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, components: TrainerComponents) -> None:
         self.config = config
         self.plan = plan
-        self.parts = parts
+        self.components = components
         self.global_step = 0
         self.stop_requested = False
         self.changed = Signal()
         failures = config.trainer.failures
-        self.phase = Phase(parts.clock, "it starts")
-        self.watchdog = Watchdog(failures.stuck_after_s, parts.clock, self.describe, self._say_stuck)
+        self.phase = Phase(components.clock, "starts")
+        self.watchdog = Watchdog(failures.stuck_after_s, components.clock, self.describe, self._report_stuck)
         self.training = TrainingThread()
         self.kl_control = KlControl(config.trainer.algorithm)
         self.nonfinite = NonFiniteSteps(failures.max_nonfinite_steps)
-        self.rollout = RolloutPlane(
-            config, plan, parts, self.training, changed=self.changed, on_group_end=self.watchdog.progress
+        # Scores by the backend's own models: the training thread computes them between two updates.
+        in_backend = backend_stages(
+            config,
+            reference=lambda sequences: self.training.run(components.backend.reference_logprobs, sequences),
+            current=lambda sequences: self.training.run(components.backend.forward_logprobs, sequences),
+        )
+        self.rollout = RolloutManager(
+            config,
+            plan,
+            dataset=components.dataset,
+            generator=components.generator,
+            client=components.client,
+            stages=[*components.stages, *in_backend],
+            spill_folder=components.spill_folder,
+            changed=self.changed,
+            on_group_end=self.watchdog.progress,
+            on_attempt_failed=components.reporter.attempt_failed,
         )
         self.evaluation = Evaluation(
             config,
-            parts.evaluation_engines or SharedEngines(parts.generator, parts.client),
-            parts.evaluation_prompts,
-            sink=parts.reporter,
+            components.evaluation_engines or SharedEngines(components.generator, components.client),
+            components.evaluation_prompts,
+            reporter=components.reporter,
             changed=self.changed,
-            score=next((stage.run for stage in parts.stages if isinstance(stage, RewardStage)), None),
+            # An evaluation judges by the run's reward function too, not only by the generator's rewards.
+            score=next((stage.run for stage in components.stages if isinstance(stage, RewardStage)), None),
             on_progress=self.watchdog.progress,
-            clock=parts.clock,
+            clock=components.clock,
         )
-        self.deliveries = Deliveries(
-            parts.publisher,
-            parts.client,
-            parts.backend.stage,
-            hold=self.evaluation.hold,
-            served=self._served,
-            changed=self.changed,
-            clock=parts.clock,
-        )
+        # The snapshot is taken in the training thread: no update may change the weights while they are copied.
         self.saving = CheckpointSaving(
-            parts.checkpoints,
-            parts.backend,
-            snapshot=lambda: self.training.run(parts.backend.snapshot),
+            components.checkpoints,
+            components.backend,
+            snapshot=lambda: self.training.run(components.backend.snapshot),
             collect=self.rollout_snapshot,
             changed=self.changed,
         )
-        self.reports = StepReports(parts, self.rollout)
+        self.reports = StepReports(components.reporter, components.client, self.rollout, components.clock)
         self._started = False
 
     # The loop -----------------------------------------------------------------------------------------------------
 
     async def train(self) -> None:
-        """Trains until the plan's last step or until :meth:`request_stop`; leaves a checkpoint either way.
+        """Train until the plan's last step or until :meth:`request_stop`, and leave a checkpoint either way.
+
+        Consumes batches; waits for groups, updates and weight syncs; unblocked by ``changed``; produces policy versions.
 
         Raises:
-            Exception: whatever ended a part of the run, as itself. The finished steps are saved, unless it was the update
-                that failed: the policy's weights are in doubt then, and the previous checkpoint stands.
+            Exception: the first error of any part of the run. The finished steps are saved, except after a failed update:
+                the weights are in doubt then, and the previous checkpoint stands.
             CheckpointError: a checkpoint could not be written; the previous one is untouched.
             NonFiniteStepsError: too many steps were skipped; the checkpoint from before them stands.
         """
         with LoopMonitor(self.config.trainer.failures.stuck_after_s, logger.error):
             try:
-                await self._run()
-            except (CheckpointError, NonFiniteStepsError):  # the checkpoint before stands
+                await self.start()
+                while self.global_step < self.plan.total_steps:
+                    trained = await self.train_step()
+                    if trained is None:  # stop requested, or no prompts left
+                        break
+                    await self.sync_and_report(trained)
+                    await self.checkpoint_if_due()
+                # With overlap_weight_sync, the last sync may still run. Its error is raised here.
+                await self.components.syncer.wait()
+                await self.save_checkpoint()
+                await self.evaluate_last_policy()
+                await self.export_policy()
+            except (CheckpointError, NonFiniteStepsError):  # the previous checkpoint is the one to resume from
                 raise
             except Exception as error:
-                await self._save_what_is_finished(error)
+                await self._save_finished_steps(error)
                 raise
             finally:
-                unclosed = await self.close()
-            if unclosed:
-                raise unclosed[0]
-
-    async def _run(self) -> None:
-        await self.start()
-        while self.global_step < self.plan.total_steps:
-            trained = await self.train_step()
-            if trained is None:
-                break
-            await self._publish_and_report(trained)
-            await self.checkpoint_if_due()
-        await self.deliveries.delivered()
-        await self.save_checkpoint()
-        await self.evaluate_last_policy()
-        await self.export_policy()
-
-    async def _publish_and_report(self, trained: TrainedStep) -> None:
-        try:
-            trained.metrics.update(await self.publish())
-        except Exception as error:  # the step is trained all the same
-            try:
-                self.report(trained)
-            except Exception as second:
-                error.add_note(f"The step could not be reported either: {second!r}")
-            raise
-        self.report(trained)
-        self.nonfinite.observe(self.global_step, trained.metrics)
-
-    async def _save_what_is_finished(self, error: Exception) -> None:
-        if self.training.weights_in_doubt or not self._started:
-            return
-        try:
-            await self.save_checkpoint()
-        except Exception as second:  # whatever it is, the first one is why the run ends
-            error.add_note(f"The steps since the last checkpoint could not be saved either: {second}")
+                close_errors = await self.close()
+            # Reached only if training succeeded: an error of closing must not replace the error of the run.
+            if close_errors:
+                raise close_errors[0]
 
     def request_stop(self) -> None:
-        """Stops admitting; :meth:`train` finishes the step it is in, writes a checkpoint and returns."""
+        """Stop admitting groups. :meth:`train` finishes the current step, writes a checkpoint and returns."""
         self.stop_requested = True
-        self.rollout.workers.stop_admitting()
+        self.rollout.dispatcher.stop_admitting()
         self.evaluation.stop()
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to train: the plan's last step is done, or the data has ended."""
+        """True if nothing is left to train: the last step of the plan is done, or the data has ended."""
         return self.global_step >= self.plan.total_steps or self.rollout.out_of_prompts
 
     # Phases -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Restores the last checkpoint, if there is one, and brings its weights to the engines."""
-        folder = await asyncio.to_thread(self.parts.checkpoints.latest)
+        """Restore the latest checkpoint, if there is one, load its weights into the engines, and start all parts."""
+        # In a thread, because the checkpoints may be in an object store.
+        folder = await asyncio.to_thread(self.components.checkpoints.latest)
         if folder is not None:
             await self.load_checkpoint(folder)
-        await self.deliveries.publish(self.global_step)
+        # Engines serve requests only after their first weight sync.
+        await self.components.syncer.sync(self.global_step)
         await self.rollout.start()
-        self.parts.reporter.begin(self.global_step)
-        await self.evaluation.start(self.global_step, self.parts.reporter.evaluated_steps)
+        self.components.reporter.begin(self.global_step)
+        await self.evaluation.start(self.global_step, self.components.reporter.evaluated_steps)
         self.reports.begin()
         self._started = True
+        # Only now: engines and models may need longer for their start than stuck_after_s.
         self.watchdog.start()
         self.start_generation()
 
     def start_generation(self) -> None:
-        """Called once the engines serve. The synchronous trainer generates only when it needs a batch."""
+        """Hook: called once the engines serve. The synchronous trainer generates only when it needs a batch."""
 
     async def train_step(self) -> TrainedStep | None:
-        """One optimizer step on a whole batch; None when the run was asked to stop."""
-        waiting_since = self.parts.clock()
-        self.phase.enter(f"step {self.global_step + 1} waits for groups")
+        """Run one optimizer step on a whole batch. None: the run was asked to stop."""
+        clock = self.components.clock
+        waiting_since = clock()
+        self.phase.enter(f"waits for the groups of step {self.global_step + 1}")
         chosen = await self.next_batch()
         if chosen is None:
             return None
-        self.phase.enter(f"step {self.global_step + 1} trains")
+        self.phase.enter(f"trains step {self.global_step + 1}")
+        # Groups that were spilled to disk are read now; this time counts as waiting for the batch.
         batch = await self.rollout.buffer.load(chosen)
-        started = self.parts.clock()
-        metrics = await self.training.update(self._update, batch)
-        times = {"time/wait_for_batch": started - waiting_since, "time/train": self.parts.clock() - started}
-        return self.book(batch, {**metrics, **times})
+        started = clock()
+        metrics = await self.training.update(self.update_policy, batch)
+        times = {"time/wait_for_batch": started - waiting_since, "time/train": clock() - started}
+        return self.finish_step(batch, {**metrics, **times})
 
     async def next_batch(self) -> list[BufferedGroup] | None:
-        """The groups of the next step in ordinal order; None when the run was asked to stop.
+        """Return the groups of the next step, ordered by group index. None: the run was asked to stop.
 
-        Consumes capacity; waits for a whole batch to be generated; unblocked by its last group; produces the batch.
+        Consumes capacity; waits until a whole batch is generated; unblocked by its last group; produces the batch.
         """
-        await self.rollout.workers.fill()
+        await self.rollout.dispatcher.fill()
         self.raise_if_failed()
         if self.stop_requested:
             return None
+        # All groups of this phase have ended, so a batch is complete unless the prompts are exhausted.
         batch = self.rollout.choose()
         if batch is None and not self.rollout.out_of_prompts:
-            raise StalenessError(f"step {self.rollout.staleness.step} has no full batch after all groups have ended")
+            raise StalenessError(f"step {self.rollout.staleness.step} has no full batch although all groups have ended")
         return batch
 
     async def wait_for_groups(
         self, committed: Sequence[RolloutGroup] = (), at_least: int | None = None
     ) -> list[BufferedGroup] | None:
-        """Finished groups for the next step, which has ``committed`` already; None when the run was asked to stop.
+        """Return finished groups for the next step, ordered by group index. None: the run was asked to stop.
 
-        Consumes finished groups; waits until ``at_least`` of them (by default: all that the step lacks) may be trained;
-        unblocked by a group that finishes or fails, and by a publication; produces the groups in ordinal order.
+        Consumes finished groups; waits until ``at_least`` of them may be trained; unblocked by a group that ends and by a
+        weight sync; produces the groups.
+
+        Args:
+            committed: groups that the step already has.
+            at_least: fewest groups to return; None: all that the step lacks.
         """
         chosen: list[BufferedGroup] | None = None
-        taken = {group.ordinal for group in committed}
+        taken = {group.group_index for group in committed}
 
+        # Keeps the choice of its last call. To choose is to take batch slots, so the choice is not repeated after the
+        # wait.
         def ready() -> bool:
             nonlocal chosen
             if self.stop_requested or self._failure() is not None:
@@ -241,14 +272,21 @@ class PPOTrainer:
         self.raise_if_failed()
         return None if self.stop_requested else chosen
 
-    def _update(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
-        return self.parts.backend.update(self.minibatch(batch))
+    def update_policy(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Run one optimizer step on ``batch`` and return its metrics. Runs in the training thread."""
+        return self.components.backend.update(self.minibatch(batch))
 
     def minibatch(self, groups: Sequence[RolloutGroup]) -> Minibatch:
-        """What the backend trains on of these groups of the step."""
+        """Build the backend's input from groups of the current step. Runs in the training thread.
+
+        Raises:
+            StalenessError: a trained token is older than the staleness policy promises.
+        """
+        # Checked once more after the selection: a violation must never reach the weights.
         self.rollout.staleness.assert_bound(groups)
         algorithm = self.config.trainer.algorithm
         trained = groups_to_train(groups, algorithm, seed=self.config.trainer.seed, step=self.global_step + 1)
+        # The KL of these groups decides the adaptive factor of later steps.
         if self.kl_control.observes:
             self.kl_control.observe(*kl_to_reference(trained, algorithm))
         return build_minibatch(
@@ -259,63 +297,101 @@ class PPOTrainer:
             kl_factor=self.kl_control.factor,
         )
 
-    def book(self, batch: Sequence[RolloutGroup], metrics: dict[str, float]) -> TrainedStep:
-        """The policy was updated with ``batch``. At one instant of the loop, and only now: an update that fails leaves its
-        groups where they were."""
-        self.rollout.trained(batch)
+    def finish_step(self, batch: Sequence[RolloutGroup], metrics: dict[str, float]) -> TrainedStep:
+        """Record that the policy was updated with ``batch``.
+
+        Called only after a successful update, and without an ``await``: a failed update leaves its groups in the buffer, and
+        counts, ledger and buffer never disagree.
+        """
+        self.rollout.mark_trained(batch)
         self.global_step += 1
         self.watchdog.progress()
         return TrainedStep(batch, metrics | self.kl_control.step_ended())
 
-    async def publish(self) -> dict[str, float]:
-        """Sends the new weights on their way to the engines if that is due; returns when the next step may begin.
+    async def sync_and_report(self, trained: TrainedStep) -> None:
+        """Sync the weights, then report the step. A step whose weight sync fails is reported as well: it is trained."""
+        try:
+            trained.metrics.update(await self.sync_weights())
+        except Exception as error:
+            try:
+                self.report(trained)
+            except Exception as second:
+                # The failed weight sync is the cause; the second error must not hide it.
+                error.add_note(f"The step could not be reported either: {second!r}")
+            raise
+        self.report(trained)
+        # Last: this raises after too many skipped steps, and the report must contain the step by then.
+        self.nonfinite.observe(self.global_step, trained.metrics)
 
-        Where publications overlap, that is once the weights are copied; the times are then those of the version before.
+    async def sync_weights(self) -> dict[str, float]:
+        """Send the new weights to the engines if a weight sync is due. Return when the next step may begin.
+
+        With ``overlap_weight_sync`` that is when the weights are copied; the returned times belong to the previous sync.
         """
-        self.phase.enter(f"version {self.global_step} is published")
-        due, metrics = self.rollout.staleness.publication_due, {}
+        self.phase.enter(f"sends version {self.global_step} to the engines")
+        due, metrics = self.rollout.staleness.weight_sync_due, {}
         self.rollout.staleness.advance()
+        # Before the weights move again: an evaluation on separate engines copies them here.
         await self.evaluation.trained(self.global_step)
         if due:
-            metrics = await self.deliveries.begin(self.global_step)
-            if not self.plan.overlap_publication:
-                metrics = await self.deliveries.delivered()
-        self.rollout.workers.drop_overdue()
+            metrics = await self.components.syncer.begin(
+                self.global_step,
+                before_send=self.evaluation.hold,
+                on_served=self._on_version_served,
+                on_end=self.changed.notify,
+            )
+            # Otherwise the next step begins while the engines load the copied weights.
+            if not self.plan.overlap_weight_sync:
+                metrics = await self.components.syncer.wait()
+        # The step has advanced: deadlines may have passed, and admission may have capacity.
+        self.rollout.dispatcher.drop_overdue()
         self.changed.notify()
         return metrics
 
-    async def _served(self, version: int) -> None:
-        self.rollout.staleness.published(version)
+    async def _on_version_served(self, version: int) -> None:
+        self.rollout.staleness.served(version)
         await self.evaluation.served(version)
 
     def report(self, trained: TrainedStep) -> None:
-        """Writes the step's metrics and samples, and refreshes the screen."""
+        """Write the step's metrics and samples and refresh the screen."""
         self.reports.write(self.global_step, trained, checkpoint_step=self.saving.step)
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
     async def checkpoint_if_due(self) -> None:
-        """Every ``ckpt_interval`` steps, takes a snapshot and writes it while training goes on.
+        """Every ``ckpt_interval`` steps, take a snapshot and write it while training continues.
 
-        Not while steps are skipped: the policy may have diverged, and the checkpoint before may be the last good one.
+        Not while steps are skipped: the policy may have diverged, and the previous checkpoint may be the last good one.
         """
         await self.saving.check()  # a failed write ends the run
         interval = self.config.trainer.ckpt_interval
         if self.nonfinite.in_a_row:
             return
+        # save_checkpoint() writes the last step, after its weight sync.
         if interval and self.global_step % interval == 0 and self.global_step < self.plan.total_steps:
             await self.saving.begin()
 
     async def save_checkpoint(self) -> None:
-        """Writes a checkpoint of the current step, unless it is on disk already, and returns when it is."""
+        """Write a checkpoint of the current step, unless the disk has it, and return when it is written."""
         await self.saving.written()
+        # Before the last step, a checkpoint of the same step is not enough: since then, groups have finished or failed and
+        # unfinished ones have sampled more tokens.
         if self.saving.step != self.global_step or self.global_step < self.plan.total_steps:
-            # Within a step, groups finish and fail and unfinished ones sample on: a checkpoint of its beginning is not enough.
             await self.saving.begin()
             await self.saving.written()
 
+    async def _save_finished_steps(self, error: Exception) -> None:
+        """Save what is trained before ``error`` ends the run. A failure to do so becomes a note of ``error``."""
+        # Before the start nothing is trained; after a failed update the weights may have half of a step.
+        if self.training.weights_in_doubt or not self._started:
+            return
+        try:
+            await self.save_checkpoint()
+        except Exception as second:
+            error.add_note(f"The steps since the last checkpoint could not be saved either: {second}")
+
     def rollout_snapshot(self) -> RolloutSnapshot:
-        """What a checkpoint holds beside the backend's state. At one instant of the loop, so that all of it agrees."""
+        """Return the contents of a checkpoint beside the backend's state. No ``await``, so that all of it agrees."""
         state = {
             "global_step": self.global_step,
             **self.reports.state_dict(),
@@ -323,82 +399,87 @@ class PPOTrainer:
             "kl_factor": self.kl_control.factor,
             "nonfinite_in_a_row": self.nonfinite.in_a_row,
         }
-        recordings = self.parts.client.recordings.snapshot()
-        return RolloutSnapshot(self.global_step, state, self.rollout.buffer.snapshot(), recordings)
-
-    async def export_policy(self) -> None:
-        """Once trained to the end, leaves the policy as a folder that ``transformers`` opens."""
-        if self.parts.export_folder is not None and self.finished:
-            await self.training.run(self.parts.backend.export_hf, self.parts.export_folder)
-
-    async def evaluate_last_policy(self) -> None:
-        """Once trained to the end, evaluates the last policy, unless that has been done."""
-        if self.finished:
-            await self.evaluation.hold()
-            if self.parts.client.policy_version != self.global_step:  # no publication was due any more
-                await self.deliveries.publish(self.global_step)
-            await self.evaluation.conclude(self.global_step)
+        replay_cache = self.components.client.replay_cache.snapshot()
+        return RolloutSnapshot(self.global_step, state, tuple(self.rollout.buffer), replay_cache)
 
     async def load_checkpoint(self, folder: Path) -> None:
-        """Restores a checkpoint.
+        """Restore a checkpoint.
 
         Raises:
-            CheckpointError: it is of another model, data set or seed, or of a newer format.
+            CheckpointError: it belongs to another model, data set or seed, or has a newer format.
         """
+        # The state comes first: a newer format must be rejected before any part of the run has changed.
         state, groups = await asyncio.to_thread(read_rollout_state, folder)
-        recordings = await asyncio.to_thread(read_recordings, folder) if self.config.rollout.replay else []
-        await self.training.run(self.parts.backend.load, folder / POLICY_FOLDER)
+        replay_cache = await asyncio.to_thread(read_replay_cache, folder) if self.config.rollout.replay else []
+        await self.training.run(self.components.backend.load, folder / POLICY_FOLDER)
         self.global_step = state["global_step"]
-        await self.rollout.restore(state, groups, recordings, next_step=self.global_step + 1)
+        await self.rollout.restore(state, groups, replay_cache, next_step=self.global_step + 1)
         self.reports.load_state_dict(state)
         self.saving.step = self.global_step
+        # Checkpoints of earlier versions have no such entries.
         self.kl_control.factor = float(state.get("kl_factor", 1.0))
         self.nonfinite.in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
-    # The rest -----------------------------------------------------------------------------------------------------
+    # After the last step ------------------------------------------------------------------------------------------
+
+    async def evaluate_last_policy(self) -> None:
+        """After the last step, evaluate the final policy, unless that has been done."""
+        if self.finished:
+            # An evaluation that runs must end before the engines get other weights.
+            await self.evaluation.hold()
+            if self.components.client.policy_version != self.global_step:  # the last step was not due for a weight sync
+                await self.components.syncer.sync(self.global_step)
+            await self.evaluation.conclude(self.global_step)
+
+    async def export_policy(self) -> None:
+        """After the last step, write the policy as a folder that ``transformers`` opens."""
+        if self.components.export_folder is not None and self.finished:
+            await self.training.run(self.components.backend.export_hf, self.components.export_folder)
+
+    # Supervision and closing --------------------------------------------------------------------------------------
 
     def describe(self) -> list[str]:
-        """What the run is busy with, a line each."""
+        """Return what the run is busy with, one line per part."""
         return [
             self.phase.describe(),
-            *self.rollout.workers.describe(),
+            *self.rollout.dispatcher.describe(),
             *self.evaluation.describe(),
-            *self.parts.client.describe(),
+            *self.components.client.describe(),
         ]
 
-    def _say_stuck(self, message: str) -> None:
+    def _report_stuck(self, message: str) -> None:
         logger.warning("%s", message)
-        self.parts.reporter.note(message)
+        self.components.reporter.note(message)
 
     def _failure(self) -> BaseException | None:
-        """What stopped a part of the run that works in the background, if anything did."""
-        errors = (
-            part.error for part in (self.rollout.workers, self.deliveries, self.saving, self.watchdog, self.evaluation)
-        )
-        return next((error for error in errors if error is not None), None)
+        """Return the error that stopped a background part of the run, if any."""
+        parts = (self.rollout.dispatcher, self.components.syncer, self.saving, self.watchdog, self.evaluation)
+        return next((part.error for part in parts if part.error is not None), None)
 
     def raise_if_failed(self) -> None:
-        """Raises what stopped a part of the run that works in the background, if anything did."""
+        """Raise the error that stopped a background part of the run, if any."""
         failure = self._failure()
         if failure is not None:
             raise failure
 
     async def close(self) -> list[Exception]:
-        """Stops generation and engines; waits for a checkpoint that is being written. Every part is closed, whatever the
-        others do; returns what they raised."""
+        """Stop generation and engines and wait for a checkpoint that is being written.
+
+        Closes every part even when others fail. Returns their errors.
+        """
         self.watchdog.stop()
-        self.deliveries.cancel()
+        # Producers before consumers: no group, evaluation or weight sync may use an engine that is torn down.
         errors = await close_all(
             [
+                self.components.syncer.stop,
                 self.evaluation.aclose,
                 *self.rollout.closings,
                 self.saving.ended,
-                self.deliveries.ended,
-                self.parts.client.teardown,
+                self.components.client.teardown,
                 self.training.aclose,
-                lambda: asyncio.to_thread(self.parts.backend.close),
+                lambda: asyncio.to_thread(self.components.backend.close),
             ]
         )
-        self.parts.publisher.close()
-        self.parts.reporter.close()
+        self.components.syncer.close()
+        self.components.reporter.close()
         return errors

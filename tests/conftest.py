@@ -1,20 +1,39 @@
-"""How the tests are spread over processes (``pytest -n 2``)."""
+"""How the tests are spread over processes (``pytest -n 2``), and the tests of one room (``pytest --room staleness``)."""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from rooms import ROOMS, room_of
 
-# A file's tests run in one process. So do those of all files that share what takes long to start: real vLLM engines, and Ray.
+# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray) share a process too.
 SHARED = {
     "test_vllm": "vllm",
     "test_ray": "ray",
-    "test_placement": "ray",
+    "test_executors": "ray",
     "test_rollout_actors": "ray",
     "test_distributed": "ray",
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--room", help="read and run the tests of one room only; 'list' prints the rooms")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    room = config.getoption("--room")
+    if room is not None and room not in ROOMS:
+        problem = "" if room == "list" else f"there is no room {room!r}. "
+        pytest.exit(f"{problem}Rooms: {', '.join(sorted(ROOMS))}", returncode=0 if room == "list" else 2)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    room = config.getoption("--room")
+    if room is None or collection_path.is_dir() or not collection_path.name.startswith("test_"):
+        return None
+    return True if room_of(collection_path.name) != room else None
 
 
 @pytest.hookimpl(optionalhook=True)

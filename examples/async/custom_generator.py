@@ -1,24 +1,22 @@
-"""A generator of your own: it asks the client for tokens and says what they are worth. Nothing of the gym is used.
+"""A custom generator: it asks the client for tokens and rewards them. It does not use the gym.
 
     ./uvw run examples/async/custom_generator.py [key=value ...]
 
-The task: write different letters; each one that has not been there before counts, each repeated one does not.
+The task is to write different letters: each new letter counts, each repeated one does not.
 """
 
 import asyncio
 import sys
-from pathlib import Path
 
-from skyrl_train.entrypoints.train import main
-from skyrl_train.generators.base import GenerationClient, GeneratorInput, GeneratorInterface, GeneratorOutput
+import skyrl_train
+from skyrl_train import GeneratorInput, GeneratorInterface, GeneratorOutput, InferenceEngineClient
 
 
 class DistinctLetters(GeneratorInterface):
     """Rewards the share of distinct letters in an answer of at most six."""
 
-    def __init__(
-        self, client: GenerationClient
-    ) -> None:  # name what you need: client, tokenizer, generator_config, ...
+    # The trainer passes the arguments that are named here: client, tokenizer, generator_config, ...
+    def __init__(self, client: InferenceEngineClient) -> None:
         self.client = client
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -43,15 +41,5 @@ class DistinctLetters(GeneratorInterface):
 
 
 if __name__ == "__main__":
-    name = f"generator.name={Path(__file__).resolve()}:DistinctLetters"
-    sys.exit(
-        main(
-            [
-                "--config-name=quickstart",
-                name,
-                "trainer.run_name=custom_generator",
-                "trainer.max_steps=100",
-                *sys.argv[1:],
-            ]
-        )
-    )
+    settings = ["trainer.run_name=custom_generator", "trainer.max_steps=100", *sys.argv[1:]]
+    skyrl_train.train("quickstart", generator=DistinctLetters, overrides=settings)

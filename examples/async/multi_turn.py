@@ -5,6 +5,6 @@
 
 import sys
 
-from skyrl_train.entrypoints.train import main
+import skyrl_train
 
-sys.exit(main(["--config-name=guess_number", *sys.argv[1:]]))
+skyrl_train.train("guess_number", overrides=sys.argv[1:])

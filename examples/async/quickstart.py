@@ -5,6 +5,6 @@
 
 import sys
 
-from skyrl_train.entrypoints.train import main
+import skyrl_train
 
-sys.exit(main(["--config-name=quickstart", *sys.argv[1:]]))
+skyrl_train.train("quickstart", overrides=sys.argv[1:])

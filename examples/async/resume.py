@@ -36,9 +36,9 @@ def kill_and_resume(run: Path) -> int:
 
     subprocess.run(command, check=True)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = Counter(ordinal for row in rows for ordinal in row["ordinals"])
+    trained = Counter(group_index for row in rows for group_index in row["group_indices"])
     expected = set(range(60 * 16))
-    lost, twice = expected - set(trained), [ordinal for ordinal, times in trained.items() if times > 1]
+    lost, twice = expected - set(trained), [group_index for group_index, times in trained.items() if times > 1]
     print(f"{len(rows)} steps, {len(trained)} prompts trained; lost: {len(lost)}, twice: {len(twice)}")
     return 1 if lost or twice else 0
 

@@ -1,10 +1,11 @@
-"""The quickstart's task with the synchronous trainer: one word of the configuration is another.
+"""The quickstart's task with the synchronous trainer: only ``trainer.mode`` differs.
 
 ./uvw run examples/async/synchronous.py [key=value ...]
 """
 
 import sys
 
-from skyrl_train.entrypoints.train import main
+import skyrl_train
 
-sys.exit(main(["--config-name=quickstart", "trainer.mode=sync", "trainer.run_name=synchronous", *sys.argv[1:]]))
+MODE = ["trainer.mode=sync", "trainer.run_name=synchronous"]
+skyrl_train.train("quickstart", overrides=[*MODE, *sys.argv[1:]])

@@ -1,41 +1,44 @@
 """Advantage estimators: from the rewards of one rollout group to an advantage per token.
 
-Each sees one group, so a step may train group by group as they arrive. What looks at all groups of a step is one thing,
-:func:`normalized_over_minibatch`, which needs the whole minibatch (``advantage_batch_normalize``).
+    environment's rewards ──+ penalty for length (last token) ──- KL to the reference (each token)──> estimator ──> advantages
+
+Each estimator sees one group, so a step may train group by group as they arrive. The exception is
+:func:`normalized_over_minibatch`, which needs all groups of the step (``advantage_batch_normalize``). Filters of groups without
+signal, and ``reward/*`` in the metrics, use the rewards before any penalty.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig, OverlongConfig
 from skyrl_train.errors import GeneratorOutputError
 
-STD_EPSILON = 1e-6  # added to the standard deviation: bounds the advantage of a group whose returns hardly differ
+STD_EPSILON = 1e-6  # added to the standard deviation: bounds the advantages of groups with nearly equal returns
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """What a group of n samples was worth. A sample of several sequences has the tokens of all of them in a row."""
+    """The rewards of a group of n samples. A sample of several sequences has the tokens of all of them in a row.
 
-    token_rewards: Sequence[Sequence[float]]  # per sample [T_i], shaped (:mod:`skyrl_train.algorithms.rewards`)
+    Raises:
+        GeneratorOutputError: (constructor) a reward is not finite.
+        ValueError: (constructor) the fields have different numbers of samples.
+    """
+
+    token_rewards: Sequence[Sequence[float]]  # per sample [T_i], with penalties for length and KL
     loss_masks: Sequence[torch.Tensor]  # per sample bool (or 0/1) [T_i], True on sampled tokens
-    in_baseline: Sequence[bool]  # per sample: whether the others are compared with it
-    values: Sequence[torch.Tensor] | None = None  # per sample [T_i], the critic's; None: there is no critic
+    in_baseline: Sequence[bool]  # per sample: whether it is part of the baseline of the others
+    values: Sequence[torch.Tensor] | None = None  # per sample [T_i], from the critic; None: there is no critic
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            GeneratorOutputError: a reward is not finite.
-            ValueError: the fields are of different numbers of samples.
-        """
         counts = (len(self.token_rewards), len(self.loss_masks), len(self.in_baseline))
         if len(set(counts)) > 1:
             raise ValueError("a group of {} rewards, {} loss masks and {} samples in its baseline".format(*counts))
@@ -52,41 +55,32 @@ class GroupRewards:
         return torch.tensor([sum(rewards) for rewards in self.token_rewards], dtype=torch.float32)
 
     def compared(self) -> torch.Tensor:
-        """The returns of the samples in the baseline, float64 ``[m]``; of all where none is."""
+        """Return the returns of the samples in the baseline, float64 ``[m]``; of all samples where the baseline is empty."""
         returns = self.returns.double()
         return returns[torch.tensor(self.in_baseline)] if any(self.in_baseline) else returns
 
     def on_trained_tokens(self, of_samples: torch.Tensor) -> list[torch.Tensor]:
-        """One value per sample to float32 ``[T_i]`` per sample: on each token with loss mask 1, 0 elsewhere."""
+        """Spread one value per sample over its tokens: float32 ``[T_i]`` per sample, 0 where the loss mask is 0."""
         return [value * mask.bool() for value, mask in zip(of_samples.float(), self.loss_masks, strict=True)]
 
 
-class AdvantageEstimator(Protocol):
-    """Rewards of one group to per-token advantages."""
-
-    def __call__(self, group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
-        """``config.kwargs`` holds the parameters of an estimator of one's own.
-
-        Returns:
-            Per sample float32 ``[T_i]``; 0 where the mask is False.
-        """
-        ...
-
-
+# Maps the rewards of one group to per-token advantages: per sample float32 [T_i], 0 where the mask is False. ``config.kwargs``
+# holds the parameters of a user's estimator.
+AdvantageEstimator: TypeAlias = Callable[[GroupRewards, AlgorithmConfig], list[torch.Tensor]]
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("trainer.algorithm.advantage_estimator")
+register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
 
 
-@ADVANTAGE_ESTIMATORS.register("grpo")
+@register_advantage_estimator("grpo")
 def grpo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     """Group relative advantages (DeepSeekMath, arXiv 2402.03300, outcome supervision).
 
     ``A_i = (R_i - mean(R)) / (std(R) + STD_EPSILON)``, the same for every trained token of sample ``i``; without
-    ``grpo_norm_by_std`` the division is left out (Dr. GRPO, arXiv 2503.20783). ``std`` has Bessel's correction; mean and
-    std are over the samples in the baseline. Where those are equal, or one, all advantages are exactly 0: rounding in
-    the mean must not become a signal.
+    ``grpo_norm_by_std`` there is no division (Dr. GRPO, arXiv 2503.20783). ``std`` has Bessel's correction; mean and std are
+    over the samples in the baseline. Equal returns, and a baseline of one sample, give exactly 0.
     """
     compared = group.compared()
-    if _all_equal(compared):
+    if _all_equal(compared):  # rounding in the mean must not become a signal
         return group.on_trained_tokens(torch.zeros_like(group.returns))
     outcome = group.returns.double() - compared.mean()
     if config.grpo_norm_by_std:
@@ -94,12 +88,12 @@ def grpo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     return group.on_trained_tokens(outcome)
 
 
-@ADVANTAGE_ESTIMATORS.register("rloo")
+@register_advantage_estimator("rloo")
 def rloo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     """REINFORCE leave one out (arXiv 2402.14740): ``A_i = R_i - mean of the other samples' returns``.
 
-    The others are those in the baseline; a sample that is not in it is compared with all that are. Equal returns, and a
-    baseline of one, give exactly 0.
+    The others are the samples in the baseline; a sample outside of it is compared with all of them. Equal returns, and a
+    baseline of one sample, give exactly 0.
     """
     compared, returns = group.compared(), group.returns.double()
     if _all_equal(compared):
@@ -109,14 +103,14 @@ def rloo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     return group.on_trained_tokens(returns - others)
 
 
-@ADVANTAGE_ESTIMATORS.register("maxrl")
+@register_advantage_estimator("maxrl")
 def maxrl(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
-    """Maximum likelihood RL (MaxRL, arXiv 2602.02710): ``A_i = (R_i - mean(R)) / mean(R)``, for rewards that are 0 or 1, at
-    least not negative.
+    """Maximum likelihood RL (MaxRL, arXiv 2602.02710): ``A_i = (R_i - mean(R)) / mean(R)``, for rewards of 0 or 1 (at least
+    not negative).
 
-    Dividing by the mean return (the pass rate) in place of the deviation makes the sum over a group an estimate of the
-    gradient of ``log pass rate``, to the order that n samples allow: rare successes weigh more. Equal returns give
-    exactly 0; so does a group without any success.
+    Division by the mean return (the pass rate) instead of the deviation makes the sum over a group an estimate of the gradient
+    of ``log pass rate``, to the order that n samples allow: rare successes weigh more. Equal returns, and a group without any
+    success, give exactly 0.
 
     Raises:
         GeneratorOutputError: a return is negative.
@@ -132,10 +126,10 @@ def maxrl(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     return group.on_trained_tokens((group.returns.double() - compared.mean()) / compared.mean())
 
 
-@ADVANTAGE_ESTIMATORS.register("gae")
+@register_advantage_estimator("gae")
 def gae_of_samples(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     """Generalized advantage estimation with the critic's values (:func:`gae`), then normalised over the minibatch as in
-    PPO (:func:`normalized_over_minibatch`). Samples are not compared with each other, so a group of one will do.
+    PPO (:func:`normalized_over_minibatch`). Samples are not compared with each other, so groups of one work.
 
     Raises:
         ValueError: the group has no values.
@@ -148,13 +142,13 @@ def gae_of_samples(group: GroupRewards, config: AlgorithmConfig) -> list[torch.T
     ]
 
 
-@ADVANTAGE_ESTIMATORS.register("reinforce++")
+@register_advantage_estimator("reinforce++")
 def reinforce_plus_plus(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     """REINFORCE++ (arXiv 2501.03262): ``A_t = sum over k >= t of gamma^(k - t) r_k``, discounted per trained token, then
     normalised over the minibatch (:func:`normalized_over_minibatch`).
 
-    There is no baseline of the group, so a group of one will do. A reward on a token that is not trained counts for the
-    trained one before it (:func:`rewards_of_trained_tokens`).
+    The group has no baseline, so groups of one work. A reward on an untrained token counts for the trained token before it
+    (:func:`rewards_of_trained_tokens`).
     """
     advantages = []
     for rewards, mask in zip(group.token_rewards, group.loss_masks, strict=True):
@@ -168,8 +162,8 @@ def reinforce_plus_plus(group: GroupRewards, config: AlgorithmConfig) -> list[to
 
 
 def rewards_of_trained_tokens(rewards: Sequence[float], mask: torch.Tensor) -> list[float]:
-    """The rewards of the tokens with mask 1, each with those of the untrained tokens behind it; the first one has those in
-    front of it as well. Empty, and the rewards lost, where no token is trained."""
+    """Return the reward of each token with mask 1, including the rewards of the untrained tokens after it; the first one also
+    gets the rewards before it. Empty where no token is trained."""
     places = mask.nonzero().flatten().tolist()
     starts = [0, *places[1:], len(rewards)] if places else []
     return [math.fsum(rewards[start:end]) for start, end in pairwise(starts)]
@@ -181,12 +175,12 @@ def gae(
     """Generalized advantage estimation (arXiv 1506.02438) over the trained tokens of one sample.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, where ``t + 1`` is the next token with
-    mask 1 (a tool's result takes no time), and ``V`` and ``A`` behind the last one are 0. A reward on a token that is not
-    trained counts for the trained one before it.
+    mask 1 (a tool's result takes no time), and ``V`` and ``A`` behind the last one are 0. A reward on an untrained token counts
+    for the trained token before it.
 
     Args:
         rewards: ``[T]``.
-        values: ``[T]``, of the state that each token was sampled in.
+        values: ``[T]``, of the state in which each token was sampled.
         mask: bool (or 0/1) ``[T]``.
 
     Returns:
@@ -219,6 +213,18 @@ def normalized_over_minibatch(advantages: Sequence[torch.Tensor], masks: Sequenc
         return [torch.zeros_like(a) for a in advantages]
     mean, deviation = every.mean(), every.std() + STD_EPSILON
     return [(((a.double() - mean) / deviation) * m).to(a.dtype) for a, m in zip(advantages, masks, strict=True)]
+
+
+def overlong_penalty(sampled_tokens: int, config: OverlongConfig) -> float:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), times ``penalty_factor``.
+
+    With ``L = max_response_len`` and ``c = buffer_len``: 0 up to ``L - c`` tokens, from there a straight line down to -1 at
+    ``L``, and -1 beyond. No penalty where ``c`` is 0.
+    """
+    if config.buffer_len == 0 or config.max_response_len is None:
+        return 0.0
+    over = sampled_tokens - (config.max_response_len - config.buffer_len)
+    return -config.penalty_factor * min(max(over / config.buffer_len, 0.0), 1.0)
 
 
 def _all_equal(values: torch.Tensor) -> bool:

@@ -21,10 +21,10 @@ class Registry(Generic[T]):
         self._imported: dict[str, T] = {}  # by import path; a file is executed once
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: makes the function known as ``name``.
+        """Return a decorator that registers a function as ``name``.
 
         Raises:
-            ConfigError: the name is taken; two meanings of one name would depend on the import order.
+            ConfigError: the name is taken; with two meanings of one name, the import order would decide.
         """
 
         def add(entry: T) -> T:
@@ -36,13 +36,13 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str, setting: str | None = None) -> T:
-        """Returns what ``name`` stands for: a registered name, or an import path (``package.module:function``).
+        """Return the function behind ``name``: a registered name, or an import path (``package.module:function``).
 
         Args:
-            setting: that ``name`` is the value of, where it is not the registry's own.
+            setting: the setting that has this value, where it is not the registry's own.
 
         Raises:
-            ConfigError: unknown, with the nearest known name and all others; or it cannot be imported.
+            ConfigError: the name is unknown (with the nearest known name and all others), or it cannot be imported.
         """
         where = setting or self._setting
         if name in self._entries:
@@ -56,5 +56,5 @@ class Registry(Generic[T]):
         raise ConfigError(f"{where}={name!r} is unknown.{hint} Known: {', '.join(self.names())}.")
 
     def names(self) -> list[str]:
-        """All known names, sorted."""
+        """Return all registered names, sorted."""
         return sorted(self._entries)

@@ -1,15 +1,24 @@
-"""What losses and off-policy corrections see: trained tokens, and which of them belong together.
+"""The data that losses and off-policy corrections work on: trained tokens, and statistics over them.
 
-A micro-batch holds whole sequences. So whatever is a function of one token or of one sequence is the same however a step
-is split; what is a function of more than that takes it from ``minibatch`` (:mod:`skyrl_train.algorithms.minibatch`).
+A micro-batch holds whole sequences. A rule that looks at one token or one sequence therefore gives the same result however a
+step is split into micro-batches. A rule that looks further (clip-cov, M2PO) gets its numbers from ``PolicyTokens.minibatch``:
+
+    proximal log-probs of the whole minibatch ──MINIBATCH_STATISTICS──> numbers ──> PolicyTokens.minibatch of every micro-batch
+
+These numbers depend on all trained tokens of the step in any order and are computed before the policy moves, so no micro-batch
+and no rank changes them. They need the whole minibatch at once, which a step that trains part by part does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import torch
+
+from skyrl_train.algorithms.registry import Registry
+from skyrl_train.config.schema import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0  # exp stays finite in float32; a ratio this far from 1 carries no usable gradient
 
@@ -27,7 +36,7 @@ class PolicyTokens:
     advantages: torch.Tensor
     sequence_index: torch.Tensor  # int64, in [0, R), ascending
     num_sequences: int  # R
-    minibatch: Mapping[str, float] = field(default_factory=dict)  # facts about the whole minibatch, by name
+    minibatch: Mapping[str, float] = field(default_factory=dict)  # numbers about the whole minibatch, by name
 
     def per_token(self, of_sequences: torch.Tensor) -> torch.Tensor:
         """``[R]`` to ``[N]``: each token gets the value of its sequence."""
@@ -48,10 +57,67 @@ class PolicyTokens:
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """``exp``, the exponent clamped to ``±MAX_LOG_RATIO``."""
+    """``exp``, with the exponent clamped to ``±MAX_LOG_RATIO``."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def bounded_ratio(log_numerator: torch.Tensor, log_denominator: torch.Tensor) -> torch.Tensor:
-    """``exp(log_numerator - log_denominator)``, the exponent clamped to ``±MAX_LOG_RATIO``."""
+    """``exp(log_numerator - log_denominator)``, with the exponent clamped to ``±MAX_LOG_RATIO``."""
     return bounded_exp(log_numerator - log_denominator)
+
+
+class MinibatchTokens(NamedTuple):
+    """All trained tokens of a minibatch, in any order; each ``[N]``."""
+
+    proximal_logprobs: torch.Tensor
+    behaviour_logprobs: torch.Tensor
+    advantages: torch.Tensor
+
+
+# Maps all trained tokens of a minibatch (at least one) to a few named numbers, independent of the order of the tokens.
+MinibatchStatistics: TypeAlias = Callable[[MinibatchTokens, AlgorithmConfig], dict[str, float]]
+# Keyed by the name of the policy loss that needs the numbers.
+MINIBATCH_STATISTICS: Registry[MinibatchStatistics] = Registry("trainer.algorithm.policy_loss_type")
+register_minibatch_statistics = MINIBATCH_STATISTICS.register
+
+
+@dataclass(slots=True)
+class TokenStatistics:
+    """Named sums and maxima over ``tokens`` tokens; float64 scalars on the device of the tokens.
+
+    Statistics of micro-batches, parts of a step and ranks can be added in any order.
+    """
+
+    tokens: int = 0
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, tokens: int, sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor] | None = None
+    ) -> TokenStatistics:
+        """Reduce one-dimensional tensors; the result carries no gradient.
+
+        Args:
+            tokens: N.
+            sums: ``[N]`` each, or ``[R]`` for values of sequences.
+            maxima: ``[N]`` each; ignored where there are no tokens.
+        """
+        return cls(
+            tokens,
+            {name: values.detach().double().sum() for name, values in sums.items()},
+            {name: values.detach().double().max() for name, values in (maxima or {}).items()} if tokens else {},
+        )
+
+    def add(self, other: TokenStatistics) -> None:
+        """Include the tokens of ``other``, in place."""
+        self.tokens += other.tokens
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def values(self) -> dict[str, float]:
+        """Return sums and maxima as numbers, in one transfer from the device."""
+        named = {**self.sums, **self.maxima}
+        return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True)) if named else {}

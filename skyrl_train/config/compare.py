@@ -1,4 +1,4 @@
-"""When two configurations describe the same run, so that one may continue the other's checkpoints."""
+"""Comparison of configurations: a run may continue from checkpoints of the same run only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_train.config.schema.inference_engine import FleetConfig
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import FleetConfig, RunConfig
 
-_OF_WORKERS = (  # settings of fsdp
+_WORKER_SETTINGS = (  # settings of fsdp
     "num_workers",
     "sequence_parallel_size",
     "shard_size",
@@ -20,11 +19,11 @@ _OF_WORKERS = (  # settings of fsdp
     "environment",
     "start_timeout_s",
 )
-# Where a run lives, how it is watched and how patient it is: none of it changes what is learned, so a run may be
-# continued with another value.
+# Settings of where a run is stored, how it is observed, where it computes and how long it waits. They do not change what is
+# learned, so a run may continue with another value.
 NOT_PART_OF_THE_RUN = frozenset(
     {
-        *(f"trainer.{whose}fsdp.{name}" for whose in ("", "critic.") for name in _OF_WORKERS),
+        *(f"trainer.{whose}fsdp.{name}" for whose in ("", "critic.") for name in _WORKER_SETTINGS),
         "trainer.device",
         "trainer.critic.device",
         "trainer.critic.placement",
@@ -53,13 +52,13 @@ NOT_PART_OF_THE_RUN = frozenset(
         "rollout.buffer_memory_bytes",
         "rollout.num_actors",
         "rollout.ray_num_cpus",
-        "rollout.stages.reward.placement",
+        "rollout.stages.reward.executor",
         "rollout.stages.reward.max_parallel",
         "rollout.stages.reward.timeout_s",
         "rollout.stages.reward.ray_num_cpus",
         "rollout.stages.reward.ray_num_gpus",
         "rollout.stages.reference.device",
-        "rollout.stages.reference.placement",
+        "rollout.stages.reference.executor",
         "rollout.stages.reference.max_parallel",
         "rollout.stages.reference.num_workers",
         "rollout.stages.reference.cpu_offload",
@@ -73,15 +72,16 @@ NOT_PART_OF_THE_RUN = frozenset(
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
-    """The dotted names of the settings in which the two differ, those left out that change nothing that is learned."""
+    """Return the dotted names of the settings that differ, without those that do not change what is learned."""
     left, right = dict(_leaves(dataclasses.asdict(a), "")), dict(_leaves(dataclasses.asdict(b), ""))
+    # A setting may exist on one side only: free dictionaries have any keys.
     missing = object()
     keys = {**left, **right}
     return [key for key in keys if key not in NOT_PART_OF_THE_RUN and left.get(key, missing) != right.get(key, missing)]
 
 
 def same_run(a: RunConfig, b: RunConfig) -> bool:
-    """Whether a run of configuration ``a`` may be continued under ``b``."""
+    """Return whether a run with configuration ``a`` may continue under ``b``."""
     return not differences(a, b)
 
 

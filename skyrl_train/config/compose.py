@@ -1,4 +1,4 @@
-"""Recipe + overrides -> a typed configuration. Hydra composes; every refusal names the key and what to write instead.
+"""Recipe + overrides -> a typed configuration. Hydra composes; each error names the key and what to write instead.
 
 recipes/NAME.yaml  (defaults: [base, _self_])  ──┐
 base = the schema's defaults                   ──┼──hydra──> RunConfig (plain dataclasses)
@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, nearest
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -32,20 +32,21 @@ ConfigStore.instance().store(name=BASE, node=RunConfig)
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:
-    """Composes a recipe and command-line overrides.
+    """Compose a recipe and command-line overrides.
 
     Args:
         config_name: a recipe's name, or the path of a yaml file. ``"base"`` is the schema's defaults.
         overrides: ``key=value`` in hydra's grammar. Keys below ``generator.kwargs``, ``environment.kwargs`` and the like
             are free, and ``~key`` removes one that a recipe has.
-        config_dir: a folder with recipes of one's own. They may build on the library's
+        config_dir: a folder with the user's recipes. They may build on the library's
             (``defaults: [quickstart, _self_]``).
 
     Raises:
-        ConfigError: an unknown recipe or key (the message names the nearest one), a value of another type, an override
+        ConfigError: an unknown recipe or key (the message names the nearest one), a value of another type, or an override
             that cannot be read.
     """
     folder, name = _locate(config_name, config_dir)
+    # A user's recipe may build on the library's, which hydra finds through its search path.
     prepared = [*_prepare(overrides), f"hydra.searchpath=['file://{RECIPES}']"]
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
@@ -56,6 +57,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
         raise _explain(error, where=config_name) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"Recipe {config_name!r} is not readable yaml: {_one_line(error)}") from error
+    # Without the schema, hydra accepts any key and any type.
     if OmegaConf.get_type(composed) is not RunConfig:
         raise ConfigError(
             f"Recipe {config_name!r} does not build on the schema. Start it with the line `defaults: [{BASE}, _self_]`."
@@ -64,23 +66,24 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
 
 
 def recipe_names(config_dir: str | None = None) -> list[str]:
-    """The names that ``compose`` takes: the library's recipes and those of ``config_dir``."""
+    """Return the names that ``compose`` takes: the library's recipes, and the ones in ``config_dir``."""
     folders = [RECIPES] if config_dir is None else [RECIPES, Path(config_dir)]
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole configuration as yaml that ``from_yaml`` reads."""
+    """Return the whole configuration as yaml that ``from_yaml`` reads."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def from_yaml(text: str, where: str = "config.yaml") -> RunConfig:
-    """Reads what ``to_yaml`` wrote; settings that it does not name have their defaults.
+    """Read the yaml of ``to_yaml``; settings that it does not name have their defaults.
 
     Raises:
-        ConfigError: the text is not yaml, or has keys or types that the schema does not know.
+        ConfigError: the text is not yaml, or has unknown keys or values of another type.
     """
     try:
+        # Merged into the schema, which checks keys and types.
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not readable yaml: {_one_line(error)}") from error
@@ -131,10 +134,11 @@ def _missing_default(error: MissingConfigException, config_name: str, config_dir
 
 
 def _prepare(overrides: Sequence[str]) -> Iterator[str]:
-    """Checks each override and lets hydra add keys to the free dictionaries without a ``+``."""
+    """Check each override, and let hydra add keys to the free dictionaries without a ``+``."""
     for text in overrides:
         override = _parse(text)
         _check(override, text)
+        # hydra adds a key only behind "+", and replaces one only without; "++" does both.
         adds = in_free_section(override.key_or_group) and not override.is_delete()
         yield "++" + text.lstrip("+") if adds else text.lstrip("+")
 
@@ -167,10 +171,12 @@ def _unknown_key(key: str, where: str) -> ConfigError:
 
 
 def _explain(error: Exception, where: str) -> ConfigError:
-    """Turns an error of hydra or omegaconf into one that names the key, the value and what was expected."""
+    """Turn an error of hydra or omegaconf into one that names the key, the value and the expected type."""
     text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
+    # The override is wrong, not the recipe.
     if re.match("Error merging override|Could not override", str(error)):
         where = COMMAND_LINE
+    # The key is in the text of the error or of its cause, or in an attribute: it depends on the library that raises.
     found = re.search(r"^\s*full_key: (\S+)$", text, re.MULTILINE)
     key = found.group(1) if found else getattr(error, "full_key", None)
     if key is None:

@@ -1,249 +1,350 @@
-"""What follows from the settings where they are left at None. One function per derived value."""
+"""Values that follow from other settings: those left at None, and questions that several rooms ask. One function each."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from skyrl_train.config.import_path import import_name, is_import_path
+from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.model_shape import ModelShape
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
-from skyrl_train.config.schema.model import ModelConfig
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.trainer import TrainerConfig, TrainerMode
-from skyrl_train.config.schema.training import PolicyConfig, TrainingStrategy
+from skyrl_train.config.schema import (
+    AlgorithmConfig,
+    ModelConfig,
+    PolicyConfig,
+    RunConfig,
+    TrainerConfig,
+    TrainerMode,
+    TrainingStrategy,
+)
+from skyrl_train.errors import ConfigError
+
+# ---- the mode and its sizes: S, D, k, W
+
+# By import path: a trainer imports torch, which a configuration must not.
+TRAINER_CLASSES = {
+    TrainerMode.sync: "skyrl_train.trainer:PPOTrainer",
+    TrainerMode.one_step_off: "skyrl_train.one_step_off_trainer:OneStepOffTrainer",
+    TrainerMode.fully_async: "skyrl_train.fully_async_trainer:FullyAsyncTrainer",
+    TrainerMode.partial_rollout: "skyrl_train.partial_rollout_trainer:PartialRolloutTrainer",
+}
+# One step ahead, with generation and training balanced, the trainer waits for a fifth of its time; two steps ahead, not at
+# all. More than two mostly make the training data older (docs/benchmarks.md, "How far ahead").
+DEFAULT_GENERATE_AHEAD_STEPS = 2
+
+
+def trainer_mode(mode: str) -> TrainerMode:
+    """Return the built-in mode that ``trainer.mode`` means.
+
+    The import path of a class means the mode of its nearest built-in ancestor: a subclass of ``FullyAsyncTrainer`` is
+    planned as ``fully_async``.
+
+    Raises:
+        ConfigError: the mode is unknown, or the import path leads to no subclass of ``PPOTrainer``.
+    """
+    if mode in TrainerMode.__members__:
+        return TrainerMode(mode)
+    remedy = (
+        f"Set it to {', '.join(TrainerMode)}, or to a subclass of skyrl_train.PPOTrainer, as package.module:MyTrainer or "
+        "file.py:MyTrainer."
+    )
+    if not is_import_path(mode):
+        raise ConfigError(f"trainer.mode={mode} is unknown.{did_you_mean(mode, TrainerMode.__members__)} {remedy}")
+    cls = import_name(mode, "trainer.mode")
+    built_in = {path: name for name, path in TRAINER_CLASSES.items()}
+    # By path and not by class, because the trainers import torch.
+    for ancestor in getattr(cls, "__mro__", ()):  # nearest first
+        path = f"{ancestor.__module__}:{ancestor.__qualname__}"
+        if path in built_in:
+            return built_in[path]
+    raise ConfigError(f"trainer.mode={mode} is no subclass of PPOTrainer. {remedy}")
 
 
 def is_async(config: RunConfig) -> bool:
-    """Whether generation runs ahead of training, in whatever order."""
-    return config.trainer.mode is not TrainerMode.sync
+    """Return whether generation runs ahead of training in any way."""
+    return trainer_mode(config.trainer.mode) is not TrainerMode.sync
 
 
 def is_fully_async(config: RunConfig) -> bool:
-    """Whether generation never stops; all settings of ``trainer.fully_async`` count only then."""
-    return config.trainer.mode is TrainerMode.fully_async
+    """Return whether generation never stops; most settings of ``trainer.fully_async`` count only then."""
+    return trainer_mode(config.trainer.mode) is TrainerMode.fully_async
+
+
+def train_batch_size(config: RunConfig) -> int:
+    """Return the groups per generation phase: a multiple of B in sync, and B in all other modes."""
+    size = config.trainer.train_batch_size
+    return config.trainer.policy_mini_batch_size if size is None or is_async(config) else size
 
 
 def max_staleness_steps(config: RunConfig) -> int:
-    """S: the bound on a group's lag. In sync, a batch of k minibatches is k - 1 steps old when its last one trains; one
-    step off says it in its name."""
-    if config.trainer.mode is TrainerMode.sync:
-        return steps_per_publication(config) - 1
-    if config.trainer.mode is TrainerMode.one_step_off:
-        return 1
-    return config.trainer.fully_async.max_staleness_steps
+    """Return S, the bound on a group's lag. In sync, the last of a batch's k minibatches is k - 1 steps old when it trains."""
+    mode = trainer_mode(config.trainer.mode)
+    if mode is TrainerMode.sync:
+        return weight_sync_interval(config) - 1
+    return 1 if mode is TrainerMode.one_step_off else config.trainer.fully_async.max_staleness_steps
 
 
-# Where generation and training are balanced, one step ahead lets the trainer wait for a fifth of its time, and two do not; more
-# than two mostly ages what is trained (docs/benchmarks.md, "How far ahead").
-DEFAULT_DEPTH = 2
-
-
-def pipeline_depth(config: RunConfig) -> float:
-    """D: steps that generation may run ahead; 2 where S leaves room for it."""
-    if config.trainer.mode is TrainerMode.sync:
+def generate_ahead_steps(config: RunConfig) -> float:
+    """Return D, the steps that generation may run ahead: by default 2, or less if S has no room for it."""
+    mode = trainer_mode(config.trainer.mode)
+    if mode is TrainerMode.sync:
         return 0
-    if config.trainer.mode is TrainerMode.one_step_off:
+    if mode is TrainerMode.one_step_off:
         return 1
-    if config.trainer.mode is TrainerMode.partial_rollout:
+    if mode is TrainerMode.partial_rollout:
         return config.trainer.partial_rollout.oversubmit_factor - 1
-    depth = config.trainer.fully_async.pipeline_depth
-    return max(0, min(DEFAULT_DEPTH, deepest(config))) if depth is None else depth
+    depth = config.trainer.fully_async.generate_ahead_steps
+    largest = max_staleness_steps(config) - (weight_sync_interval(config) - 1)  # S >= D + k - 1
+    return max(0, min(DEFAULT_GENERATE_AHEAD_STEPS, largest)) if depth is None else depth
 
 
-def deepest(config: RunConfig) -> int:
-    """The largest D that S allows: ``S >= D + k - 1``."""
-    return max_staleness_steps(config) - (steps_per_publication(config) - 1)
-
-
-def steps_per_publication(config: RunConfig) -> int:
-    """k: optimizer steps from one publication to the next. In sync, the minibatches of a batch."""
-    if config.trainer.mode is TrainerMode.sync:
+def weight_sync_interval(config: RunConfig) -> int:
+    """Return k, the optimizer steps between two weight syncs. In sync, the minibatches of a batch."""
+    if not is_async(config):
         return train_batch_size(config) // config.trainer.policy_mini_batch_size
-    return config.trainer.fully_async.sync_every_steps if is_fully_async(config) else 1
+    return config.trainer.fully_async.weight_sync_interval if is_fully_async(config) else 1
 
+
+def capacity(config: RunConfig) -> int:
+    """Return how many groups may be admitted and untrained at once: ``(D + k) * B``, rounded down."""
+    minibatch = config.trainer.policy_mini_batch_size
+    return int(generate_ahead_steps(config) * minibatch + 1e-9) + weight_sync_interval(config) * minibatch
+
+
+def num_workers(config: RunConfig) -> int:
+    """Return W, the groups generated at once: by default as many as are ever admitted."""
+    if not is_async(config):
+        return train_batch_size(config)
+    workers = config.trainer.fully_async.num_parallel_generation_workers if is_fully_async(config) else None
+    return capacity(config) if workers is None else workers
+
+
+def overlap_weight_sync(config: RunConfig) -> bool:
+    """Return whether the next step begins before the engines serve the weights of the last one."""
+    return is_fully_async(config) and config.trainer.fully_async.overlap_weight_sync
+
+
+def staleness_policy(config: RunConfig) -> str:
+    """Return the policy for groups beyond S. One step off always waits: a resumed run finishes its last batch first."""
+    one_step_off = trainer_mode(config.trainer.mode) is TrainerMode.one_step_off
+    return "wait" if one_step_off else config.trainer.fully_async.staleness_policy
+
+
+def streaming_min_groups(config: RunConfig) -> int | None:
+    """Return how many groups train as soon as they are ready; None: whole minibatches."""
+    return config.trainer.fully_async.streaming_min_groups if is_fully_async(config) else None
+
+
+def total_steps(config: RunConfig, dataset_len: int | None) -> int:
+    """Return the optimizer steps: ``max_steps``, or as many full minibatches as all epochs together hold."""
+    if config.trainer.max_steps is not None:
+        return config.trainer.max_steps
+    assert dataset_len is not None, "a stream without max_steps is an error in config.validate"
+    return config.trainer.epochs * dataset_len // config.trainer.policy_mini_batch_size
+
+
+def max_model_len(config: RunConfig, shape: ModelShape | None) -> int:
+    """Return the tokens per request: prompt and response limits, within the positions of the model."""
+    explicit = config.generator.inference_engine.max_model_len
+    if explicit is not None:
+        return explicit
+    longest = config.generator.max_input_length + config.generator.sampling_params.max_tokens
+    return longest if shape is None else min(longest, shape.max_position_embeddings)
+
+
+# ---- the algorithm
 
 WHOLE_MINIBATCH_LOSSES = ("clip_cov", "kl_cov")
 CLIPPED_LOSSES = ("ppo_clip", "dual_clip", "gspo", "clip_cov")
 
 
 def clip_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """How far below and above 1 the ratio of a clipped loss counts. That of gspo is a mean over a sequence, so it moves a
-    thousandth as far as a token's: the paper's bounds are 3e-4 and 4e-4."""
+    """Return how far below and above 1 the ratio of a clipped loss counts.
+
+    The ratio of gspo is a mean over a sequence and moves a thousandth as far as a token's: the paper (arXiv 2507.18071) has
+    3e-4 and 4e-4.
+    """
     low, high = (3e-4, 4e-4) if algorithm.policy_loss_type == "gspo" else (0.2, 0.2)
-    given = algorithm.eps_clip_low, algorithm.eps_clip_high
-    return low if given[0] is None else given[0], high if given[1] is None else given[1]
+    given_low, given_high = algorithm.eps_clip_low, algorithm.eps_clip_high
+    return low if given_low is None else given_low, high if given_high is None else given_high
 
 
 def normalizes_over_minibatch(algorithm: AlgorithmConfig) -> bool:
-    """Whether advantages are normalised over all tokens of a minibatch; it belongs to the definition of reinforce++, and
-    to PPO as language models are trained with it."""
+    """Return whether advantages are normalized over all tokens of a minibatch.
+
+    This belongs to the definition of reinforce++, and to PPO as it is used for language models.
+    """
     if algorithm.advantage_batch_normalize is None:
         return algorithm.advantage_estimator in ("reinforce++", "gae")
     return algorithm.advantage_batch_normalize
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether groups need log-probs of the policy that the run starts from."""
+    """Return whether groups need log-probs of the policy that the run starts from."""
     return algorithm.kl_loss_coef > 0 or algorithm.kl_reward_coef > 0
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether advantages need values, and so a critic."""
+    """Return whether advantages need values, and so a critic."""
     return algorithm.advantage_estimator == "gae"
 
 
-def critic_is_colocated(trainer: TrainerConfig) -> bool:
-    """Whether the ranks that train the policy hold the critic too."""
-    return needs_critic(trainer.algorithm) and trainer.critic.placement == "colocated"
+# ---- engines and weight transport
+
+BACKENDS = ("embedded", "vllm", "vllm_remote")
 
 
-def critic_is_beside(trainer: TrainerConfig) -> bool:
-    """Whether there is a critic that computes where the policy does: in its ranks, or in this process on the same device."""
-    if trainer.strategy is TrainingStrategy.fsdp2:
-        return critic_is_colocated(trainer)
-    return needs_critic(trainer.algorithm) and one_name(critic_trainer(trainer).device) == one_name(trainer.device)
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """A built-in weight transport.
+
+    Attributes:
+        path: the import path of its class, imported only where it is used.
+        backends: the engines that it reaches.
+        folder: it needs ``generator.weight_folder``.
+        gpu: trainer and engines must be on GPUs.
+        copies: of the weights, in the trainer's memory.
+    """
+
+    path: str
+    backends: tuple[str, ...]
+    folder: bool = False
+    gpu: bool = False
+    copies: int = 2
 
 
-def one_name(device: str) -> str:
-    """The same name for the same device of this machine: ``cuda`` is its first GPU."""
-    return "cuda:0" if device == "cuda" else device
-
-
-# Settings of ``trainer.critic.fsdp`` that a critic in the policy's ranks has, because they are about the model and not about the
-# ranks.
-OF_COLOCATED_CRITIC = ("cpu_offload", "reshard_after_forward")
-
-
-def critic_model(trainer: TrainerConfig) -> ModelConfig:
-    """The model that the critic starts from: that of the policy, unless it has one of its own."""
-    path = trainer.critic.model.path
-    return trainer.policy.model if path is None else ModelConfig(path=path)
-
-
-def critic_trainer(trainer: TrainerConfig) -> TrainerConfig:
-    """The settings that the critic is trained by, in the places where those of the policy are."""
-    critic, fsdp = trainer.critic, trainer.critic.fsdp
-    if critic_is_colocated(trainer):
-        fsdp = replace(trainer.fsdp, **{name: getattr(fsdp, name) for name in OF_COLOCATED_CRITIC})
-    policy = PolicyConfig(
-        optimizer_config=critic.optimizer_config,
-        dtype=critic.dtype,
-        gradient_checkpointing=critic.gradient_checkpointing,
-    )
-    return replace(trainer, policy=policy, fsdp=fsdp, device=critic.device or trainer.device)
-
-
-def overlap_publication(config: RunConfig) -> bool:
-    """Whether the next step begins before the engines serve the weights of the last one."""
-    return is_fully_async(config) and config.trainer.fully_async.overlap_publication
+TRANSPORTS: Mapping[str, Transport] = {
+    "shared_memory": Transport("skyrl_train.weight_sync.shared_memory:SharedMemoryTransport", BACKENDS),
+    "disk": Transport("skyrl_train.weight_sync.disk:DiskTransport", BACKENDS, folder=True, copies=0),
+    "delta": Transport("skyrl_train.weight_sync.delta:DeltaTransport", BACKENDS, folder=True, copies=1),
+    "gloo": Transport("skyrl_train.weight_sync.process_group:GlooTransport", ("embedded", "vllm")),
+    "nccl": Transport("skyrl_train.weight_sync.process_group:NcclTransport", ("embedded",), gpu=True),
+    "cuda_ipc": Transport("skyrl_train.weight_sync.cuda_ipc:CudaIpcTransport", ("embedded", "vllm"), gpu=True),
+}
 
 
 def weight_transport(config: RunConfig) -> str:
-    """How weights travel: a folder that was named is used; without one, trainer and engines share a machine."""
+    """Return the transport's name: by default disk if a folder is named, else shared memory on one machine."""
     if config.generator.weight_transport is not None:
         return config.generator.weight_transport
     return "shared_memory" if config.generator.weight_folder is None else "disk"
 
 
-def straggler_policy(config: RunConfig) -> str:
-    """What gives way beyond S. One step off always waits: a batch that a resumed run has not finished goes first."""
-    one_step_off = config.trainer.mode is TrainerMode.one_step_off
-    return "wait" if one_step_off else config.trainer.fully_async.straggler_policy
+def staging_copies(config: RunConfig) -> int:
+    """Return the copies of the weights in the trainer's memory; 2 is assumed for a user's own transport."""
+    transport = TRANSPORTS.get(weight_transport(config))
+    return 2 if transport is None else transport.copies
 
 
-def streaming_min_groups(config: RunConfig) -> int | None:
-    """Groups that train as soon as they are there; None: whole minibatches."""
-    return config.trainer.fully_async.streaming_min_groups if is_fully_async(config) else None
+def num_evaluation_engines(config: RunConfig) -> int:
+    """Return the number of separate engines for the evaluation; 0 if nothing is ever evaluated."""
+    return config.trainer.eval.num_engines if config.trainer.eval.interval > 0 else 0
 
 
-def train_batch_size(config: RunConfig) -> int:
-    """Groups per generation phase; B unless the synchronous trainer is told otherwise."""
-    size = config.trainer.train_batch_size
-    return config.trainer.policy_mini_batch_size if size is None else size
+def endpoint_port(config: RunConfig) -> Any:
+    """Return the port that the harness must take; 0 or None if it takes a free one."""
+    endpoint = config.generator.kwargs.get("endpoint")
+    return endpoint.get("port") if isinstance(endpoint, Mapping) else None
 
 
-def num_workers(config: RunConfig) -> int:
-    """W: groups generated at once; as many as admission ever lets in."""
-    if config.trainer.mode is TrainerMode.sync:
-        return train_batch_size(config)
-    workers = config.trainer.fully_async.num_parallel_generation_workers if is_fully_async(config) else None
-    return capacity(config) if workers is None else workers
+# ---- training workers and the critic
 
-
-def capacity(config: RunConfig) -> int:
-    """Groups that may be admitted and untrained at once: ``(D + k) * B``, rounded down."""
-    minibatch = config.trainer.policy_mini_batch_size
-    return int(pipeline_depth(config) * minibatch + 1e-9) + steps_per_publication(config) * minibatch
-
-
-def longest_request(config: RunConfig) -> int:
-    """Tokens of the longest sequence that prompt and response limits allow."""
-    return config.generator.max_input_length + config.generator.sampling_params.max_tokens
-
-
-def max_model_len(config: RunConfig, shape: ModelShape | None) -> int:
-    """Tokens per request: prompt and response limits, within what the model has positions for."""
-    explicit = config.generator.inference_engine.max_model_len
-    if explicit is not None:
-        return explicit
-    longest = longest_request(config)
-    return longest if shape is None else min(longest, shape.max_position_embeddings)
-
-
-def total_steps(config: RunConfig, dataset_len: int | None) -> int:
-    """Optimizer steps: ``max_steps``, or as many full minibatches as the epochs hold (no barrier between epochs)."""
-    if config.trainer.max_steps is not None:
-        return config.trainer.max_steps
-    assert dataset_len is not None, "a stream needs max_steps, which was checked"
-    return config.trainer.epochs * dataset_len // config.trainer.policy_mini_batch_size
-
-
-def reference_is_colocated(config: RunConfig) -> bool:
-    """Whether the ranks that train the policy hold the reference policy too."""
-    return needs_reference(config.trainer.algorithm) and config.rollout.stages.reference.placement == "colocated"
-
-
-def reference_offload(config: RunConfig) -> bool:
-    """Whether the weights of a sharded reference policy stay in main memory."""
-    wanted = config.rollout.stages.reference.cpu_offload
-    return config.trainer.fsdp.cpu_offload if wanted is None else wanted
-
-
-def reference_device(config: RunConfig) -> str:
-    """Where the reference policy computes."""
-    return config.rollout.stages.reference.device or config.trainer.device
-
-
-def reference_is_here(config: RunConfig) -> bool:
-    """Whether there is a reference policy in a thread of the trainer's process, or in a process on the same machine."""
-    return needs_reference(config.trainer.algorithm) and config.rollout.stages.reference.placement in (
-        "thread",
-        "process",
-    )
-
-
-def trains_on_gpus(config: RunConfig) -> bool:
-    """Whether policy, critic or reference policy compute on GPUs."""
-    trainer = config.trainer
-    devices = [trainer.device]
-    devices += [critic_trainer(trainer).device] if needs_critic(trainer.algorithm) else []
-    devices += [reference_device(config)] if needs_reference(trainer.algorithm) else []
-    return any(device != "cpu" for device in devices)
-
-
-def reference_num_gpus(config: RunConfig) -> float:
-    """GPUs that each of the reference's actors reserves; of its own workers, one where they compute on one."""
-    reference = config.rollout.stages.reference
-    by_default = reference.placement == "workers" and reference_device(config).startswith("cuda")
-    return reference.ray_num_gpus or float(by_default)
+# Settings of trainer.critic.fsdp that are about the critic's model, and so also count for a critic in the policy's ranks.
+COLOCATED_CRITIC_SETTINGS = ("cpu_offload", "reshard_after_forward")
 
 
 def fsdp_shard_size(trainer: TrainerConfig) -> int:
-    """Workers that each parameter is split over; the copies of the policy are as many as they fit into the workers."""
+    """Return the number of workers that each parameter is split over."""
     split = trainer.fsdp.shard_size
     return trainer.fsdp.num_workers if split is None else split
 
 
 def fsdp_num_gpus(trainer: TrainerConfig) -> float:
-    """GPUs that each worker reserves: one where it trains on one."""
+    """Return the GPUs that each worker reserves: none on the CPU, else by default one."""
     wanted = trainer.fsdp.ray_num_gpus
-    return float(trainer.device == "cuda") if wanted is None else wanted
+    return float(trainer.device == "cuda") if wanted is None or trainer.device == "cpu" else wanted
+
+
+def critic_is_colocated(trainer: TrainerConfig) -> bool:
+    """Return whether the ranks that train the policy also hold the critic."""
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    return sharded and needs_critic(trainer.algorithm) and trainer.critic.placement == "colocated"
+
+
+def critic_shares_memory(trainer: TrainerConfig) -> bool:
+    """Return whether a critic computes in the policy's memory: in its ranks, or in this process on the same device."""
+    if trainer.strategy is TrainingStrategy.fsdp2:
+        return critic_is_colocated(trainer)
+    return needs_critic(trainer.algorithm) and (
+        full_device_name(critic_trainer(trainer).device) == full_device_name(trainer.device)
+    )
+
+
+def full_device_name(device: str) -> str:
+    """Return the name with its index: ``cuda`` is the first GPU."""
+    return "cuda:0" if device == "cuda" else device
+
+
+def critic_model(trainer: TrainerConfig) -> ModelConfig:
+    """Return the model that the critic starts from: by default the policy's."""
+    path = trainer.critic.model.path
+    return trainer.policy.model if path is None else ModelConfig(path=path)
+
+
+def critic_trainer(trainer: TrainerConfig) -> TrainerConfig:
+    """Return the trainer settings for the critic: its own in the fields of the policy's."""
+    critic, fsdp, device = trainer.critic, trainer.critic.fsdp, trainer.critic.device or trainer.device
+    # Ranks and device are the policy's; only the treatment of the critic's own weights can differ.
+    if critic_is_colocated(trainer):
+        fsdp = replace(trainer.fsdp, **{name: getattr(fsdp, name) for name in COLOCATED_CRITIC_SETTINGS})
+        device = trainer.device
+    policy = PolicyConfig(
+        optimizer_config=critic.optimizer_config,
+        dtype=critic.dtype,
+        gradient_checkpointing=critic.gradient_checkpointing,
+    )
+    return replace(trainer, policy=policy, fsdp=fsdp, device=device)
+
+
+# ---- the reference policy
+
+
+def reference_is_colocated(config: RunConfig) -> bool:
+    """Return whether the ranks that train the policy also hold the reference policy."""
+    return needs_reference(config.trainer.algorithm) and config.rollout.stages.reference.executor == "colocated"
+
+
+def reference_is_local(config: RunConfig) -> bool:
+    """Return whether a reference policy is in threads of the trainer's process, or in processes on the same machine."""
+    executor = config.rollout.stages.reference.executor
+    return needs_reference(config.trainer.algorithm) and executor in ("thread", "process")
+
+
+def reference_offload(config: RunConfig) -> bool:
+    """Return whether the weights of a sharded reference policy stay in main memory."""
+    wanted = config.rollout.stages.reference.cpu_offload
+    return config.trainer.fsdp.cpu_offload if wanted is None else wanted
+
+
+def reference_device(config: RunConfig) -> str:
+    """Return the device of the reference policy: by default the policy's, and always if it is colocated."""
+    reference = config.rollout.stages.reference
+    return config.trainer.device if reference.executor == "colocated" else reference.device or config.trainer.device
+
+
+def reference_num_gpus(config: RunConfig) -> float:
+    """Return the GPUs that each of the reference's actors reserves: none on the CPU, else by default one per worker."""
+    reference = config.rollout.stages.reference
+    if reference_device(config) == "cpu":
+        return 0.0
+    return reference.ray_num_gpus or float(reference.executor == "workers")
+
+
+def trains_on_gpus(config: RunConfig) -> bool:
+    """Return whether policy, critic or reference policy compute on GPUs."""
+    trainer = config.trainer
+    devices = [trainer.device]
+    devices += [critic_trainer(trainer).device] if needs_critic(trainer.algorithm) else []
+    devices += [reference_device(config)] if needs_reference(trainer.algorithm) else []
+    return any(device != "cpu" for device in devices)

@@ -1,4 +1,4 @@
-"""Classes and functions of other people, named in a setting."""
+"""Classes and functions of the user, named in a setting by their import path."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -13,22 +14,39 @@ from typing import Any, Literal
 from skyrl_train.errors import ConfigError
 
 _modules: dict[Path, ModuleType] = {}  # of files, by resolved path
+_objects: dict[str, Any] = {}  # objects of this process that a caller passed to a run, by their import path
 
 
 def is_import_path(name: str) -> bool:
-    """Whether ``name`` is of the shape that :func:`import_name` takes, and no registered name."""
+    """Return whether ``name`` has the form of an import path, not of a registered name."""
     return "." in name or ":" in name
 
 
+def import_path_of(target: type | Callable[..., Any]) -> str:
+    """Return an import path for a class or function of this process; :func:`import_name` then returns the object itself.
+
+    The path of an object in the main script names the script's file, so that another process can import it too. An object
+    of a notebook or inside a function can only be found in this process.
+    """
+    module, name = target.__module__, target.__qualname__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    path = f"{Path(file).resolve()}:{name}" if module == "__main__" and file is not None else f"{module}:{name}"
+    _objects[path] = target
+    return path
+
+
 def import_name(path: str, setting: str, kind: Literal["class", "function"] = "class") -> Any:
-    """Imports ``package.module:Name`` (or ``package.module.Name``), or ``Name`` from a file: ``path/to/file.py:Name``.
+    """Import ``package.module:Name`` (or ``package.module.Name``), or ``Name`` from a file: ``path/to/file.py:Name``.
 
     Args:
-        kind: what ``setting`` wants, for the message.
+        kind: the kind of object that ``setting`` takes, for the message.
 
     Raises:
-        ConfigError: there is no such thing; the message names ``setting``.
+        ConfigError: there is no such object; the message names ``setting``.
     """
+    # An object of this process, such as a class in a notebook: no import could find it.
+    if path in _objects:
+        return _objects[path]
     place, colon, name = path.rpartition(":")
     if not colon:
         place, _, name = path.rpartition(".")
@@ -37,21 +55,24 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
     except (ImportError, AttributeError, ValueError, OSError) as error:
         example = "Class" if kind == "class" else "function"
         remedy = f"Name a {kind} as package.module:{example} or file.py:{example}."
+        # Another module is missing than the named one, so the path itself is right.
         if isinstance(error, ModuleNotFoundError) and not f"{place}.".startswith(f"{error.name}."):
             remedy = f"{place} imports it: install its package here, or mend the import."
         raise ConfigError(f"{setting}={path!r} cannot be imported: {error}. {remedy}") from error
 
 
 def forget_files() -> None:
-    """Another run begins in this process: files are run anew, since what they keep may belong to the event loop of the run
-    before (an HTTP client)."""
+    """Forget the modules of files, so that the next run in this process executes them again.
+
+    Their globals may belong to the event loop of the run before (an HTTP client, for example).
+    """
     _modules.clear()
 
 
 def _module_of_file(path: str) -> ModuleType:
-    """The module in a file, under the file's own name, so that it can be found again (by pickle, by dataclasses).
+    """Return the module in a file, under the file's own name, so that pickle and dataclasses find it again.
 
-    A file is run once in a run, however many settings name it: what it registers it would otherwise register again.
+    A file is executed once per run, even if several settings name it; otherwise it would register its names twice.
     """
     file = Path(path).resolve()
     if file in _modules:
@@ -64,6 +85,7 @@ def _module_of_file(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
+    # Before the execution: dataclasses and pickle look the module up by its name.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     _modules[file] = module

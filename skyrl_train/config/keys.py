@@ -1,46 +1,50 @@
-"""The dotted names of all settings, what each may hold, and the nearest known name to a misspelt one."""
+"""Settings by their dotted names: their types, their limits, and the nearest known name to a misspelt one."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
+from typing import Any
 
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.import_path import is_import_path
+from skyrl_train.config.schema import OneOf, RunConfig
 
 _PLAIN = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
 @cache
 def known_keys() -> dict[str, str]:
-    """Maps every dotted name, sections included, to the words for what it holds; in the schema's order."""
-    return dict(_walk(RunConfig, ""))
+    """Map every dotted name, including sections, to a description of its type; in the schema's order."""
+    return {key: _describe(kind) for key, kind in _types().items()}
 
 
 @cache
 def free_sections() -> tuple[str, ...]:
-    """The dictionaries whose keys belong to someone else's constructor: any key is fine below them."""
+    """Return the dictionaries whose keys belong to a user's constructor: any key is allowed below them."""
     return tuple(key for key, holds in known_keys().items() if holds == "a mapping")
 
 
 def in_free_section(key: str) -> bool:
-    """Whether ``key`` is a free dictionary or lies in one."""
+    """Return whether ``key`` is a free dictionary or lies in one."""
     return any(key == section or key.startswith(section + ".") for section in free_sections())
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was probably meant to be, or None where nothing is close.
+    """Return the known name that ``name`` was probably meant to be, or None if nothing is close.
 
-    Dotted names are compared by their last part as well, so that a setting typed without its section is found.
+    Dotted names are also compared by their last part, so that a setting typed without its section is found.
     """
     candidates = [key for key in known if not name.startswith(key + ".")]
     last_parts: dict[str, str] = {}
     for candidate in candidates:
         last_parts.setdefault(candidate.rpartition(".")[2], candidate)
+    # The exact last part is better evidence than the similarity of long names with common sections.
     last = name.rpartition(".")[2]
     if last in last_parts:
         return last_parts[last]
@@ -52,7 +56,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest name, or the list of known names where there are few, or nothing."""
+    """Return a sentence with the nearest name, or with all known names if they are few, or an empty string."""
     candidates = list(known)
     close = nearest(name, candidates)
     if close is not None:
@@ -60,18 +64,82 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(candidates)}." if 0 < len(candidates) <= 12 else ""
 
 
-def _walk(section: type, prefix: str) -> Iterator[tuple[str, str]]:
-    hints = typing.get_type_hints(section)
+def setting(config: RunConfig, key: str) -> Any:
+    """Return the value of a dotted key; for a key inside a list of sections, the list of their values."""
+    value: Any = config
+    for part in key.split("."):
+        value = [getattr(each, part) for each in value] if isinstance(value, list) else getattr(value, part)
+    return value
+
+
+def changed(section: Any) -> list[str]:
+    """Return the names of the settings of a section that differ from their defaults."""
+    default = type(section)()
+    return [name for name in vars(default) if getattr(section, name) != getattr(default, name)]
+
+
+def limit_errors(config: RunConfig) -> list[tuple[str, str]]:
+    """Check every value against the limits in its type; None is always allowed.
+
+    Returns:
+        The key and the error message of each setting that breaks its limits.
+    """
+    errors = []
+    for key, kind in _types().items():
+        limits = _limits(kind)
+        value = setting(config, key) if limits else None
+        # A limit in the values of a dictionary applies to each of them.
+        values = {f"{key}[{name!r}]": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+        for name, each in values.items():
+            if each is not None:
+                errors += [(key, error) for limit in limits if (error := _limit_error(name, each, limit)) is not None]
+    return errors
+
+
+def _limits(kind: Any) -> list[Any]:
+    """Return the limits in a type, also in a part of a union or in the values of a dictionary."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return list(kind.__metadata__)
+    return [limit for part in typing.get_args(kind) for limit in _limits(part)]
+
+
+def _limit_error(name: str, value: Any, limit: Any) -> str | None:
+    if isinstance(limit, OneOf):
+        if value in limit.names or (limit.import_path and is_import_path(value)):
+            return None
+        return f"{name}={value} is unknown.{did_you_mean(value, limit.names)}"
+    # Ge, Gt and Interval each have some of these; comparing in this direction, NaN is outside of every range.
+    ge, gt, le, lt = (getattr(limit, bound, None) for bound in ("ge", "gt", "le", "lt"))
+    low = (ge is None or value >= ge) and (gt is None or value > gt)
+    if low and (le is None or value <= le) and (lt is None or value < lt):
+        return None
+    if ge is not None and le is not None:
+        return f"{name}={value}: must be between {ge} and {le}."
+    words = [f"at least {ge}"] if ge is not None else []
+    words += [f"more than {gt}"] if gt not in (None, -math.inf) else []
+    words += [f"at most {le}"] if le is not None else []
+    words += ["finite" if lt == math.inf else f"less than {lt}"] if lt is not None else []
+    return f"{name}={value}: must be {' and '.join(words)}."
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return dict(_walk(RunConfig, ""))
+
+
+def _walk(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    kinds = typing.get_type_hints(section, include_extras=True)
     for field in dataclasses.fields(section):
-        kind = hints[field.name]
-        key = prefix + field.name
-        yield key, _describe(kind)
+        kind = kinds[field.name]
+        yield prefix + field.name, kind
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield from _walk(kind, key + ".")
+            yield from _walk(kind, f"{prefix}{field.name}.")
 
 
-def _describe(kind: typing.Any) -> str:
+def _describe(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _describe(arguments[0])
     if origin in (types.UnionType, typing.Union):
         inner = [_describe(argument) for argument in arguments if argument is not type(None)]
         return " or ".join([*inner, "null"])

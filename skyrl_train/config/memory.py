@@ -1,166 +1,476 @@
-"""What a run keeps in memory, from the model's shape."""
+"""The memory that a run needs, estimated from the model's shape: no torch, no weights.
+
+    estimate_memory      bytes of weights, gradients, optimizer, snapshots, activations, engines
+    memory_requirements  what each memory of a machine has to hold of them
+    memory_warnings      the requirements that this machine does not meet
+
+Engines are estimated for the plan but not compared with the machine: they may be on other machines.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import subprocess
+from dataclasses import dataclass, replace
 
 from skyrl_train.config import derive
-from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
-from skyrl_train.config.schema.training import TrainingStrategy
-from skyrl_train.config.transports import staging_copies
+from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainingStrategy
 
 _FLOAT32_BYTES = 4
+_TOKEN_BYTES = 64  # ids, log-probs and what the loss keeps of them
+_GIB, _MIB = 2**30, 2**20
+_NVIDIA_SMI_LIMIT_S = 20.0
+_REFERENCE = "rollout.stages.reference"
+
+_STATE = "weights, gradients and moments"
+_STATE_AND_SNAPSHOTS = "weights, gradients, moments and snapshots"
+_SNAPSHOTS = "snapshots for checkpoints"
+
+
+# ---- the estimate
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes that stay allocated during training; activations come on top. From the model's shape, not measured."""
+    """Bytes, from the model's shape. All but the activations stay allocated during training."""
 
     num_parameters: int
-    num_trained: int  # fewer where an adapter is trained
-    policy_bytes: int  # the trained weights, with float32 masters where they are narrower
+    num_trained: int  # fewer than num_parameters if an adapter is trained
+    policy_bytes: int  # the trained weights, with float32 masters if they are narrower
     gradient_bytes: int  # float32
     optimizer_bytes: int  # the two moments of AdamW, float32
-    staging_bytes: int  # copies of the weights on their way to the engines
+    staging_bytes: int  # copies of the weights on their way to the engines, all in rank 0
     engine_weight_bytes: int  # all engines together
-    kv_cache_bytes: int  # all embedded engines together, every slot full
-    critic_bytes: int = 0  # weights, gradients and moments of a critic, over all its ranks; 0 where its size is unknown
-    # In main memory from the first checkpoint on, wherever the training is: a copy of weights and moments (of each copy of the
-    # policy, where there are several), and of the critic's.
+    kv_cache_bytes: int  # all embedded engines together, with every slot full
+    critic_bytes: int = 0  # weights, gradients and moments of a critic, over all its ranks; 0 if its size is unknown
+    # From the first checkpoint on, in main memory, also if training is on GPUs: a copy of weights and moments (of each copy of
+    # the policy, if there are several), and of the critic's.
     snapshot_bytes: int = 0
     critic_snapshot_bytes: int = 0
-    num_ranks: int = 1  # that share the weights, gradients and moments of a copy; the staging copies are all rank 0's
-    activation_bytes: int = 0  # of each rank, at most, beside what stays
-    critic_activation_bytes: int = 0  # of each rank of a critic that computes elsewhere
-    reference_bytes: int = 0  # of a reference that the same ranks hold
-    apart_reference_bytes: int = 0  # of each copy of a reference that is anywhere else
-    # Of a reference and a critic that the same ranks hold: in the memory that the policy's state is in, and in the other one.
+    num_ranks: int = 1  # that share the weights, gradients and moments of a copy
+    activation_bytes: int = 0  # of each rank, at most
+    critic_activation_bytes: int = 0  # of each rank of a critic that computes in another memory
+    reference_bytes: int = 0  # of a reference policy in the policy's ranks
+    apart_reference_bytes: int = 0  # of each copy of a reference policy anywhere else
+    # Of a reference policy and a critic in the policy's ranks: in the memory of the policy's state, and in the other memory.
     beside_bytes: int = 0
     elsewhere_bytes: int = 0
     critic_ranks: int = 1  # that share a copy of the critic
 
     @property
     def trainer_bytes(self) -> int:
-        """What the training backend holds, all its ranks together."""
+        """The bytes of the training backend, all its ranks together."""
         state = self.policy_bytes + self.gradient_bytes + self.optimizer_bytes
         return state + self.reference_bytes + self.staging_bytes + self.critic_bytes
 
     @property
     def rank_bytes(self) -> int:
-        """What each rank holds where the policy's state is: that, and what is beside it; the layer that it computes with comes
-        whole on top."""
+        """The bytes of each rank in the memory of the policy's state; the gathered layer it computes with comes on top."""
         state = self.policy_bytes + self.gradient_bytes + self.optimizer_bytes
         return -(-(state + self.beside_bytes) // self.num_ranks)
 
     @property
     def rank_elsewhere_bytes(self) -> int:
-        """What each rank holds in the other memory: on the GPU where the policy's state is in main memory, or in main memory."""
+        """The bytes of each rank in the other memory: the GPU's if the policy's state is in main memory, else main memory."""
         return -(-self.elsewhere_bytes // self.num_ranks)
 
     @property
     def engine_bytes(self) -> int:
-        """What the engines hold."""
+        """The bytes of all engines."""
         return self.engine_weight_bytes + self.kv_cache_bytes
 
 
 def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: int) -> MemoryEstimate | None:
-    """Adds up what a local backend and the embedded engines allocate for a model of this shape; None where only loading the
-    model would tell.
-    """
-    lora = config.trainer.policy.model.lora
-    learning = None if shape is None else shape.adapter_parameters(lora) if lora.rank else shape.num_parameters
-    if shape is None or learning is None:
+    """Estimate what training and the embedded engines allocate; None if only loading the model would tell its size."""
+    trainer, engine, lora = config.trainer, config.generator.inference_engine, config.trainer.policy.model.lora
+    trained = None if shape is None else shape.adapter_parameters(lora) if lora.rank else shape.num_parameters
+    if shape is None or trained is None:
         return None
-    engine = config.generator.inference_engine
-    sharded = config.trainer.strategy is TrainingStrategy.fsdp2
-    served = BYTES_PER_ELEMENT[engine.dtype]
-    parameters = shape.num_parameters
-    base = parameters if lora.rank else 0
-    trained = _weight_bytes(config.trainer.policy.dtype, sharded)
-    of_critic = _weight_bytes(config.trainer.critic.dtype, sharded) + 3 * _FLOAT32_BYTES
-    critic_shape = _critic_shape(config.trainer, shape)
-    critic = 0 if critic_shape is None else critic_shape.num_parameters
-    reference, apart = _reference_bytes(config, parameters)
-    activations, of_critic_alone = _activation_bytes(config, shape, critic_shape, max_model_len)
-    beside, elsewhere = _of_policy_ranks(config, reference, critic * of_critic)
-    slots = engine.num_engines * engine.max_num_seqs
+    parameters, served = shape.num_parameters, BYTES_PER_ELEMENT[engine.dtype]
+    frozen = parameters if lora.rank else 0
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    weight = _trained_weight_bytes(trainer.policy.dtype, sharded)
+    # The critic: per parameter its weight, the gradient and two moments.
+    critic_weight = _trained_weight_bytes(trainer.critic.dtype, sharded) + 3 * _FLOAT32_BYTES
+    critic_shape = shape if trainer.critic.model.path is None else model_shape(derive.critic_model(trainer))
+    if not derive.needs_critic(trainer.algorithm):
+        critic_shape = None
+    critic_parameters = 0 if critic_shape is None else critic_shape.num_parameters
+    reference, apart_reference = _reference_bytes(config, parameters)
+    # Reference and critic in the policy's ranks may be offloaded while the policy is not, or the other way round.
+    held = [(reference, derive.reference_offload(config))]
+    if derive.critic_is_colocated(trainer):
+        held.append((critic_parameters * critic_weight, trainer.critic.fsdp.cpu_offload))
+    one_memory = trainer.device == "cpu"
+    beside = sum(each for each, offloaded in held if one_memory or offloaded == trainer.fsdp.cpu_offload)
+    activations, critic_activations = _activations(config, shape, critic_shape, max_model_len)
     return MemoryEstimate(
         num_parameters=parameters,
-        num_trained=learning,
-        policy_bytes=base * BYTES_PER_ELEMENT[config.trainer.policy.dtype] + learning * trained,
-        gradient_bytes=learning * _FLOAT32_BYTES,
-        optimizer_bytes=learning * 2 * _FLOAT32_BYTES,
-        staging_bytes=staging_copies(config) * learning * served,
-        engine_weight_bytes=engine.num_engines * (base + learning) * served,
-        kv_cache_bytes=slots * max_model_len * shape.kv_elements_per_token * served,
-        critic_bytes=critic * of_critic,
-        snapshot_bytes=learning * (trained + 2 * _FLOAT32_BYTES),
-        critic_snapshot_bytes=critic * (of_critic - _FLOAT32_BYTES),
-        num_ranks=derive.fsdp_shard_size(config.trainer) if sharded else 1,
+        num_trained=trained,
+        policy_bytes=frozen * BYTES_PER_ELEMENT[trainer.policy.dtype] + trained * weight,
+        gradient_bytes=trained * _FLOAT32_BYTES,
+        optimizer_bytes=trained * 2 * _FLOAT32_BYTES,
+        staging_bytes=derive.staging_copies(config) * trained * served,
+        engine_weight_bytes=engine.num_engines * (frozen + trained) * served,
+        kv_cache_bytes=engine.num_engines * engine.max_num_seqs * max_model_len * shape.kv_elements_per_token * served,
+        critic_bytes=critic_parameters * critic_weight,
+        snapshot_bytes=trained * (weight + 2 * _FLOAT32_BYTES),
+        critic_snapshot_bytes=critic_parameters * (critic_weight - _FLOAT32_BYTES),
+        num_ranks=derive.fsdp_shard_size(trainer) if sharded else 1,
         activation_bytes=activations,
-        critic_activation_bytes=of_critic_alone,
+        critic_activation_bytes=critic_activations,
         reference_bytes=reference,
-        apart_reference_bytes=apart,
+        apart_reference_bytes=apart_reference,
         beside_bytes=beside,
-        elsewhere_bytes=elsewhere,
-        critic_ranks=derive.fsdp_shard_size(derive.critic_trainer(config.trainer)) if sharded else 1,
+        elsewhere_bytes=sum(each for each, _ in held) - beside,
+        critic_ranks=derive.fsdp_shard_size(derive.critic_trainer(trainer)) if sharded else 1,
     )
 
 
+def _trained_weight_bytes(dtype: str, sharded: bool) -> int:
+    """Return the bytes of one trained weight, with its float32 master if it is narrower."""
+    if sharded:  # the shard is the master; only the layer that computes has a narrower copy
+        return _FLOAT32_BYTES
+    weight = BYTES_PER_ELEMENT[dtype]
+    return weight + (_FLOAT32_BYTES if weight < _FLOAT32_BYTES else 0)
+
+
 def _reference_bytes(config: RunConfig, parameters: int) -> tuple[int, int]:
-    """Of a reference: in the policy's ranks, and of a copy of it anywhere else."""
-    policy, stage = config.trainer.policy, config.rollout.stages.reference
+    """Return the bytes of a reference policy in the policy's ranks, and of each copy of one anywhere else."""
+    policy, executor = config.trainer.policy, config.rollout.stages.reference.executor
     if not derive.needs_reference(config.trainer.algorithm):
         return 0, 0
-    sharded = stage.placement in ("colocated", "workers")
-    each = _FLOAT32_BYTES if sharded and not policy.model.lora.rank else BYTES_PER_ELEMENT[policy.dtype]
-    return (parameters * each, 0) if derive.reference_is_colocated(config) else (0, parameters * each)
+    # Shards are float32; whole copies, and a frozen base model under an adapter, have the policy's dtype.
+    sharded = executor in ("colocated", "workers") and not policy.model.lora.rank
+    total = parameters * (_FLOAT32_BYTES if sharded else BYTES_PER_ELEMENT[policy.dtype])
+    return (total, 0) if executor == "colocated" else (0, total)
 
 
-def _of_policy_ranks(config: RunConfig, reference: int, critic: int) -> tuple[int, int]:
-    """What the policy's ranks hold of a reference and a critic: in the memory that the policy's state is in, and in the other."""
-    trainer = config.trainer
-    held = [(reference, derive.reference_offload(config))]
-    if derive.critic_is_colocated(trainer):
-        held.append((critic, trainer.critic.fsdp.cpu_offload))
-    one_memory = trainer.device == "cpu"
-    beside = sum(each for each, offloaded in held if one_memory or offloaded == trainer.fsdp.cpu_offload)
-    return beside, sum(each for each, _ in held) - beside
-
-
-def _activation_bytes(
+def _activations(
     config: RunConfig, policy: ModelShape, critic: ModelShape | None, max_model_len: int
 ) -> tuple[int, int]:
-    """Of the policy, and of a critic where it computes in the same memory: in the same ranks one of them at a time, in this
-    process both at once. And of a critic in another memory."""
-    trainer, tokens = config.trainer, _micro_batch_tokens(config, max_model_len)
+    """Return the activation bytes in the policy's memory, and of a critic in another memory."""
+    trainer = config.trainer
+    # A micro-batch cannot have more tokens than a whole minibatch of the longest sequences.
+    sequences = trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
+    tokens = min(trainer.micro_batch_tokens, sequences * max_model_len)  # of the largest possible micro-batch
     of_policy = activation_bytes(trainer, policy, tokens)
     if critic is None:
         return of_policy, 0
     of_critic = activation_bytes(derive.critic_trainer(trainer), critic, tokens)
-    if not derive.critic_is_beside(trainer):
+    if not derive.critic_shares_memory(trainer):
         return of_policy, of_critic
+    # In the same ranks one of them computes at a time; in this process both may.
     return (max(of_policy, of_critic) if derive.critic_is_colocated(trainer) else of_policy + of_critic), 0
 
 
-def _micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
-    """Of the largest micro-batch that the run can have."""
-    sequences = config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
-    return min(config.trainer.micro_batch_tokens, sequences * max_model_len)
+def activation_bytes(trainer: TrainerConfig, shape: ModelShape, tokens: int) -> int:
+    """Return the bytes that a rank keeps of a forward pass for its backward pass, at most.
+
+    Per token and layer: two norms, which compute in float32, and their outputs (8 bytes and 4 elements, times the hidden
+    size); queries, keys, values, the output of attention and its copy, and the norms of queries and keys if the architecture
+    has them (8 bytes and 7 elements, times the size of all heads); gate, activated gate, up and their product (4 elements,
+    times the intermediate size). With gradient checkpointing, layers keep their input, and one of them everything. Logits are
+    computed in tiles, and again for the backward pass.
+
+    Args:
+        tokens: of the micro-batch; with sequence parallelism each rank has its slice.
+    """
+    element = BYTES_PER_ELEMENT[trainer.policy.dtype]
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    on_rank = -(-tokens // trainer.fsdp.sequence_parallel_size) if sharded else tokens
+    hidden = shape.hidden_size
+    norms = 2 * _FLOAT32_BYTES * hidden + 4 * element * hidden
+    attention = (2 * _FLOAT32_BYTES + 7 * element) * shape.num_heads * shape.head_dim
+    scalars = _FLOAT32_BYTES * (3 * shape.num_heads + 2)  # one per norm, and one per head of attention
+    layer = norms + attention + scalars + 4 * element * shape.intermediate_size
+    checkpointing = trainer.policy.gradient_checkpointing
+    kept = shape.num_layers * element * hidden + layer if checkpointing else shape.num_layers * layer
+    # Above the layers: the last norm, a tile of the head, and the numbers of the loss.
+    top = (_FLOAT32_BYTES + 2 * element) * hidden + 2 * element * shape.head_dim + _TOKEN_BYTES
+    return on_rank * (kept + top)
 
 
-def _critic_shape(trainer: TrainerConfig, of_policy: ModelShape) -> ModelShape | None:
-    if not derive.needs_critic(trainer.algorithm):
-        return None
-    return of_policy if trainer.critic.model.path is None else model_shape(derive.critic_model(trainer))
+# ---- the machine
 
 
-def _weight_bytes(dtype: str, sharded: bool) -> int:
-    """Of one trained weight, with its float32 master where it is narrower."""
-    if sharded:  # it is its own master: what is narrower is a layer at a time, while it computes
-        return _FLOAT32_BYTES
-    trained = BYTES_PER_ELEMENT[dtype]
-    return trained + (_FLOAT32_BYTES if trained < _FLOAT32_BYTES else 0)
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The total memory of a machine, whether or not it is in use."""
+
+    main_memory_bytes: int
+    gpu_bytes: tuple[int, ...] = ()  # of each visible GPU; empty: none, or the driver does not say
+
+
+def this_machine(*, gpus: bool) -> Machine:
+    """Ask the system, and for ``gpus`` the driver. Without torch, which would tie the process to a GPU."""
+    # All GPUs of the machine; CUDA_VISIBLE_DEVICES is applied below, because nvidia-smi ignores it.
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    gpu_bytes: tuple[int, ...] = ()
+    if gpus:
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_LIMIT_S)
+            gpu_bytes = visible_gpus(answer.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        except (OSError, subprocess.SubprocessError):
+            pass  # no driver here: nothing is compared with GPUs
+    return Machine(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpu_bytes)
+
+
+def visible_gpus(answer: str, visible: str | None) -> tuple[int, ...]:
+    """Return the bytes of each GPU in lines of ``index, uuid, MiB``, without those that ``CUDA_VISIBLE_DEVICES`` hides."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+    named = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    return tuple(
+        int(row[2]) * _MIB
+        for row in rows
+        if len(row) == 3
+        and row[2].isdecimal()
+        and (named is None or row[0] in named or any(row[1].startswith(name) for name in named))
+    )
+
+
+# ---- requirements and warnings
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequirement:
+    """A memory, and the bytes of the training that it has to hold."""
+
+    where: str
+    kind: str  # of state_bytes, in words
+    state_bytes: int  # held during the whole run
+    activation_bytes: int  # at most, while a micro-batch is trained
+    available_bytes: int
+    remedy: str
+    models: tuple[str, ...] = ()  # that the activations belong to
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWarnings:
+    """Requirements beyond the machine: ``insufficient`` by the state alone, ``tight`` only with the most activations."""
+
+    insufficient: list[str]
+    tight: list[str]
+
+
+def memory_warnings(config: RunConfig, memory: MemoryEstimate | None, machine: Machine) -> MemoryWarnings:
+    """Compare the memory that training needs with what the machine has."""
+    insufficient, tight = [], []
+    for need in memory_requirements(config, memory, machine):
+        state, available = need.state_bytes, need.available_bytes
+        # The state stays allocated during the whole run; activations reach their maximum only with full micro-batches.
+        if state > available:
+            insufficient.append(
+                f"{need.where}: {need.kind} take {_gib(state)}, and there are {_gib(available)}. {need.remedy}"
+            )
+        elif state + need.activation_bytes > available:
+            checkpointing = {
+                "policy": config.trainer.policy.gradient_checkpointing,
+                "critic": config.trainer.critic.gradient_checkpointing,
+            }
+            keys = [f"trainer.{name}.gradient_checkpointing=true" for name in need.models if not checkpointing[name]]
+            fewer = f"Set {' and '.join(keys)}, lower" if keys else "Lower"
+            tight.append(
+                f"{need.where}: {_gib(state)} of {need.kind}, and up to {_gib(need.activation_bytes)} of activations, but "
+                f"there are {_gib(available)}. {fewer} trainer.micro_batch_tokens, or: {need.remedy}"
+            )
+    return MemoryWarnings(insufficient, tight)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:,.1f} GiB"
+
+
+def memory_requirements(config: RunConfig, memory: MemoryEstimate | None, machine: Machine) -> list[MemoryRequirement]:
+    """Return what each memory of this machine, or of another one like it, has to hold.
+
+    Nothing is known, and the list is empty, if the model's size is unknown or the policy trains on GPUs that are not here.
+    """
+    if memory is None or (config.trainer.device != "cpu" and not machine.gpu_bytes):
+        return []
+    if config.trainer.strategy is TrainingStrategy.local:
+        return [*_local_devices(config, memory, machine), *_reference_actors(config, memory, machine)]
+    return [
+        *_policy_ranks(config, memory, machine),
+        *_critic_workers(config.trainer, memory, machine),
+        *_reference_beside_ranks(config, memory, machine),
+        *_reference_actors(config, memory, machine),
+    ]
+
+
+def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
+    """strategy=local: each device with its models, and the main memory with the snapshots."""
+    trainer = config.trainer
+    # (model, device, state bytes, activation bytes) of each model in this process or in a process next to it
+    # Several models may compute on the same device, so their bytes are added by device below.
+    held = [("policy", derive.full_device_name(trainer.device), memory.rank_bytes, memory.activation_bytes)]
+    if derive.needs_critic(trainer.algorithm):
+        device = derive.full_device_name(derive.critic_trainer(trainer).device)
+        held.append(("critic", device, memory.critic_bytes, memory.critic_activation_bytes))
+    if derive.reference_is_local(config):
+        device = derive.full_device_name(derive.reference_device(config))
+        held.append(("reference policy", device, _local_reference_bytes(config, memory), 0))
+    requirements = []
+    # Each device once, and the main memory always: it holds the snapshots.
+    for device in dict.fromkeys([*(device for _, device, _, _ in held), "cpu"]):
+        on_gpu, here = device != "cpu", [each for each in held if each[1] == device]
+        if on_gpu and not machine.gpu_bytes:
+            continue
+        models = [name for name, _, _, _ in here]
+        trained = tuple(name for name in models if name != "reference policy")
+        if on_gpu:
+            kind = _STATE if trained else "weights"
+        else:
+            kind = _STATE_AND_SNAPSHOTS if trained else "weights and snapshots" if models else _SNAPSHOTS
+        # The policy stands for the training in the message; without it, name the models.
+        if "policy" in models:
+            where = f"Training on {trainer.device}"
+        else:
+            where = f"The {' and '.join(models)} on {device}" if on_gpu else "The main memory"
+        if trained:
+            remedy = "Use trainer.strategy=fsdp2 on several devices, or a smaller model"
+        elif on_gpu:
+            remedy = "Use a GPU with more"
+        else:
+            remedy = "Use a machine with more, or train an adapter (trainer.policy.model.lora)"
+        if "reference policy" in models:
+            remedy += f", or set {_REFERENCE}.executor=workers{_fewer_copies(config)}"
+        requirements.append(
+            MemoryRequirement(
+                where,
+                kind,
+                sum(state for _, _, state, _ in here) + (0 if on_gpu else _snapshot_bytes(trainer, memory)),
+                sum(activations for _, _, _, activations in here),
+                min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+                f"{remedy}.",
+                trained,
+            )
+        )
+    return requirements
+
+
+def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
+    """strategy=fsdp2: each rank; on GPUs also the main memory that all ranks of this machine share."""
+    trainer, fsdp = config.trainer, config.trainer.fsdp
+    on_gpu, colocated = trainer.device != "cpu", derive.critic_is_colocated(trainer)
+    remedy = f"Use more than trainer.fsdp.num_workers={fsdp.num_workers}"
+    if derive.fsdp_shard_size(trainer) < fsdp.num_workers:
+        remedy += " or a larger trainer.fsdp.shard_size"
+    if on_gpu:
+        remedy += ", or set trainer.fsdp.cpu_offload=true"
+        if colocated and not trainer.critic.fsdp.cpu_offload:
+            remedy += ", trainer.critic.fsdp.cpu_offload=true"
+    if colocated:
+        remedy += ", or trainer.critic.placement=workers"
+    rank = MemoryRequirement(
+        f"Each of {fsdp.num_workers} ranks",
+        _STATE if on_gpu else _STATE_AND_SNAPSHOTS,
+        memory.rank_bytes + (0 if on_gpu else _snapshot_bytes(trainer, memory)),
+        memory.activation_bytes,
+        min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+        f"{remedy}.",
+        ("policy", "critic") if colocated else ("policy",),
+    )
+    if not on_gpu:
+        return [rank]
+    here = min(fsdp.num_workers, len(machine.gpu_bytes))  # the other ranks are on other machines
+    state = memory.rank_bytes if fsdp.cpu_offload else memory.rank_elsewhere_bytes
+    reference = _local_reference_bytes(config, memory) if derive.reference_device(config) == "cpu" else 0
+    workers = f", or set {_REFERENCE}.executor=workers{_fewer_copies(config)}" if reference else ""
+    main_memory = MemoryRequirement(
+        f"The main memory, with {here} ranks{' and cpu_offload=true' if state else ''}",
+        _STATE_AND_SNAPSHOTS if state else "weights and snapshots" if reference else _SNAPSHOTS,
+        here * (state + _snapshot_bytes(trainer, memory)) + reference,
+        0,
+        machine.main_memory_bytes,
+        f"Use more nodes{workers}.",
+    )
+    if not fsdp.cpu_offload:
+        return [rank, main_memory]
+    # The policy's state is in main memory; the GPU holds a reference or critic that is not offloaded, and activations.
+    remedy = "Use more nodes."
+    if memory.rank_elsewhere_bytes:
+        remedy = "Set cpu_offload=true in rollout.stages.reference and trainer.critic.fsdp too."
+    return [main_memory, replace(rank, state_bytes=memory.rank_elsewhere_bytes, remedy=remedy)]
+
+
+def _snapshot_bytes(trainer: TrainerConfig, memory: MemoryEstimate) -> int:
+    """Return what each rank's snapshot takes of the main memory of its machine, on the CPU and on GPUs."""
+    with_critic = trainer.strategy is TrainingStrategy.local or derive.critic_is_colocated(trainer)
+    together = memory.snapshot_bytes + (memory.critic_snapshot_bytes if with_critic else 0)
+    return -(-together // memory.num_ranks)
+
+
+def _critic_workers(trainer: TrainerConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
+    """strategy=fsdp2: a critic's separate workers. The snapshots of workers on GPUs may be on any machine."""
+    critic = derive.critic_trainer(trainer)
+    on_gpu = critic.device != "cpu" and not critic.fsdp.cpu_offload
+    if not memory.critic_bytes or derive.critic_is_colocated(trainer) or (on_gpu and not machine.gpu_bytes):
+        return []
+    key, workers = "trainer.critic.fsdp", critic.fsdp.num_workers
+    held = memory.critic_bytes + (0 if on_gpu else memory.critic_snapshot_bytes)
+    return [
+        MemoryRequirement(
+            f"Each of the critic's {workers} ranks",
+            _STATE if on_gpu else _STATE_AND_SNAPSHOTS,
+            -(-held // memory.critic_ranks),
+            memory.critic_activation_bytes if on_gpu or critic.device == "cpu" else 0,
+            min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+            f"Use more than {key}.num_workers={workers}{f', or set {key}.cpu_offload=true' if on_gpu else ''}.",
+            ("critic",),
+        )
+    ]
+
+
+def _local_reference_bytes(config: RunConfig, memory: MemoryEstimate) -> int:
+    """Return the bytes of all copies of a reference policy in threads or processes on this machine."""
+    copies = config.rollout.stages.reference.max_parallel if derive.reference_is_local(config) else 0
+    return copies * memory.apart_reference_bytes
+
+
+def _fewer_copies(config: RunConfig) -> str:
+    copies = config.rollout.stages.reference.max_parallel
+    return f", or {_REFERENCE}.max_parallel below {copies}" if copies > 1 else ""
+
+
+def _reference_beside_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
+    """strategy=fsdp2: a reference policy of this machine on its own GPU, or in main memory beside a rank that trains there."""
+    held, device = _local_reference_bytes(config, memory), derive.reference_device(config)
+    on_gpu = device != "cpu"
+    if not held or (on_gpu and not machine.gpu_bytes) or (not on_gpu and config.trainer.device != "cpu"):
+        return []
+    rank = 0 if on_gpu else memory.rank_bytes + _snapshot_bytes(config.trainer, memory)
+    return [
+        MemoryRequirement(
+            f"The reference policy on {device}" if on_gpu else "The reference policy and a rank",
+            "weights" if on_gpu else _STATE_AND_SNAPSHOTS,
+            held + rank,
+            0,
+            min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+            f"Set {_REFERENCE}.executor=workers{_fewer_copies(config)}.",
+        )
+    ]
+
+
+def _reference_actors(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
+    """A reference policy's Ray actors, with a copy or a shard each."""
+    reference = config.rollout.stages.reference
+    sharded = reference.executor == "workers"
+    on_gpu = derive.reference_device(config) != "cpu" and not (sharded and derive.reference_offload(config))
+    if not memory.apart_reference_bytes or derive.reference_is_local(config) or (on_gpu and not machine.gpu_bytes):
+        return []
+    remedy = f"Set {_REFERENCE}.executor=workers."
+    if sharded:
+        offload = f", or set {_REFERENCE}.cpu_offload=true" if on_gpu else ""
+        remedy = f"Use more than {_REFERENCE}.num_workers={reference.num_workers}{offload}."
+    return [
+        MemoryRequirement(
+            f"Each of the reference's {reference.num_workers if sharded else reference.max_parallel} actors",
+            "weights",
+            -(-memory.apart_reference_bytes // (reference.num_workers if sharded else 1)),
+            0,
+            min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+            remedy,
+        )
+    ]

@@ -1,4 +1,4 @@
-"""The size of a causal language model from its configuration alone: no torch, no weights, no network."""
+"""The size of a causal language model, from its configuration alone: no torch, no weights, no network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema.model import BuildModelConfig, LoraConfig, ModelConfig
+from skyrl_train.config.schema import BuildModelConfig, LoraConfig, ModelConfig
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
-NUM_SPECIAL_TOKENS = 3  # <pad>, <eos>, <unk> of a tokenizer made on the spot
+NUM_SPECIAL_TOKENS = 3  # <pad>, <eos>, <unk> of the character tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of embeddings, attention, feed-forward layers and norms; biases are left out."""
+        """Weights of embeddings, attention, feed-forward layers and norms, without biases."""
         h = self.hidden_size
         attention = 2 * h * self.head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * h * self.intermediate_size + 2 * h
@@ -38,7 +38,7 @@ class ModelShape:
         return embeddings + self.num_layers * layer + h
 
     def adapter_parameters(self, lora: LoraConfig) -> int | None:
-        """Elements of A and B of every linear layer that has them; None where the names do not tell which those are."""
+        """Return the elements of A and B in all adapted linear layers; None if the names do not tell which layers those are."""
         heads, kv_heads = self.head_dim * self.num_heads, self.head_dim * self.num_kv_heads
         h, i = self.hidden_size, self.intermediate_size
         ends = {
@@ -57,12 +57,12 @@ class ModelShape:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Elements of the keys and values of one token, in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
-    """The shape of the configured model, or None where only loading it would tell (a hub name, say)."""
+    """Return the shape of the configured model, or None if only loading it would tell (for a hub name, say)."""
     if model.path is None:
         return _of_build(model.build)
     try:
@@ -87,6 +87,7 @@ def _of_build(build: BuildModelConfig) -> ModelShape:
 
 
 def _of_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
+    # A mixture of experts has other sizes; no estimate is better than a wrong one.
     if any("expert" in key for key in config):
         return None
     try:

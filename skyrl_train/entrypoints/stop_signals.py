@@ -1,11 +1,11 @@
-"""SIGTERM and Ctrl-C, which nothing in the process can hold up.
+"""Handlers of SIGTERM and SIGINT (Ctrl-C) that work even if a call blocks the event loop.
 
-    the first ──> the event loop is asked to stop ──> checkpoint, exit 0
-                        └── it does not turn for limit_s (a call blocks it) ──> as the second
-    the second ──> the process ends by the signal, at once
+    first signal ──> the event loop is asked to stop ──> checkpoint, exit 0
+                            └── it does not respond for limit_s (a call blocks it) ──> like the second signal
+    second signal ──> the process ends by the signal, at once
 
-Python runs these handlers between two instructions of the main thread, also while a call blocks its event loop; asyncio's
-own would wait until the loop turns.
+Python runs these handlers between two instructions of the main thread, also while a call blocks its event loop. asyncio's
+handlers would wait until the loop responds.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from skyrl_train.rollout.watchdog import blocking_call
+from skyrl_train.runtime.watchdog import blocking_call
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_SIGNAL_S = 0.5  # a Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on
+SAME_SIGNAL_S = 0.5  # one Ctrl-C may arrive twice: from the terminal, and from a launcher that forwards it
 LISTEN_LIMIT_S = 60.0
-LAST_LIMIT_S = 5.0  # for a main thread that is inside a call which does not return to Python
+LAST_LIMIT_S = 5.0  # for a main thread in a call that does not return to Python
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """In the main thread, until :class:`StopSignals` takes over: SIGTERM interrupts as Ctrl-C does, and is cleaned up after."""
+    """Make SIGTERM raise KeyboardInterrupt in the main thread, like Ctrl-C, until :class:`StopSignals` takes over."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -42,12 +42,12 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 class StopSignals:
-    """``with StopSignals(...)`` in the main thread, on the loop that is to be stopped.
+    """Use ``with StopSignals(...)`` in the main thread, on the event loop to stop.
 
     Args:
         stop: called on the event loop after the first signal.
-        before_end: called before the process ends by a signal, such as to give the terminal its cursor back.
-        limit_s: how long the event loop may take to hear of the first signal.
+        before_end: called before the process ends by a signal, for example to restore the cursor of the terminal.
+        limit_s: time limit for the event loop to respond to the first signal.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class StopSignals:
             self._loop.call_soon_threadsafe(self._hear)
         elif time.monotonic() - self._asked_at >= min(SAME_SIGNAL_S, self._limit_s):
             self._before_end()
+            # The default handler ends the process with the exit status of this signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -91,9 +92,10 @@ class StopSignals:
     def _insist(self, number: int) -> None:
         if not self._heard.wait(self._limit_s):
             logger.error(
-                "the run cannot stop, because a call blocks its event loop; it ends now. %s", self._blocking_call()
+                "the run cannot stop, because a call blocks its event loop; the process ends now. %s",
+                self._blocking_call(),
             )
-            os.kill(os.getpid(), number)  # handled as the second one
+            os.kill(os.getpid(), number)  # handled like a second signal
             if not self._heard.wait(LAST_LIMIT_S):
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,24 +1,24 @@
-"""What an environment is: it turns a prompt into messages, answers into rewards, and says when the episode is over.
+"""The environment interface: it turns a prompt into messages and answers into rewards, and ends the episode.
 
     init(prompt) ──messages──> policy ──text──> step(action) ──observations, reward, done──> policy ...   close()
 
-The shape is skyrl-gym's, so that a ``BaseTextEnv`` runs here unchanged. One instance lives for one episode; the calls
-of an episode never overlap, and those of a blocking environment all run on one thread that is not the event loop's.
+The interface is skyrl-gym's, so a ``BaseTextEnv`` runs here unchanged. One instance lives for one episode. The calls of an
+episode never overlap. The calls of a blocking environment all run on one thread, apart from the event loop.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
-from skyrl_train.generators.base import ConversationType
+from skyrl_train.types import ConversationType
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """One row of a data set. ``env_class`` None means the run's ``environment.env_class``."""
+    """One row of a data set. ``env_class`` None stands for the run's ``environment.env_class``."""
 
     uid: str
     prompt: ConversationType
@@ -27,27 +27,27 @@ class PromptRecord:
     data_source: str = ""
 
     def own_copy(self) -> PromptRecord:
-        """The same row for somebody else's code, which may write into the prompt and the extras that it is given.
+        """Return a copy for user code, which may write into the prompt and the extras that it receives.
 
-        Written into, the data set's own would be another prompt in the next sample, attempt and epoch, and another data set to
-        a run that resumes.
+        If it wrote into the data set's own record, the next sample, attempt and epoch would get another prompt, and a
+        resumed run would see another data set.
         """
         return replace(self, prompt=_copied(self.prompt), env_extras=_copied(self.env_extras))
 
 
 def _copied(value: Any) -> Any:
-    """Lists and dicts at any depth are copied; what else there is, is shared."""
+    """Copy lists and dicts at any depth; share everything else."""
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
 
 
 class EnvironmentStep(TypedDict):
-    """What one action led to.
+    """The result of one action.
 
-    ``observations`` are the messages before the policy's next turn (ignored when ``done``). ``postprocessed_action`` is
-    skyrl-gym's wish to put another text in the place of what was sampled; training stays token-exact, so the sampled
-    tokens are kept and the wish is counted (``generate/postprocessed_actions``).
+    ``observations`` are the messages before the policy's next turn; ignored when ``done``. ``postprocessed_action`` is
+    skyrl-gym's request to replace the sampled text. Training stays token-exact: the sampled tokens are kept, and the
+    request is counted (``generate/postprocessed_actions``).
     """
 
     observations: ConversationType
@@ -58,7 +58,7 @@ class EnvironmentStep(TypedDict):
 
 
 class TextEnvironment(Protocol):
-    """The methods that an episode needs; skyrl-gym's ``BaseTextEnv`` has them."""
+    """The methods that an episode needs. skyrl-gym's ``BaseTextEnv`` has them, and so has :class:`Environment`."""
 
     def init(self, prompt: Any) -> tuple[ConversationType, dict[str, Any]]: ...
 
@@ -70,12 +70,15 @@ class TextEnvironment(Protocol):
 
 
 class Environment(ABC):
-    """Base of this library's environments, and a convenient one for yours.
+    """Base class of this library's environments, and of yours.
 
-    A subclass takes ``extras`` (the data row's other columns) and whatever keyword arguments it names; a run sets those
-    by ``environment.kwargs``. ``is_blocking`` False promises that every method returns within microseconds and may run
-    on the event loop. ``alphabet`` has the characters that prompts, observations and good answers are made of, for
-    ``trainer.policy.model.build.alphabet``; empty where any text may occur.
+    A subclass takes ``extras`` (the data row's other columns) and any keyword arguments, which a run sets with
+    ``environment.kwargs``.
+
+    Attributes:
+        is_blocking: False promises that every method returns within microseconds and may run on the event loop.
+        alphabet: the characters of prompts, observations and good answers, for ``trainer.policy.model.build.alphabet``;
+            empty where any text may occur.
     """
 
     is_blocking: ClassVar[bool] = True
@@ -86,29 +89,46 @@ class Environment(ABC):
 
     @classmethod
     def generate_prompts(cls, count: int, seed: int) -> list[PromptRecord] | None:
-        """Returns ``count`` prompts as a function of ``seed`` (and of keyword arguments that a subclass adds).
+        """Return ``count`` prompts as a function of ``seed`` (and of keyword arguments that a subclass adds).
 
-        None, the default, says that this environment lives on data files.
+        None, the default, means that prompts come from data files.
         """
         return None
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Returns the messages that the policy sees first, and metadata."""
+        """Return the messages that the policy sees first, and metadata."""
         return prompt, {}
 
-    def observe_stop(self, stop_reason: str) -> None:  # noqa: B027 - most environments need not know
-        """Told before each ``step`` why the action's text ended: ``"stop"`` or ``"length"``.
+    def observe_stop(self, stop_reason: str) -> None:  # noqa: B027 - most environments do not need it
+        """Receive the reason why the action's text ended, ``"stop"`` or ``"length"``, before each ``step``.
 
-        Text alone cannot tell a finished answer from one that was cut off.
+        The text alone does not tell a finished answer from a truncated one.
         """
 
     @abstractmethod
     def step(self, action: str) -> EnvironmentStep:
-        """Takes the policy's text (special tokens left out) and returns what it led to."""
+        """Take the policy's text (without special tokens) and return its result."""
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Frees what the episode holds. Called exactly once, however the episode ended."""
+        """Free the episode's resources. Called exactly once, however the episode ended."""
 
     def get_metrics(self) -> dict[str, Any]:
-        """Numbers about the finished episode; averaged over the group under ``environment/<key>``."""
+        """Return numbers about the finished episode. They are averaged over the group under ``environment/<key>``."""
         return {}
+
+
+@dataclass(frozen=True)
+class EnvironmentFactory:
+    """Makes the environments of one ``env_class``.
+
+    Attributes:
+        name: as in the configuration.
+        make: returns a new environment for one episode from the data row's other columns.
+        generate_prompts: ``(count, seed)`` to prompts, or None where the environment needs data files.
+        is_blocking: whether the environments need a thread.
+    """
+
+    name: str
+    make: Callable[[Mapping[str, Any]], TextEnvironment]
+    generate_prompts: Callable[[int, int], list[PromptRecord] | None] = lambda count, seed: None
+    is_blocking: bool = True

@@ -2,9 +2,9 @@
 
     event loop ──calls, in order──> daemon thread of the episode ──results──> event loop
 
-A blocking environment has a thread of its own: its calls never overlap, objects that belong to one thread (sqlite,
-browsers) work, and a call that hangs costs its own trajectory and not a place in a shared pool. The thread is a daemon
-because a hung environment must not keep a finished run from exiting.
+A blocking environment has its own thread. So its calls never overlap, objects that belong to one thread (sqlite, browsers)
+work, and a call that hangs costs one trajectory instead of a slot in a shared pool. The thread is a daemon, because a hung
+environment must not keep a finished run from exiting.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from skyrl_train.environments.base import Environment, EnvironmentStep, TextEnvironment
-from skyrl_train.environments.registry import EnvironmentFactory
+from skyrl_train.environments.base import Environment, EnvironmentFactory, EnvironmentStep, TextEnvironment
 from skyrl_train.errors import RolloutError
-from skyrl_train.generators.base import ConversationType
+from skyrl_train.types import ConversationType
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class EpisodeThread:
-    """Runs calls one after the other on a daemon thread."""
+    """Runs calls in order on a daemon thread."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Queues ``function`` and returns the future of its result. Cancelling the future does not stop the call."""
+        """Queue ``function`` and return the future of its result. Cancelling the future does not stop the call."""
+        # Not run_in_executor: a shared pool would fill up with hung environments.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def settle(result: T | None, error: Exception | None) -> None:
+            # The trajectory was cancelled while the call ran; its result has no reader.
             if future.cancelled():
                 return
             if error is not None:
@@ -56,13 +57,13 @@ class EpisodeThread:
             try:
                 loop.call_soon_threadsafe(settle, result, error)
             except RuntimeError:
-                _log.debug("An environment call ended after its event loop had closed.")
+                logger.debug("An environment call ended after its event loop had closed.")
 
         self._calls.put(run)
         return future
 
     def stop(self) -> None:
-        """Ends the thread after the calls that are queued."""
+        """End the thread after the queued calls."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -71,13 +72,13 @@ class EpisodeThread:
 
 
 class Episode:
-    """``async with Episode(factory, extras, uid)``: makes the environment, and closes it however the body ends.
+    """``async with Episode(factory, extras, uid)`` makes the environment, and closes it however the body ends.
 
-    If the body raised, the environment is closed without being waited for (it may hang) and a failing ``close`` is only
-    logged; else ``close`` is awaited and its failure raised.
+    If the body raised, the environment is closed in the background (it may hang) and a failing ``close`` is only logged.
+    Otherwise ``close`` is awaited and its failure raised.
 
-    Whatever the environment raises comes as a :class:`~skyrl_train.errors.RolloutError` that names the environment and
-    the prompt, with the original as its cause.
+    Exceptions of the environment become a :class:`~skyrl_train.errors.RolloutError` that names the environment and the
+    prompt, with the original as its cause.
     """
 
     def __init__(self, factory: EnvironmentFactory, extras: Mapping[str, Any], uid: str) -> None:
@@ -90,8 +91,12 @@ class Episode:
     async def __aenter__(self) -> Self:
         if self._factory.is_blocking:
             self._thread = EpisodeThread(f"environment {self._factory.name}")
+
+        def make() -> None:
+            self._environment = self._factory.make(self._extras)
+
         try:
-            await self._call(self._make)
+            await self._call(make)
         except BaseException:
             self._abandon()
             raise
@@ -110,10 +115,14 @@ class Episode:
                 self._thread.stop()
 
     async def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        """Return the messages that the policy sees first, and metadata. The environment gets copies of the messages."""
         return await self._call(lambda: self._made.init([dict(message) for message in prompt]))
 
     async def step(self, action: str, stop_reason: str) -> EnvironmentStep:
+        """Take the policy's text, which ended for ``stop_reason``, and return the checked result."""
+
         def step() -> EnvironmentStep:
+            # skyrl-gym's environments have no such method.
             if isinstance(self._made, Environment):
                 self._made.observe_stop(stop_reason)
             return _checked(self._made.step(action))
@@ -121,19 +130,13 @@ class Episode:
         return await self._call(step)
 
     async def get_metrics(self) -> dict[str, Any]:
+        """Return the environment's numbers about the episode."""
         return await self._call(lambda: dict(self._made.get_metrics()))
 
     @property
     def _made(self) -> TextEnvironment:
         assert self._environment is not None, "the episode has not begun"
         return self._environment
-
-    def _make(self) -> None:
-        self._environment = self._factory.make(self._extras)
-
-    def _close(self) -> None:
-        if self._environment is not None:
-            self._environment.close()
 
     async def _call(self, function: Callable[[], T]) -> T:
         if self._thread is None:
@@ -143,19 +146,27 @@ class Episode:
     def _run(self, function: Callable[[], T]) -> T:
         try:
             return function()
-        except BaseException as error:  # it may run what a model wrote: exit() would end the training run
+        except (
+            BaseException
+        ) as error:  # the environment may run model output, whose exit() must not end the training run
             if self._thread is None and isinstance(error, KeyboardInterrupt):
-                raise  # somebody's Ctrl-C, which only the main thread gets
+                raise  # Ctrl-C, which only the main thread receives
             raise RolloutError(
                 f"Environment {self._factory.name!r} failed on prompt {self._uid!r}: {type(error).__name__}: {error}"
             ) from error
 
+    def _close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
+
     def _abandon(self) -> None:
+        """Close the environment without waiting for it."""
+
         def close() -> None:
             try:
                 self._run(self._close)
             except RolloutError:
-                _log.warning("Environment %s raised while it was closed.", self._factory.name, exc_info=True)
+                logger.warning("Environment %s raised while it was closed.", self._factory.name, exc_info=True)
 
         if self._thread is None:
             close()
@@ -165,13 +176,14 @@ class Episode:
 
 
 def _checked(step: Any) -> EnvironmentStep:
-    """What ``step`` returned, complete and finite.
+    """Return the result of ``step`` with all fields.
 
     Raises:
-        ValueError: a field is missing or the reward is no finite number.
+        ValueError: a field is missing, or the reward is not a finite number.
     """
     if not isinstance(step, Mapping) or not {"reward", "done"} <= step.keys():
         raise ValueError(f"step() must return a dict with observations, reward and done, got {step!r:.200}")
+    # A NaN would spread to every advantage of the group.
     reward = float(step["reward"])
     if not math.isfinite(reward):
         raise ValueError(f"step() returned the reward {reward}; it must be finite")

@@ -14,7 +14,8 @@ from skyrl_train.environments.sandbox import ISOLATIONS, SandboxLimits, run_prog
 from skyrl_train.errors import ConfigError, DataError
 
 _FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
-# Runs what stdin holds, and says a word at the end that the program was not given: exiting early does not pass.
+# Runs program and test from stdin. At the end it prints a secret word that the program does not know, so exiting early
+# does not pass.
 _ASSERTING = """
 import json, sys
 def _run():
@@ -28,28 +29,37 @@ _run()
 
 
 def fenced_program(text: str) -> str | None:
-    """The last fenced block that is Python or names no language; None without one."""
+    """Return the last fenced block that is Python or names no language, or None."""
     blocks = _FENCED.findall(text)
     return blocks[-1] if blocks else None
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Line by line; white space at the ends of lines and of the text does not count."""
+    """Compare line by line, without white space at the ends of the lines and of the text."""
     left, right = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
     return left == right
 
 
 @register_environment("python_tests")
 class PythonTests(Environment):
-    """Reward 1 when the last fenced program of the answer passes all tests, else 0; ``partial`` gives the share that
-    it passes.
+    """Reward 1 if the last fenced program of the answer passes all tests, else 0. With ``partial``: the fraction passed.
 
-    The data row's ``tests`` is JSON, a list of either kind: ``{"stdin": text, "stdout": text}`` runs the program and
-    compares what it prints; ``{"assert": code}`` runs that code after the program, in its namespace.
+    The data row's ``tests`` is JSON, a list of two kinds: ``{"stdin": text, "stdout": text}`` runs the program and compares
+    its output; ``{"assert": code}`` runs that code after the program, in its namespace.
 
-    Each test has a process of its own. The expected output of a stdin test is not in that process. An assertion is,
-    beside the program: one that overrides ``__eq__`` of what it returns, or looks for the test in the interpreter's
-    frames, passes without solving anything.
+    Each test runs in a separate process. The expected output of a stdin test is not in that process. An assertion is in the
+    program's process: a program that overrides ``__eq__`` of its results, or finds the test in the interpreter's frames,
+    passes without a solution.
+
+    Args:
+        isolation: ``namespaces`` or ``limits``; see :mod:`skyrl_train.environments.sandbox`.
+        cpu_s, wall_s, memory_mib: limits of one test.
+        max_tests: the number of tests of a row that are run, from the first one on.
+        partial: pays for the fraction of tests that pass.
+
+    Raises:
+        ConfigError: an impossible number or an unknown isolation.
+        DataError: the row has no ``tests`` of this form.
     """
 
     def __init__(
@@ -63,15 +73,6 @@ class PythonTests(Environment):
         max_tests: int = 16,
         partial: bool = False,
     ) -> None:
-        """Args:
-            isolation: ``namespaces`` or ``limits``; see :mod:`skyrl_train.environments.sandbox`.
-            cpu_s, wall_s, memory_mib: of one test.
-            max_tests: the first so many of a row's tests are run.
-
-        Raises:
-            ConfigError: an impossible number or an unknown isolation.
-            DataError: the row has no ``tests`` of this form.
-        """
         super().__init__(extras)
         if isolation not in ISOLATIONS:
             raise ConfigError(f"environment.kwargs.isolation={isolation!r} is unknown. Known: {', '.join(ISOLATIONS)}.")
@@ -85,7 +86,13 @@ class PythonTests(Environment):
 
     def step(self, action: str) -> EnvironmentStep:
         program = fenced_program(action)
-        passed = 0 if program is None else self._count_passed(program)
+        passed = 0
+        if program is not None:
+            for test in self._tests:
+                if self._passes(program, test):
+                    passed += 1
+                elif not self._partial:  # the reward is 0 already
+                    break
         share = passed / len(self._tests)
         self._metrics = {"solved": float(share == 1), "has_program": float(program is not None)}
         reward = share if self._partial else float(share == 1)
@@ -93,16 +100,6 @@ class PythonTests(Environment):
 
     def get_metrics(self) -> dict[str, Any]:
         return self._metrics
-
-    def _count_passed(self, program: str) -> int:
-        """Where only all of them count, the first failure is the last test that runs."""
-        passed = 0
-        for test in self._tests:
-            if self._passes(program, test):
-                passed += 1
-            elif not self._partial:
-                break
-        return passed
 
     def _passes(self, program: str, test: Mapping[str, str]) -> bool:
         if "assert" in test:

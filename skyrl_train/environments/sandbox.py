@@ -1,26 +1,31 @@
-"""Runs a Python program that nobody has read: in a process of its own, with limits, and apart from this machine.
+"""Runs an untrusted Python program in a process with limits, isolated from this machine.
 
-    run_program ──spec.json──> sandbox_launcher.py ──limits, namespaces, another user──> python -I program.py
-        │  wall clock                                                                          │
-        └────────────── kills the whole group <────────── stdout, stderr: files of bounded size ┘
+    run_program ──> bubblewrap (namespaces) ──> prlimit (limits) ──> python -I program.py
+        │  wall clock                                                     │
+        └────────── kills the process group <──── stdout, stderr: files of bounded size
 
-Isolation ``namespaces`` (Linux; as an ordinary user where unprivileged user namespaces are allowed, or as root): the
-program sees its own empty ``/work``, the interpreter and the system's libraries, all else is not there; no network,
-no other processes, no ``/proc``. Whatever it started is gone when it ends. Isolation ``limits``: only the resource
-limits, an empty environment and a temporary folder; the program may read and write what its user may (started by
-root: a user without rights), reach the network, and leave processes behind that leave its session, within their CPU
-time.
+Isolation ``namespaces`` (Linux, with bubblewrap): the program sees an empty ``/work``, the Python interpreter and the
+system's libraries, the latter two read-only. There is no network, no other process, no ``/proc``, and no user namespace
+to be had. All its processes end with it.
 
-Neither protects from a flaw of the kernel, from loading the machine up to the limits, or from what programs learn by
-timing. For programs of somebody who attacks on purpose, put the trainer's machine, or the sandbox, into a virtual
-machine.
+Isolation ``limits`` (Linux): resource limits, an empty environment and a temporary folder only. The program can read and
+write what its user can, and reach the network. Processes that leave its session outlive it, within their CPU time.
+
+Started by root, the program runs as a user without rights in both.
+
+Neither protects against kernel flaws, against load up to the limits, or against timing side channels. Against a
+deliberate attacker, put the trainer's machine or the sandbox into a virtual machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,31 +37,34 @@ from pathlib import Path
 from skyrl_train.errors import ConfigError
 
 ISOLATIONS = ("namespaces", "limits")
-_LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
-_MIB = 2**20
-_REMEDIES = {
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # libraries, and prlimit
+MIB = 2**20
+UNUSED_USERS = range(61184, 65520)  # systemd's range for users that exist while a service runs
+REMEDIES = {
     "namespaces": (
-        "Allow unprivileged user namespaces (sysctl user.max_user_namespaces, "
-        "kernel.apparmor_restrict_unprivileged_userns), or, in a container or virtual machine that holds nothing worth "
-        "protecting, set environment.kwargs.isolation=limits."
+        "Install bubblewrap 0.8 or newer (apt install bubblewrap) and util-linux, and allow unprivileged user namespaces "
+        "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns). In a container or virtual machine "
+        "that holds nothing worth protecting, you can set environment.kwargs.isolation=limits instead."
     ),
     "limits": (
-        "Started by root, the program becomes a user without rights, who has to be able to read the Python "
-        "interpreter: train as an ordinary user, or with a Python outside of root's home."
+        "It needs util-linux (prlimit, setpriv). Started by root, the program becomes a user without rights, who must be "
+        "able to read the Python interpreter: train as an ordinary user, or with a Python outside of root's home."
     ),
 }
-_places = threading.BoundedSemaphore(os.cpu_count() or 1)  # programs that run at once, so that their clocks are fair
+
+_slots = threading.BoundedSemaphore(os.cpu_count() or 1)  # programs that run at once, so that wall clocks are fair
+_next_user = itertools.count(os.getpid())  # each program a different one, because the kernel counts processes per user
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What one program may use."""
+    """The resources of one program."""
 
     cpu_s: int = 4  # per process
-    wall_s: float = 10.0  # of the whole program, from the start of its launcher
+    wall_s: float = 10.0  # of the whole program, with the start of the sandbox
     memory_mib: int = 512  # address space per process
     processes: int = 4  # with their threads
-    file_mib: int = 4  # per file, stdout and stderr included; under namespaces also for all files together
+    file_mib: int = 4  # per file, stdout and stderr included; with namespaces also of all files together
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +78,20 @@ class SandboxResult:
 
     @property
     def succeeded(self) -> bool:
+        """Whether the program ended with code 0, in time."""
         return self.exit_code == 0 and not self.timed_out
 
 
 class SandboxError(ConfigError):
-    """The program was not run, because this machine does not allow the isolation that was asked for."""
+    """This machine does not allow the requested isolation, so the program was not run."""
 
 
 def run_program(
     program: str, stdin: str = "", limits: SandboxLimits | None = None, isolation: str = "namespaces"
 ) -> SandboxResult:
-    """Runs ``program`` with the interpreter's standard library and returns when all that can be killed of it is gone.
+    """Run ``program`` with the interpreter's standard library; return when it and its processes have ended.
 
-    Blocks; at most as many programs as cores run at once, the others wait for a place.
+    Blocks. At most one program per core runs at once; further calls wait.
 
     Raises:
         SandboxError: this machine does not allow ``isolation``.
@@ -90,74 +99,166 @@ def run_program(
     """
     if isolation not in ISOLATIONS:
         raise ConfigError(f"Sandbox isolation {isolation!r} is unknown. Known: {', '.join(ISOLATIONS)}.")
-    limits = limits or SandboxLimits()
-    with _places, tempfile.TemporaryDirectory(prefix="sandbox-") as name:
-        return _run(Path(name), program, stdin, limits, isolation)
+    # Raise before any program runs: a silent fallback would run untrusted code without isolation.
+    problem = why_unavailable(isolation)
+    if problem is not None:
+        raise SandboxError(problem)
+    return _run(program, stdin, limits or SandboxLimits(), isolation)
 
 
 @functools.cache
 def why_unavailable(isolation: str) -> str | None:
-    """Why ``isolation`` does not work on this machine; None where it does. Runs an empty program, once per process."""
+    """Return why ``isolation`` does not work on this machine, or None where it does.
+
+    Runs an empty program, once per process.
+    """
     try:
-        result = run_program("", isolation=isolation)
-    except SandboxError as error:
-        return str(error)
-    return None if result.succeeded else f"Sandbox isolation {isolation!r} failed: {result.stderr[-300:] or result}"
+        result = _run("", "", SandboxLimits(), isolation)
+    except (SandboxError, OSError) as error:
+        reason = str(error)
+    else:
+        if result.succeeded:
+            return None
+        reason = result.stderr[-300:].strip() or str(result)
+    return f"Sandbox isolation {isolation!r} does not work here: {reason}. {REMEDIES[isolation]}"
 
 
-def _run(folder: Path, program: str, stdin: str, limits: SandboxLimits, isolation: str) -> SandboxResult:
-    failure, spec = folder / "failure", folder / "spec.json"
-    (folder / "stdin").write_text(stdin, encoding="utf-8")
-    spec.write_text(
-        json.dumps(
-            {
-                "program": program,
-                "isolation": isolation,
-                "folder": str(folder),
-                "failure": str(failure),
-                "cpu_s": limits.cpu_s,
-                "memory_bytes": limits.memory_mib * _MIB,
-                "processes": limits.processes,
-                "file_bytes": limits.file_mib * _MIB,
-            }
-        ),
-        encoding="utf-8",
-    )
-    library_path = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
-    with (folder / "stdin").open("rb") as given, (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_LAUNCHER), str(spec)],
-            stdin=given,
-            stdout=out,
-            stderr=err,
-            env=library_path,
-            cwd=folder,
-            start_new_session=True,
-        )
-        timed_out = _wait(process, limits.wall_s)
-    if failure.exists() and failure.read_text():
-        raise SandboxError(
-            f"Sandbox isolation {isolation!r} does not work here: {failure.read_text()}. {_REMEDIES[isolation]}"
-        )
-    code = process.returncode
-    return SandboxResult(
-        stdout=(folder / "out").read_text(encoding="utf-8", errors="replace"),
-        stderr=(folder / "err").read_text(encoding="utf-8", errors="replace"),
-        exit_code=128 - code if code < 0 else code,
-        timed_out=timed_out,
-    )
+def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> SandboxResult:
+    with _slots, tempfile.TemporaryDirectory(prefix="sandbox-") as name:
+        folder = Path(name)
+        work = folder / "work"
+        work.mkdir()
+        (work / "program.py").write_text(program, encoding="utf-8")
+        (folder / "stdin").write_text(stdin, encoding="utf-8")
+        user = os.getuid()
+        if user == 0:
+            user = UNUSED_USERS[next(_next_user) % len(UNUSED_USERS)]
+            # The program's user must reach its files, but not list or change the folder around them.
+            folder.chmod(0o711)
+            work.chmod(0o777)
+            (work / "program.py").chmod(0o644)
+        # Of this process's environment only LD_LIBRARY_PATH reaches the program: other variables may hold keys.
+        apart = isolation == "namespaces"
+        environment = {
+            "HOME": "/work" if apart else str(work),
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **{key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ},
+        }
+        with (
+            (folder / "stdin").open("rb") as given,
+            (folder / "out").open("wb") as out,
+            (folder / "err").open("wb") as err,
+            (folder / "status").open("wb") as status,
+        ):
+            # Files and not pipes: their size is limited, and a program that writes much does not block.
+            command = _in_namespaces(folder, limits, user, status.fileno()) if apart else _in_limits(limits, user)
+            process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                cwd=work,
+                start_new_session=True,
+                pass_fds=[status.fileno()] if apart else [],
+            )
+            try:
+                process.wait(limits.wall_s)
+                timed_out = False
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
+                os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
+            process.wait()
+        stdout, stderr = ((folder / file).read_text(encoding="utf-8", errors="replace") for file in ("out", "err"))
+        # bubblewrap reports an exit code only if it has started the program. Else stderr holds its own message, and the
+        # result must not pass for the program's.
+        if apart and not timed_out and not _program_started(folder / "status"):
+            raise SandboxError(stderr[-300:].strip() or "bubblewrap ended without a message")
+        code = process.returncode
+        return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out)
 
 
-def _wait(process: subprocess.Popen[bytes], wall_s: float) -> bool:
-    """Waits for the launcher, kills its group in any case, and returns whether it had to be ended."""
-    try:
-        process.wait(wall_s)
-        timed_out = False
-    except subprocess.TimeoutExpired:
-        timed_out = True
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return timed_out  # nobody is left
-    process.wait()
-    return timed_out
+def _in_namespaces(folder: Path, limits: SandboxLimits, user: int, status: int) -> list[str]:
+    """Return the command that runs ``folder``'s program in new namespaces, with nothing but Python and the system's libraries."""
+    bwrap, python = _tool("bwrap"), Path(sys.base_prefix).resolve()
+    outer: list[str] = []
+    source = python
+    if os.getuid() == 0:
+        # The program's user may be unable to reach the interpreter (in root's home, for example). So root first mounts it at
+        # a place that any user can reach, in a mount namespace that nothing else sees, and only then drops its rights.
+        source = folder / "python"
+        source.mkdir()
+        outer = [bwrap, "--dev-bind", "/", "/", "--ro-bind", str(python), str(source), "--", *_as_user(user)]
+    binds = [
+        argument for place in (*SYSTEM_FOLDERS, "/etc/ld.so.cache") for argument in ("--ro-bind-try", place, place)
+    ]
+    if not python.is_relative_to("/usr"):
+        binds += ["--ro-bind", str(source), str(python)]
+    return [
+        *outer,
+        *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
+        *binds,
+        *("--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom"),
+        *("--size", str(limits.file_mib * MIB), "--tmpfs", "/work", "--chdir", "/work"),
+        *("--ro-bind", str(folder / "work" / "program.py"), "/work/program.py"),
+        *("--remount-ro", "/", "--json-status-fd", str(status)),
+        *_with_limits(limits, processes=limits.processes + 1),  # one more: bubblewrap's own, which reaps the others
+    ]
+
+
+def _in_limits(limits: SandboxLimits, user: int) -> list[str]:
+    """Return the command that runs the program of the working folder with limits alone."""
+    # The kernel compares the limit with all processes of the user, so those that run already are added.
+    return [
+        *_as_user(user if os.getuid() == 0 else None),
+        *_with_limits(limits, processes=limits.processes + _count_processes(user)),
+    ]
+
+
+def _as_user(user: int | None) -> list[str]:
+    """Return the start of a command that drops rights: to ``user`` if given, and dies with this process."""
+    drop = [] if user is None else [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    return [_tool("setpriv"), *drop, "--no-new-privs", "--pdeathsig=SIGKILL"]
+
+
+def _with_limits(limits: SandboxLimits, processes: int) -> list[str]:
+    """Return the end of a command: resource limits, and the program in the current folder."""
+    wanted = {
+        "cpu": (resource.RLIMIT_CPU, limits.cpu_s),
+        "fsize": (resource.RLIMIT_FSIZE, limits.file_mib * MIB),
+        "core": (resource.RLIMIT_CORE, 0),
+        "nofile": (resource.RLIMIT_NOFILE, 64),
+        "as": (resource.RLIMIT_AS, limits.memory_mib * MIB),
+        "nproc": (resource.RLIMIT_NPROC, processes),
+    }
+    arguments = []
+    for name, (number, value) in wanted.items():
+        hard = resource.getrlimit(number)[1]  # an ordinary user cannot raise it
+        arguments.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
+    return [_tool("prlimit"), *arguments, os.path.realpath(sys.executable), "-I", "program.py"]
+
+
+def _tool(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise SandboxError(f"{name} is not installed")
+    return path
+
+
+def _program_started(status: Path) -> bool:
+    return any("exit-code" in json.loads(line) for line in status.read_text().splitlines())
+
+
+def _count_processes(user: int) -> int:
+    """Count the user's processes with their threads, as the kernel does."""
+    count = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid == user:
+                count += sum(1 for _ in (process / "task").iterdir())
+        except OSError:
+            continue  # it ended meanwhile
+    return count

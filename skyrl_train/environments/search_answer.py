@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import re
+import string
 from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
-from skyrl_train.environments.answers import normalize_question_answer
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.registry import register_environment
 from skyrl_train.errors import ConfigError, DataError, RolloutError
@@ -28,8 +28,18 @@ _HINT = "Neither <search>query</search> nor <answer>text</answer> was found. Wri
 class SearchAnswer(Environment):
     """Reward 1 when ``<answer>`` is one of the data row's ``golden_answers`` (exact match after normalisation), else 0.
 
-    The first complete tag of a turn counts. A turn without one gets a hint and uses up a turn. The episode ends with
-    an answer or after ``max_turns``.
+    The first complete tag of a turn counts. A turn without a tag gets a hint and counts as a turn. The episode ends with an
+    answer or after ``max_turns``.
+
+    Args:
+        retriever_url: of Search-R1's server, or one with its protocol (``examples/recipes/search/retriever.py``).
+        top_k: passages per search.
+        timeout_s: of one search. A slower one fails the rollout, which is retried like any failed rollout.
+        max_passage_characters: longer passages are cut.
+
+    Raises:
+        ConfigError: an impossible number.
+        DataError: the row has no ``golden_answers``.
     """
 
     def __init__(
@@ -42,16 +52,6 @@ class SearchAnswer(Environment):
         max_turns: int = 4,
         max_passage_characters: int = 2000,
     ) -> None:
-        """Args:
-            retriever_url: of Search-R1's server, or one that speaks like it (``examples/recipes/search/retriever.py``).
-            top_k: passages per search.
-            timeout_s: of one search; a longer one fails the rollout, which is tried again as any that fails.
-            max_passage_characters: longer passages are cut.
-
-        Raises:
-            ConfigError: an impossible number.
-            DataError: the row has no ``golden_answers``.
-        """
         super().__init__(extras)
         for name, value in (("top_k", top_k), ("max_turns", max_turns), ("timeout_s", timeout_s)):
             if value <= 0:
@@ -88,10 +88,10 @@ class SearchAnswer(Environment):
         return f"<information>{numbered}</information>"
 
     def _search(self, query: str) -> list[str]:
-        """The passages that the retriever finds, best first.
+        """Return the passages that the retriever finds, best first.
 
         Raises:
-            RolloutError: it does not answer in time, or not as the protocol says.
+            RolloutError: the retriever does not answer in time, or not in the protocol.
         """
         request = {"queries": [query], "topk": self._top_k, "return_scores": True}
         try:
@@ -111,11 +111,17 @@ class SearchAnswer(Environment):
 
 
 def _contents(hit: Mapping[str, Any]) -> str:
-    """With scores, the document is one level down."""
+    """Return the text of a hit. With scores, the document is one level down."""
     return str((hit.get("document", hit))["contents"])
 
 
 @functools.cache
 def _client() -> httpx.Client:
-    """One for all episodes: it keeps connections open, and may be used by several threads at once."""
+    """Return the client of all episodes. It keeps connections open, and threads may share it."""
     return httpx.Client(trust_env=False)
+
+
+def normalize_question_answer(text: str) -> str:
+    """Lower the case; remove punctuation, articles and extra spaces, as the exact match of SQuAD does."""
+    plain = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())

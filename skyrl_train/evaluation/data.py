@@ -1,4 +1,4 @@
-"""The prompts of an evaluation, and how they are sampled."""
+"""The prompts of an evaluation and their sampling parameters."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from skyrl_train.config.schema.data import DataConfig
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import DataConfig, RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.rollout.dataset import check_alphabet, load_dataset
+from skyrl_train.rollout.data.dataset import check_alphabet, load_dataset
 
-# What the reader of prompts calls its settings, and what they are called here.
+# Settings of the training data in error messages, and their counterparts for the evaluation.
 _SETTINGS = {"data.train_data": "trainer.eval.eval_data", "data.generate": "trainer.eval.generate"}
 
 
 def load_evaluation_prompts(config: RunConfig) -> Sequence[PromptRecord]:
-    """Reads ``trainer.eval.eval_data``, or has the environment make ``trainer.eval.generate`` prompts.
+    """Read ``trainer.eval.eval_data``, or let the environment generate ``trainer.eval.generate`` prompts.
 
-    None at all where nothing is ever evaluated.
+    Returns no prompts with ``trainer.eval.interval=0``.
 
     Raises:
-        DataError, ConfigError: as :func:`load_dataset` and :func:`check_alphabet`; the message names the settings of the
+        DataError, ConfigError: see :func:`load_dataset` and :func:`check_alphabet`; the message names the settings of the
             evaluation.
     """
     settings = config.trainer.eval
@@ -41,11 +40,12 @@ def load_evaluation_prompts(config: RunConfig) -> Sequence[PromptRecord]:
         return prompts.records
     except (DataError, ConfigError) as error:
         message = str(error)
+        # load_dataset names the settings of the training data; the user has to change the evaluation's.
         for theirs, ours in _SETTINGS.items():
             message = message.replace(theirs, ours)
         raise type(error)(f"The prompts of the evaluation: {message}") from error
 
 
 def sampling_params(config: RunConfig) -> dict[str, Any]:
-    """The run's sampling parameters with those of the evaluation over them."""
+    """Return the run's sampling parameters, overridden by the evaluation's."""
     return {**asdict(config.generator.sampling_params), **config.trainer.eval.sampling_params}

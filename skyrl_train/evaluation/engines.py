@@ -1,77 +1,76 @@
-"""The engines that an evaluation samples from: the run's, or some of its own.
+"""The engines of an evaluation: the run's, or separate ones.
 
-| | the run's engines | engines of its own |
+| | the run's engines | separate engines |
 |---|---|---|
-| weights | those that the run has published | a copy of the trainer's, of the step that is due |
-| generation of training data | goes on beside it | is not concerned |
-| the run's next publication | waits until the evaluation has ended | does not wait |
+| weights | the version that they serve | a copy of the trainer's weights after the step that is due |
+| generation of training data | continues on the same engines | not affected |
+| the run's next weight sync | waits until the evaluation has ended | does not wait |
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from skyrl_train.concurrency import close_within
 from skyrl_train.errors import EvaluationError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.publication.publisher import Staged, WeightPublisher, WeightSource
+from skyrl_train.runtime.concurrency import close_within
+from skyrl_train.weight_sync.syncer import StagedWeights, WeightSyncer
 
-CLOSE_LIMIT_S = 30.0  # what a generator may take to close
+CLOSE_LIMIT_S = 30.0  # time limit for closing a generator
 
 
 class EvaluationEngines(ABC):
-    """What samples for an evaluation, and how it gets the weights."""
+    """Samples for an evaluation, and loads its weights."""
 
-    shared: bool  # with the run: its publications have to wait
+    shared: bool  # with the run, whose weight syncs then have to wait
 
     def __init__(self, generator: GeneratorInterface, client: InferenceEngineClient) -> None:
         self.generator = generator
         self.client = client
 
     async def start(self) -> None:
-        """Called once, before anything else."""
+        """Start. Called once, before all other methods."""
         return
 
-    async def stage(self, version: int) -> Staged | None:
-        """Keeps the trainer's weights, which do not move before this returns, as ``version`` for a later ``load``."""
+    async def stage(self, version: int) -> StagedWeights | None:
+        """Copy the trainer's weights as ``version`` for a later ``load``. They do not change before this returns."""
         return None
 
     @abstractmethod
-    async def load(self, version: int, staged: Staged | None) -> None:
-        """Returns when the engines serve ``version``.
+    async def load(self, version: int, staged: StagedWeights | None) -> None:
+        """Load ``version`` into the engines.
 
         Raises:
-            EvaluationError: they serve another one.
-            EngineError, PublicationError: the engines failed.
+            EvaluationError: the engines serve another version.
+            EngineError, WeightSyncError: the engines failed.
         """
 
     async def aclose(self) -> None:
-        """Called once, after the last sample has ended."""
+        """Close. Called once, after the last sample has ended."""
         return
 
 
 class SharedEngines(EvaluationEngines):
-    """The run's engines, with the run's generator. They hold the version when its evaluation begins, and until it ends."""
+    """The run's engines and generator. They serve the version from the beginning of its evaluation to the end."""
 
     shared = True
 
-    async def load(self, version: int, staged: Staged | None) -> None:
-        """Checks that the run has published ``version``."""
+    async def load(self, version: int, staged: StagedWeights | None) -> None:
+        """Check that the engines serve ``version``."""
         if self.client.policy_version != version:
             raise EvaluationError(
-                f"The engines hold policy version {self.client.policy_version}, so version {version} cannot be evaluated on "
-                "them. Publish it first."
+                f"The engines serve policy version {self.client.policy_version}, so version {version} cannot be evaluated on "
+                "them. Sync its weights first."
             )
 
 
 class OwnEngines(EvaluationEngines):
-    """Engines that nothing else uses, behind a client and a generator of their own.
+    """Engines for the evaluation alone, with a separate client and generator.
 
     Args:
-        client: started already; torn down by :meth:`aclose`.
-        publisher: brings weights to ``client``; its staging areas are its own.
-        weights: the trainer's weights as they are now.
+        client: already started; :meth:`aclose` tears it down.
+        syncer: sends the trainer's weights to ``client``, with separate staging areas.
     """
 
     shared = False
@@ -80,32 +79,31 @@ class OwnEngines(EvaluationEngines):
         self,
         generator: GeneratorInterface,
         client: InferenceEngineClient,
-        publisher: WeightPublisher,
-        weights: WeightSource,
+        syncer: WeightSyncer,
     ) -> None:
         super().__init__(generator, client)
-        self._publisher = publisher
-        self._weights = weights
+        self._syncer = syncer
 
     async def start(self) -> None:
-        """Opens what the generator needs; no program from outside may begin a session here."""
+        """Start the generator. External programs may not begin sessions here."""
+        # A session of an external program would be sampled by the weights of some evaluation.
         self.generator.pace(lambda: False)
         await self.generator.start()
 
-    async def stage(self, version: int) -> Staged:
-        """Copies the weights to a staging area."""
-        return await self._publisher.gather(self._weights, version)
+    async def stage(self, version: int) -> StagedWeights:
+        """Copy the weights to a staging area."""
+        return await self._syncer.gather(version)
 
-    async def load(self, version: int, staged: Staged | None) -> None:
-        """Publishes the staged copy to the engines."""
+    async def load(self, version: int, staged: StagedWeights | None) -> None:
+        """Send the staged copy to the engines."""
         if staged is None:
             raise EvaluationError(f"There is no copy of the weights of version {version} to evaluate.")
-        await self._publisher.deliver(staged)
+        await self._syncer.send(staged)
 
     async def aclose(self) -> None:
-        """Closes generator, engines and staging areas."""
+        """Close generator, engines and staging areas."""
         try:
-            await close_within(self.generator.aclose(), "the closing of the evaluation's generator", CLOSE_LIMIT_S)
+            await close_within(self.generator.aclose(), "closing the evaluation's generator", CLOSE_LIMIT_S)
         finally:
             await self.client.teardown()
-            self._publisher.close()
+            self._syncer.close()

@@ -1,7 +1,7 @@
-"""What an evaluation says: pass@k, avg@k, rewards and lengths, over all prompts and per data source. Pure.
+"""Metrics of an evaluation: pass@k, avg@k, rewards and lengths, over all prompts and per data source. Pure.
 
 eval/pass@1   eval/pass@2 ...   eval/reward ...      over all prompts
-eval/<data source>/pass@1 ...                        over those of one source
+eval/<data source>/pass@1 ...                        over the prompts of one source
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from skyrl_train.observability.live import counted, duration, shortened
+from skyrl_train.observability.screen import counted, duration, shortened
 
-# Rewards are sums of floats, some of them computed in float32: what should be 1.0 may be a little less.
+# Rewards are sums of floats, some computed in float32: a reward of 1.0 may come out slightly less.
 ROUNDING = 1e-6
-FAILURES_IN_A_ROW = 8  # reasons that a row of eval.jsonl names; the log has all of them
+MAX_FAILURES_IN_ROW = 8  # failures listed in a row of eval.jsonl; the log has all of them
 
 
 def passed(reward: float, threshold: float) -> bool:
-    """Whether a reward is at least ``threshold``, up to rounding."""
+    """Return whether a reward is at least ``threshold``, up to rounding."""
     return reward >= threshold - ROUNDING
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSample:
-    """One sample. One that failed twice has no reward and has not passed; ``failure`` says why."""
+    """One sample. A sample that failed twice has no reward and has not passed; ``failure`` is the reason."""
 
     reward: float | None
     passed: bool
-    response_tokens: int = 0  # sampled, those of tools and templates left out
+    response_tokens: int = 0  # sampled tokens, without tokens of tools and templates
     truncated: bool = False  # ended by a length limit
     failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedPrompt:
-    """All samples of a prompt, in the order of their numbers."""
+    """All samples of a prompt, in their order."""
 
     uid: str
     data_source: str
@@ -47,7 +47,7 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one policy version is worth. ``seconds``: from the start of its evaluation to its end."""
+    """The result for one policy version. ``seconds``: duration of the evaluation."""
 
     version: int
     prompts: tuple[EvaluatedPrompt, ...]
@@ -55,7 +55,7 @@ class EvaluationResult:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """By name; of prompts without a data source there are overall figures only."""
+        """Metrics by name. Prompts without a data source count only in the overall metrics."""
         metrics = _scores("eval", self.prompts)
         for source in sorted({prompt.data_source for prompt in self.prompts} - {""}):
             metrics |= _scores(f"eval/{source}", [p for p in self.prompts if p.data_source == source])
@@ -64,7 +64,7 @@ class EvaluationResult:
     @property
     def row(self) -> dict[str, Any]:
         """The line of ``eval.jsonl``, without its step."""
-        failures = self._failures[:FAILURES_IN_A_ROW]
+        failures = self._failures[:MAX_FAILURES_IN_ROW]
         return {"policy_version": self.version, **self.metrics, "failures": failures}
 
     @property
@@ -93,23 +93,23 @@ class EvaluationResult:
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, ... below ``n``, and ``n`` itself."""
+    """Return 1, 2, 4, ... below ``n``, and ``n`` itself."""
     return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that at least one of ``k`` samples passes, estimated without bias from ``n`` samples.
+    """Return the unbiased estimate, from ``n`` samples, of the probability that at least one of ``k`` samples passes.
 
-    ``1 - C(n - correct, k) / C(n, k)``: the share of the ``k``-subsets of the ``n`` samples that hold one that passed
+    ``1 - C(n - correct, k) / C(n, k)``: the share of the ``k``-subsets of the ``n`` samples with at least one that passed
     (Chen et al. 2021, "Evaluating large language models trained on code", arXiv 2107.03374).
     """
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def avg_at_k(outcomes: Sequence[bool], k: int) -> float:
-    """The share of the first ``k`` samples that passed: what an evaluation with ``k`` samples would have measured.
+    """Return the share of the first ``k`` samples that passed: the pass@1 of an evaluation with ``k`` samples.
 
-    With ``k = n`` it is pass@1. How far it is off with a smaller ``k`` shows how much noise ``k`` samples leave.
+    With ``k = n`` it is pass@1. The difference for a smaller ``k`` shows the noise of ``k`` samples.
     """
     return sum(outcomes[:k]) / k
 
@@ -118,6 +118,7 @@ def _scores(prefix: str, prompts: Sequence[EvaluatedPrompt]) -> dict[str, float]
     outcomes = [[sample.passed for sample in prompt.samples] for prompt in prompts]
     samples = [sample for prompt in prompts for sample in prompt.samples]
     ended = [(sample, sample.reward) for sample in samples if sample.reward is not None]
+    # Every prompt has the same number of samples: a failed one counts as not passed.
     n = len(outcomes[0])
     scores: dict[str, float] = {}
     for k in powers_up_to(n):

@@ -1,35 +1,34 @@
-"""Generates the samples of an evaluation: each bounded in time, tried twice, and of one policy version or an error."""
+"""Generates the samples of an evaluation: each with a time limit, two attempts, and tokens of one policy version."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
-from skyrl_train.concurrency import cancel_within, gather_or_cancel
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import EngineError, EvaluationError, NoEngineError, RolloutError
 from skyrl_train.evaluation.data import sampling_params
 from skyrl_train.evaluation.engines import EvaluationEngines
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluatedSample, passed
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID, play
+from skyrl_train.generators.base import run_generator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.interface import StopReason
-from skyrl_train.inference.randomness import mix
-from skyrl_train.rollout.group import RolloutGroup, Sample
-from skyrl_train.rollout.runner import CANCEL_GRACE_S
+from skyrl_train.rollout.group_generator import CANCEL_GRACE_S
+from skyrl_train.runtime.concurrency import cancel_within, gather_or_cancel
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import BatchMetadata, GeneratorInput, RolloutGroup, Sample, TrajectoryID
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2
-STREAM = 0x6576616C  # keeps the seeds of evaluations apart from those of training
+STREAM = 0x6576616C  # separates the seeds of evaluations from the seeds of training
 
 
-# Puts rewards that are computed apart from the rollout in the place of the generator's; raises RolloutError if it cannot.
+# Replaces the generator's rewards by the results of the run's reward function; raises RolloutError if it cannot.
 Score = Callable[[RolloutGroup, PromptRecord], Awaitable[RolloutGroup]]
 
 
@@ -41,13 +40,13 @@ class _Failed:
 
 
 class PromptRunner:
-    """Turns a prompt of the evaluation into judged samples, each generated in a ``generate`` call of its own.
+    """Generates and judges the samples of a prompt, each in a separate ``generate`` call, so that they fail independently.
 
-    So one that fails takes no other with it. Seeds are a function of ``(trainer.seed, prompt, sample, attempt)``, the
-    policy version is no part of it: two versions are measured with the same random numbers.
+    Seeds are a function of ``(trainer.seed, prompt, sample, attempt)`` without the policy version: two versions are measured
+    with the same random numbers.
 
     Args:
-        score: the run's reward function, where it has one apart from its generator.
+        score: the run's reward function, if it has one apart from its generator.
     """
 
     def __init__(self, config: RunConfig, engines: EvaluationEngines, score: Score | None) -> None:
@@ -62,33 +61,27 @@ class PromptRunner:
         self._timeout_s = config.trainer.failures.rollout_timeout_s
 
     async def run(self, record: PromptRecord, index: int, version: int) -> EvaluatedPrompt:
-        """Generates and judges all samples of prompt ``index``.
-
-        What fails twice has not passed: it is part of the result, and no reason to stop.
+        """Generate and judge all samples of prompt ``index``. A sample that fails twice counts as not passed.
 
         Raises:
             EvaluationError: a token was sampled by another policy version than ``version``.
-            EngineError: the engines failed twice; that says nothing about the policy.
+            EngineError: the engines failed twice, which says nothing about the policy.
         """
         outcomes = await gather_or_cancel(self._sample(record, index, number, version) for number in range(self._n))
-        if self._score is not None:
-            outcomes = await self._scored(self._score, record, index, version, outcomes)
-        return EvaluatedPrompt(record.uid, record.data_source, tuple(self._judged(outcome) for outcome in outcomes))
-
-    async def _scored(
-        self, score: Score, record: PromptRecord, index: int, version: int, outcomes: Sequence[Sample | _Failed]
-    ) -> list[Sample | _Failed]:
         samples = tuple(outcome for outcome in outcomes if isinstance(outcome, Sample))
-        if not samples:
-            return list(outcomes)
-        group = RolloutGroup(-1 - index, record.uid, record.data_source, samples, submitted_version=version)
-        try:
-            scored = iter((await score(group, record)).samples)
-        except RolloutError as error:
-            return [_Failed(str(error)) if isinstance(outcome, Sample) else outcome for outcome in outcomes]
-        return [next(scored) if isinstance(outcome, Sample) else outcome for outcome in outcomes]
+        # One call for all samples of the prompt, in the form of a training group, as the reward function expects.
+        if self._score is not None and samples:
+            group = RolloutGroup(-1 - index, record.uid, record.data_source, samples, submitted_version=version)
+            try:
+                scored = iter((await self._score(group, record)).samples)
+            except RolloutError as error:
+                outcomes = [_Failed(str(error)) if isinstance(outcome, Sample) else outcome for outcome in outcomes]
+            else:
+                # Failed samples keep their places, so that each score belongs to its sample.
+                outcomes = [next(scored) if isinstance(outcome, Sample) else outcome for outcome in outcomes]
+        return EvaluatedPrompt(record.uid, record.data_source, tuple(self._judge(outcome) for outcome in outcomes))
 
-    def _judged(self, outcome: Sample | _Failed) -> EvaluatedSample:
+    def _judge(self, outcome: Sample | _Failed) -> EvaluatedSample:
         if isinstance(outcome, _Failed):
             return EvaluatedSample(reward=None, passed=False, failure=outcome.reason)
         reward = math.fsum(outcome.rewards)
@@ -103,8 +96,8 @@ class PromptRunner:
         reason = ""
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await self._bounded(self._generate(record, index, number, attempt, version))
-            except EvaluationError:
+                return await self._run_attempt(record, index, number, attempt, version)
+            except EvaluationError:  # a bug, which another attempt would hide
                 raise
             except Exception as error:
                 reason = str(error) if isinstance(error, RolloutError) else f"it raised {error!r}"
@@ -113,59 +106,60 @@ class PromptRunner:
                     *(version, record.uid, number, attempt, reason),
                     exc_info=error,
                 )
+                # Without an answer of the engines, "not passed" would describe the engines and not the policy.
                 if attempt == ATTEMPTS and isinstance(error, EngineError):
                     raise
         return _Failed(reason)
 
-    async def _bounded(self, attempt: Coroutine[Any, Any, Sample]) -> Sample:
-        """Runs an attempt in a task of its own: whatever it does to itself, ours goes on.
+    async def _run_attempt(self, record: PromptRecord, index: int, number: int, attempt: int, version: int) -> Sample:
+        """Run one attempt in a task: an attempt that cancels itself must not cancel the evaluation.
 
         Raises:
-            RolloutError: it took too long, or cancelled itself.
-            NoEngineError: it took too long because no engine serves.
+            RolloutError: it exceeded the time limit, or cancelled itself.
+            NoEngineError: it exceeded the time limit because no engine serves.
         """
-        task = asyncio.create_task(attempt, name="evaluation-sample")
+        generation = self._generate(record, index, number, attempt, version)
+        task = asyncio.create_task(generation, name="evaluation-sample")
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
         finally:
+            # Read before the cancellation, after which every task has ended.
             in_time = task.done()
             await cancel_within([task], CANCEL_GRACE_S)
         if not in_time:
             limit = f"trainer.failures.rollout_timeout_s = {self._timeout_s} s"
             if not self._client.serving:
-                raise NoEngineError(f"a sample passed {limit} while no engine served")
-            raise RolloutError(f"it took longer than {limit}")
+                raise NoEngineError(f"a sample exceeded {limit} while no engine served")
+            raise RolloutError(f"it exceeded {limit}")
         if task.cancelled():
             raise RolloutError("its generator cancelled itself")
         return task.result()
 
     async def _generate(self, record: PromptRecord, index: int, number: int, attempt: int, version: int) -> Sample:
         copy = record.own_copy()
-        request = GeneratorInput(
-            prompts=[copy.prompt],
-            env_classes=[record.env_class or self._env_class],
-            env_extras=[copy.env_extras],
-            sampling_params=self._sampling_params,
-            trajectory_ids=[TrajectoryID(f"{record.uid}@eval-{version}.{attempt}", number)],
-            batch_metadata=BatchMetadata(
-                global_step=version,
-                training_phase="eval",
-                seeds=(mix(self._seed, STREAM, index, number, attempt),),
+        output = await run_generator(
+            self._generator,
+            GeneratorInput(
+                prompts=[copy.prompt],
+                env_classes=[record.env_class or self._env_class],
+                env_extras=[copy.env_extras],
+                sampling_params=self._sampling_params,
+                trajectory_ids=[TrajectoryID(f"{record.uid}@eval-{version}.{attempt}", number)],
+                batch_metadata=BatchMetadata(
+                    global_step=version,
+                    training_phase="eval",
+                    seeds=(derive_seed(self._seed, STREAM, index, number, attempt),),
+                ),
             ),
         )
-        output = await play(self._generator, request)
         (sample,) = to_samples(output, expected=1)
-        _check_versions(sample, record.uid, version)
+        # A figure over several versions would describe no policy.
+        other_versions = set(sample.sampled_versions.tolist()) - {version}
+        if other_versions:
+            others = ", ".join(map(str, sorted(other_versions)))
+            raise EvaluationError(
+                f"The evaluation of policy version {version} got tokens of version {others} (prompt {record.uid!r}). Its "
+                "generator must pass the client's response_versions through; if it does, weights were synced during the "
+                "evaluation, which is a bug."
+            )
         return sample
-
-
-def _check_versions(sample: Sample, uid: str, version: int) -> None:
-    """Every sampled token is of ``version``."""
-    met = set(sample.sampled_versions.tolist()) - {version}
-    if met:
-        others = ", ".join(str(other) for other in sorted(met))
-        raise EvaluationError(
-            f"The evaluation of policy version {version} met tokens of version {others} (prompt {uid!r}). Its generator must "
-            "pass the client's response_versions through; if it does, weights were published while the evaluation ran, "
-            "which is a bug."
-        )

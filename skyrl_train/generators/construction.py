@@ -1,4 +1,4 @@
-"""How the configured generator is made, wherever it is going to run."""
+"""Constructs the configured generator, in the driver or in a rollout actor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.import_path import import_name
-from skyrl_train.config.schema.data import EnvironmentConfig
-from skyrl_train.config.schema.generator import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import RequestClient
@@ -17,7 +16,7 @@ from skyrl_train.inference.client import RequestClient
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# By import path: what a generator needs is imported only where it is used.
+# Import paths, because the dependencies of a generator are imported only where it is used.
 BUILT_IN_GENERATORS = {
     "gym": "skyrl_train.generators.gym:GymGenerator",
     "harness": "skyrl_train.generators.harness.generator:HarnessGenerator",
@@ -26,11 +25,11 @@ BUILT_IN_GENERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSpec:
-    """Everything that a generator is made of but the client; plain data.
+    """The construction of a generator without client and tokenizer, as plain data.
 
     Args:
-        config: its ``inference_engine.max_model_len`` is the resolved one.
-        model_path: tells the chat renderer which model family this is; nothing is read from there.
+        config: with the resolved ``inference_engine.max_model_len``.
+        model_path: tells the chat renderer the model family. Nothing is read from there.
     """
 
     config: GeneratorConfig
@@ -38,15 +37,18 @@ class GeneratorSpec:
     model_path: str
 
     def import_class(self) -> Any:
-        """
+        """Import the generator's class.
+
         Raises:
             ConfigError: ``generator.name`` names no class.
         """
         return import_name(BUILT_IN_GENERATORS.get(self.config.name, self.config.name), "generator.name")
 
     def build(self, client: RequestClient, tokenizer: PreTrainedTokenizerBase) -> GeneratorInterface:
-        """The generator. It is given those of ``client``, ``tokenizer``, ``generator_config``, ``environment_config`` and
-        ``model_path`` that its constructor names, and ``generator.kwargs``.
+        """Construct the generator.
+
+        The constructor receives each of ``client``, ``tokenizer``, ``generator_config``, ``environment_config`` and
+        ``model_path`` that it names, and ``generator.kwargs``.
 
         Raises:
             ConfigError: it cannot be imported or constructed.
@@ -60,13 +62,14 @@ class GeneratorSpec:
             "model_path": self.model_path,
         }
         try:
+            # By name, so that a generator takes only what it needs.
             named = inspect.signature(cls).parameters
             generator: GeneratorInterface = cls(
                 **{key: value for key, value in offered.items() if key in named}, **self.config.kwargs
             )
         except TypeError as error:
             raise ConfigError(
-                f"generator.name={self.config.name!r} cannot be constructed: {error}. It is given those of "
-                f"{', '.join(offered)} that its constructor names, and generator.kwargs."
+                f"generator.name={self.config.name!r} cannot be constructed: {error}. The constructor receives each "
+                f"of {', '.join(offered)} that it names, and generator.kwargs."
             ) from error
         return generator

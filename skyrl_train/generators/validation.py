@@ -1,32 +1,32 @@
-"""The boundary between generators and training: what a generator returns is checked field by field, then converted.
+"""The boundary between generators and training: checks a generator's output field by field, then converts it.
 
-Anything that training would silently learn from wrongly is refused here: missing or impossible log-probs, tokens
-without a version, ragged lists, numbers that are not finite. The message names the field and the sample.
+It rejects everything that training would silently learn wrongly from: missing or impossible log-probs, tokens without a
+version, ragged lists, numbers that are not finite. Each message names the field and the sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Integral, Real
 from operator import countOf
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from skyrl_train.errors import GeneratorOutputError, NonFiniteRewardError
-from skyrl_train.generators.base import GeneratorOutput
 from skyrl_train.inference.interface import StopReason
-from skyrl_train.rollout.group import RolloutSequence, Sample, packed
+from skyrl_train.types import GeneratorOutput, RolloutSequence, Sample, packed
 
-# A log-prob is at most 0; engines that compute it in a low precision overshoot by rounding only.
+# A log-prob is at most 0. Engines that compute it in a low precision exceed that by rounding only.
 MAX_LOGPROB = 1e-3
 MAX_TOKEN_ID = 2**31 - 1
 MAX_REWARD = float(np.finfo(np.float32).max)  # advantages are computed in float32
-MAX_VERSION = 2**63 - 1  # what arrays hold
+MAX_VERSION = 2**63 - 1  # of an int64 array
 
 _REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_versions")
-_ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")
+_ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")  # with response_ids, token by token
+_OPTIONAL = ("stop_reasons", "trajectory_ids", "is_last_step")
 _ADVICE = {
     "rollout_logprobs": "Pass the client's response_logprobs through, with 0.0 where the loss mask is 0.",
     "rollout_versions": "Pass the client's response_versions through, with -1 where the loss mask is 0.",
@@ -34,176 +34,55 @@ _ADVICE = {
 
 
 def to_samples(output: GeneratorOutput, expected: int) -> tuple[Sample, ...]:
-    """Checks that ``output`` has ``expected`` trajectories and keeps the contract of :class:`GeneratorOutput`, and converts
-    it: one sample per trajectory, in the order of their rows. ``output`` itself stays as it is.
+    """Check that ``output`` has ``expected`` trajectories and keeps the contract of :class:`GeneratorOutput`; convert it.
 
-    A response may be empty, and may have no token to train on (an all-zero mask); a prompt may not. A reward for the whole
-    response goes to its last token (an empty response has nowhere to keep one). Where the loss mask is 0, log-probs become
-    0.0 and versions -1: a token that is not trained must not age its group.
+    A response may be empty, and may have no token to train on (an all-zero mask); a prompt may not be empty. A reward for
+    the whole response goes to its last token; for an empty response it is dropped. Where the loss mask is 0, log-probs
+    become 0.0 and versions -1, because a token that is not trained must not age its group.
 
-    Messages speak of samples, and of rows where ``is_last_step`` says that a trajectory has several.
+    Messages name samples, or rows where ``is_last_step`` gives a trajectory several rows.
+
+    Returns:
+        One sample per trajectory, in the order of their rows. ``output`` is not changed.
 
     Raises:
-        GeneratorOutputError: the first violation found.
-        NonFiniteRewardError: a reward is NaN or infinite, or is so in float32, which is not the generator's contract but this
-            rollout's fault.
+        GeneratorOutputError: the first violation.
+        NonFiniteRewardError: a reward is NaN or infinite, also as float32. That is a fault of this rollout, not of the
+            generator.
     """
     if not isinstance(output, Mapping):
         raise GeneratorOutputError(f"The generator returned a {type(output).__name__}, not a GeneratorOutput (a dict).")
     fields: dict[str, Any] = dict(output)
-    rows = _count_rows(fields, expected)
-    whose = f"{expected} trajectories" if rows == expected else f"the {rows} rows of is_last_step"
-    for name in _REQUIRED:
-        _check_list(fields.get(name), name, rows, whose)
-    for name in ("stop_reasons", "trajectory_ids", "is_last_step"):
-        if fields.get(name) is not None:
-            _check_list(fields[name], name, rows, whose)
-    _check_stop_reasons(fields)
+    is_last = fields.get("is_last_step")
+    rows = len(is_last) if isinstance(is_last, list | tuple) and not all(is_last) else expected
+    unit = f"{expected} trajectories" if rows == expected else f"the {rows} rows of is_last_step"
+    for name in (*_REQUIRED, *(name for name in _OPTIONAL if fields.get(name) is not None)):
+        value = fields.get(name)
+        if value is None:
+            raise GeneratorOutputError(f"{name} is missing. {_ADVICE.get(name, 'A generator must return it.')}")
+        if not isinstance(value, list | tuple):
+            raise GeneratorOutputError(f"{name} is a {type(value).__name__}, not a list with one entry per trajectory.")
+        if len(value) != rows:
+            raise GeneratorOutputError(f"{name} has {len(value)} entries for {unit}; a group must stay whole.")
+    # The client continues aborted responses, so an abort here is an unfinished response.
+    for row, reason in enumerate(fields.get("stop_reasons") or ()):
+        if not isinstance(reason, str) or reason == StopReason.ABORT:
+            _fail(fields, "stop_reasons", row, f"is {reason!r}; give the reason why the response ended, never 'abort'.")
     _check_trajectories(fields, expected)
+
     stop_reasons = fields.get("stop_reasons") or [StopReason.STOP.value] * rows
-    is_last = fields.get("is_last_step") or [True] * rows
     samples: list[Sample] = []
-    sequences: list[RolloutSequence] = []
+    sequences: list[RolloutSequence] = []  # of the trajectory under construction
     for row in range(rows):
         sequences.append(_to_sequence(fields, row, str(stop_reasons[row])))
-        if is_last[row]:
+        if not is_last or is_last[row]:
             samples.append(Sample(tuple(sequences)))
             sequences = []
     return tuple(samples)
 
 
-def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence:
-    try:
-        sequence = _at_once(fields, row, stop_reason)
-    except (TypeError, ValueError, OverflowError):  # something that no array holds
-        sequence = None
-    if sequence is None:
-        _check_tokens(fields, row)
-        _check_rewards(fields, row)
-        _check_sampled(fields, row)
-        sequence = RolloutSequence.of_lists(
-            prompt_token_ids=[int(value) for value in fields["prompt_token_ids"][row]],
-            response_ids=[int(value) for value in fields["response_ids"][row]],
-            loss_mask=[int(value) for value in fields["loss_masks"][row]],
-            logprobs=[float(value) for value in fields["rollout_logprobs"][row]],
-            versions=[int(value) for value in fields["rollout_versions"][row]],
-            rewards=_per_token(fields["rewards"][row], len(fields["response_ids"][row])),
-            stop_reason=stop_reason,
-        )
-    return _without_what_is_not_trained(sequence)
-
-
-def _at_once(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence | None:
-    """The row, where its arrays tell that it keeps the contract; None: look at each number.
-
-    Every token of a run passes here, on the control loop, so there is no loop in Python.
-
-    Raises:
-        TypeError, ValueError, OverflowError: the same as None.
-    """
-    prompt, response, mask, logprobs, versions, reward = (
-        fields[name][row] for name in ("prompt_token_ids", "response_ids", *_ALIGNED, "rewards")
-    )
-    length = len(response)
-    if not all(isinstance(each, list | tuple) and len(each) == length for each in (response, mask, logprobs, versions)):
-        return None
-    if not isinstance(prompt, list | tuple) or not prompt:
-        return None
-    rewards = _rewards_at_once(reward, length)
-    if rewards is None or isinstance(reward, Real) != isinstance(fields["rewards"][0], Real):
-        return None
-    ids, of_versions = _integers([*prompt, *response]), _integers(versions)
-    masked = np.frombuffer(bytearray(mask), np.uint8)
-    if ids is None or of_versions is None or masked.max(initial=0) > 1:
-        return None
-    sequence = RolloutSequence(
-        token_array=ids,
-        sampled=masked.view(np.bool_),
-        logprob_array=packed("d", logprobs),
-        version_array=of_versions,
-        reward_array=rewards,
-        stop_reason=stop_reason,
-    )
-    return sequence if _keeps_contract(sequence) else None
-
-
-def _integers(values: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Int64; None where some are bools, which pass for 0 and 1."""
-    integers = packed("q", values)
-    if (integers.view(np.uint64) <= 1).any() and countOf(map(type, values), bool):
-        return None
-    return integers
-
-
-def _rewards_at_once(reward: Any, length: int) -> np.ndarray | None:
-    """Float64 ``[length]``; None where they break the contract."""
-    if isinstance(reward, Real):
-        if not is_finite(reward):
-            return None
-        rewards = np.zeros(length)
-        rewards[-1:] = reward
-        return rewards
-    if not isinstance(reward, list | tuple) or len(reward) != length:
-        return None
-    rewards = packed("d", reward)
-    return rewards if np.abs(rewards).sum() <= MAX_REWARD else None
-
-
-def _keeps_contract(sequence: RolloutSequence) -> bool:
-    tokens, logprobs, versions = sequence.token_array, sequence.logprob_array, sequence.version_array
-    sampled = slice(None) if sequence.num_sampled == len(versions) else sequence.sampled
-    return bool(
-        tokens.min() >= 0
-        and tokens.max() <= MAX_TOKEN_ID
-        and np.isfinite(logprobs).all()
-        and logprobs[sampled].max(initial=0.0) <= MAX_LOGPROB
-        and versions.min(initial=0) >= -1
-        and versions[sampled].min(initial=0) >= 0
-    )
-
-
-def _without_what_is_not_trained(sequence: RolloutSequence) -> RolloutSequence:
-    """Log-prob 0.0 and version -1 where the loss mask is 0."""
-    if sequence.num_sampled == sequence.num_response_tokens:
-        return sequence
-    sampled, logprobs, versions = sequence.sampled, sequence.logprob_array, sequence.version_array
-    if not (logprobs[~sampled].any() or (versions[~sampled] != -1).any()):
-        return sequence
-    return replace(
-        sequence, logprob_array=np.where(sampled, logprobs, 0.0), version_array=np.where(sampled, versions, -1)
-    )
-
-
-def _per_token(rewards: Any, length: int) -> list[float]:
-    """A reward of the whole response goes to its last token; an empty one has nowhere to keep it."""
-    if not isinstance(rewards, Real):
-        return [float(reward) for reward in rewards]
-    return [0.0] * (length - 1) + [float(rewards)] if length else []
-
-
-def _count_rows(fields: Mapping[str, Any], expected: int) -> int:
-    """``expected``, unless a usable ``is_last_step`` says that trajectories have several rows."""
-    is_last = fields.get("is_last_step")
-    return len(is_last) if isinstance(is_last, list | tuple) and not all(is_last) else expected
-
-
-def _check_list(value: Any, name: str, rows: int, whose: str) -> None:
-    if value is None:
-        raise GeneratorOutputError(f"{name} is missing. {_ADVICE.get(name, 'A generator must return it.')}")
-    if not isinstance(value, list | tuple):
-        raise GeneratorOutputError(f"{name} is a {type(value).__name__}, not a list with one entry per trajectory.")
-    if len(value) != rows:
-        raise GeneratorOutputError(f"{name} has {len(value)} entries for {whose}; a group must stay whole.")
-
-
-def _check_stop_reasons(fields: Mapping[str, Any]) -> None:
-    for row, reason in enumerate(fields.get("stop_reasons") or ()):
-        if not isinstance(reason, str) or reason == StopReason.ABORT:
-            _fail(fields, "stop_reasons", row, f"is {reason!r}; give the reason why the response ended, never 'abort'.")
-
-
 def _check_trajectories(fields: Mapping[str, Any], expected: int) -> None:
-    """The rows of a trajectory follow each other, its last one says so, and there are as many as were asked for."""
+    """Check that the rows of a trajectory are adjacent, that its last row is marked, and that all trajectories are there."""
     ids, is_last = fields.get("trajectory_ids"), fields.get("is_last_step")
     for row, value in enumerate(is_last or ()):
         if not isinstance(value, bool):
@@ -213,6 +92,7 @@ def _check_trajectories(fields: Mapping[str, Any], expected: int) -> None:
             row = is_last.index(False)
             _fail(fields, "is_last_step", row, "is False, but trajectory_ids does not say whose row it is.")
         return
+    # Rows of one trajectory are adjacent, so an id that returns after its last row is a repetition.
     ended: set[Any] = set()
     for row, trajectory_id in enumerate(ids):
         if trajectory_id in ended:
@@ -227,34 +107,131 @@ def _check_trajectories(fields: Mapping[str, Any], expected: int) -> None:
         )
 
 
-def _check_tokens(fields: Mapping[str, Any], row: int) -> None:
-    if len(_sequence(fields, "prompt_token_ids", row)) == 0:
+# One row --------------------------------------------------------------------------------------------------------------
+
+
+def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence:
+    try:
+        sequence = _convert_arrays(fields, row, stop_reason)
+    except (TypeError, ValueError, OverflowError):  # a value that no array holds
+        sequence = None
+    if sequence is None:
+        # The slow check finds the first violation and names its position.
+        _check_row(fields, row)
+        # Valid after all, for example with numpy scalars.
+        response, rewards = fields["response_ids"][row], fields["rewards"][row]
+        if isinstance(rewards, Real):
+            rewards = [0.0] * (len(response) - 1) + [rewards] if response else []
+        sequence = RolloutSequence.of_lists(
+            prompt_token_ids=[int(value) for value in fields["prompt_token_ids"][row]],
+            response_ids=[int(value) for value in response],
+            loss_mask=[int(value) for value in fields["loss_masks"][row]],
+            logprobs=[float(value) for value in fields["rollout_logprobs"][row]],
+            versions=[int(value) for value in fields["rollout_versions"][row]],
+            rewards=[float(value) for value in rewards],
+            stop_reason=stop_reason,
+        )
+    untrained = ~sequence.sampled
+    if not untrained.any():
+        return sequence
+    if sequence.logprob_array[untrained].any() or (sequence.version_array[untrained] != -1).any():
+        sequence = replace(
+            sequence,
+            logprob_array=np.where(untrained, 0.0, sequence.logprob_array),
+            version_array=np.where(untrained, -1, sequence.version_array),
+        )
+    return sequence
+
+
+def _convert_arrays(fields: Mapping[str, Any], row: int, stop_reason: str) -> RolloutSequence | None:
+    """Convert a row if whole-array checks show that it keeps the contract; return None where each number must be checked.
+
+    Every token of a run passes here, on the control loop, so this path has no Python loop over tokens.
+
+    Raises:
+        TypeError, ValueError, OverflowError: the same as None.
+    """
+    prompt, response, mask, logprobs, versions, reward = (
+        fields[name][row] for name in ("prompt_token_ids", "response_ids", *_ALIGNED, "rewards")
+    )
+    length = len(response)
+    if not all(isinstance(each, list | tuple) and len(each) == length for each in (response, mask, logprobs, versions)):
+        return None
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return None
+    if isinstance(reward, Real) != isinstance(fields["rewards"][0], Real):
+        return None
+    if isinstance(reward, Real):
+        if not is_finite(reward):
+            return None
+        rewards = np.zeros(length)
+        rewards[-1:] = reward  # an empty response has no place for it
+    else:
+        if not isinstance(reward, list | tuple) or len(reward) != length:
+            return None
+        rewards = packed("d", reward)
+        if not np.abs(rewards).sum() <= MAX_REWARD:  # False for NaN
+            return None
+    tokens, version_array, logprob_array = _integers([*prompt, *response]), _integers(versions), packed("d", logprobs)
+    masked = np.frombuffer(bytearray(mask), np.uint8)
+    if tokens is None or version_array is None or masked.max(initial=0) > 1:
+        return None
+    sampled = masked.view(np.bool_)
+    trained = slice(None) if sampled.all() else sampled  # a slice makes no copy
+    valid = (
+        tokens.min() >= 0
+        and tokens.max() <= MAX_TOKEN_ID
+        and np.isfinite(logprob_array).all()
+        and logprob_array[trained].max(initial=0.0) <= MAX_LOGPROB
+        and version_array.min(initial=0) >= -1
+        and version_array[trained].min(initial=0) >= 0
+    )
+    if not valid:
+        return None
+    return RolloutSequence(
+        token_array=tokens,
+        sampled=sampled,
+        logprob_array=logprob_array,
+        version_array=version_array,
+        reward_array=rewards,
+        stop_reason=stop_reason,
+    )
+
+
+def _integers(values: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
+    """Return an int64 array, or None where bools pass for 0 and 1."""
+    integers = packed("q", values)
+    if (integers.view(np.uint64) <= 1).any() and countOf(map(type, values), bool):
+        return None
+    return integers
+
+
+def _check_row(fields: Mapping[str, Any], row: int) -> None:
+    """Raise the first violation of a row, number by number."""
+    for name in ("prompt_token_ids", "response_ids", *_ALIGNED):
+        value = fields[name][row]
+        if not isinstance(value, list | tuple):
+            _fail(fields, name, row, f"is a {type(value).__name__}, not a list.")
+    if len(fields["prompt_token_ids"][row]) == 0:
         _fail(fields, "prompt_token_ids", row, "is empty; a response needs something to respond to.")
     for name in ("prompt_token_ids", "response_ids"):
-        for position, token in enumerate(_sequence(fields, name, row)):
+        for position, token in enumerate(fields[name][row]):
             if not _is_int(token) or not 0 <= token <= MAX_TOKEN_ID:
-                _fail(
-                    fields,
-                    name,
-                    row,
-                    f"has {token!r} at position {position}; token ids are integers from 0 to 2**31 - 1.",
-                )
+                problem = f"has {token!r} at position {position}; token ids are integers from 0 to 2**31 - 1."
+                _fail(fields, name, row, problem)
     length = len(fields["response_ids"][row])
     for name in _ALIGNED:
-        count = len(_sequence(fields, name, row))
-        if count != length:
-            _fail(fields, name, row, f"has {count} entries for {length} response tokens.")
+        if len(fields[name][row]) != length:
+            _fail(fields, name, row, f"has {len(fields[name][row])} entries for {length} response tokens.")
 
-
-def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
     reward = fields["rewards"][row]
     per_token = not isinstance(reward, Real)
-    if per_token != (not isinstance(fields["rewards"][0], Real)):
+    if per_token == isinstance(fields["rewards"][0], Real):
         _fail(fields, "rewards", row, "mixes rewards per response and per token; give one kind.")
-    if per_token:
-        length, count = len(fields["response_ids"][row]), len(_sequence(fields, "rewards", row))
-        if count != length:
-            _fail(fields, "rewards", row, f"has {count} entries for {length} response tokens.")
+    if per_token and not isinstance(reward, list | tuple):
+        _fail(fields, "rewards", row, f"is a {type(reward).__name__}, not a list.")
+    if per_token and len(reward) != length:
+        _fail(fields, "rewards", row, f"has {len(reward)} entries for {length} response tokens.")
     for value in reward if per_token else (reward,):
         if not isinstance(value, Real):
             _fail(fields, "rewards", row, f"contains {value!r}; rewards must be finite numbers.")
@@ -266,33 +243,18 @@ def _check_rewards(fields: Mapping[str, Any], row: int) -> None:
     if per_token and not is_finite(sum(abs(float(value)) for value in reward)):
         raise NonFiniteRewardError(f"the rewards of {_whose(fields, row)} add up to more than a float32 holds.")
 
-
-def _check_sampled(fields: Mapping[str, Any], row: int) -> None:
-    for position, (mask, logprob, version) in enumerate(_aligned(fields, row)):
+    for position, (mask, logprob, version) in enumerate(zip(*(fields[name][row] for name in _ALIGNED), strict=True)):
         if not isinstance(mask, Real) or mask not in (0, 1):
             _fail(fields, "loss_masks", row, f"has {mask!r} at position {position}; it must be 0 or 1.")
         if not isinstance(logprob, Real) or not is_finite(logprob):
             _fail(fields, "rollout_logprobs", row, f"has {logprob!r} at position {position}; log-probs must be finite.")
         if not _is_int(version) or not -1 <= version <= MAX_VERSION:
             _fail(fields, "rollout_versions", row, f"has {version!r} at position {position}; give an integer >= -1.")
-        if mask and logprob > MAX_LOGPROB:
+        if mask and float(logprob) > MAX_LOGPROB:
             _fail(fields, "rollout_logprobs", row, f"has {logprob!r} at position {position}; a log-prob is at most 0.")
         if mask and version < 0:
-            advice = _ADVICE["rollout_versions"]
-            problem = f"has {version!r} at position {position}, a token to train on. {advice}"
+            problem = f"has {version!r} at position {position}, a token to train on. {_ADVICE['rollout_versions']}"
             _fail(fields, "rollout_versions", row, problem)
-
-
-def _aligned(fields: Mapping[str, Any], row: int) -> Iterator[tuple[Any, Any, Any]]:
-    masks, logprobs, versions = (fields[name][row] for name in _ALIGNED)
-    return zip(masks, logprobs, versions, strict=True)
-
-
-def _sequence(fields: Mapping[str, Any], name: str, row: int) -> Sequence[Any]:
-    value = fields[name][row]
-    if not isinstance(value, list | tuple):
-        _fail(fields, name, row, f"is a {type(value).__name__}, not a list.")
-    return value  # type: ignore[no-any-return]
 
 
 def _is_int(value: Any) -> bool:
@@ -300,15 +262,15 @@ def _is_int(value: Any) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a number is finite, also as float32."""
+    """Return whether a number is finite, also as float32."""
     try:
         return abs(float(value)) <= MAX_REWARD
     except OverflowError:  # an integer beyond all floats
         return False
 
 
-def _fail(fields: Mapping[str, Any], name: str, row: int, what: str) -> None:
-    raise GeneratorOutputError(f"{name} of {_whose(fields, row)} {what}")
+def _fail(fields: Mapping[str, Any], name: str, row: int, problem: str) -> NoReturn:
+    raise GeneratorOutputError(f"{name} of {_whose(fields, row)} {problem}")
 
 
 def _whose(fields: Mapping[str, Any], row: int) -> str:

@@ -1,74 +1,99 @@
-"""The one door to the engines: tokens (``generate``, ``complete``, ``stream``) or OpenAI's bodies, in this process.
+"""The client of the inference engines: tokens (``generate``, ``complete``, ``stream``) or OpenAI bodies in this process.
 
-chat_completion / completion ──dialect──> ChatService ──> complete ──> TokenClient ──> engines
-generate ─────────────────────────────────────────────────^
+    chat_completion ──parse──> ChatService ──> complete
+    completion ──────parse───> CompletionRun ──> complete
+    generate ────────────────────────────────> complete / stream
+
+    complete / stream ──> one Continuation per response ──gate──> EnginePool ──> engine
+                               ^                                                   │ "abort", engine left
+                               └────────── continues with the tokens it has ───────┘
+
+A weight update (:class:`~skyrl_train.inference.pool.updates.FleetUpdates`) and the requests that run meanwhile:
+
+| step of an update | requests inside an engine | requests that arrive |
+|---|---|---|
+| receive | sampled | sampled |
+| gate closed, pause | frozen, finished or aborted, by the pause mode | wait at the gate |
+| load | as before | wait at the gate |
+| resume, gate open | continue; every further token carries the new version | enter |
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.concurrency import gather_or_cancel
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, RequestError
 from skyrl_train.inference.chat.renderer import ChatRenderer
-from skyrl_train.inference.chat_service import ChatService
-from skyrl_train.inference.completion_service import CompletionRun
-from skyrl_train.inference.dialects import openai_chat, openai_completions
-from skyrl_train.inference.dialects.dialect import ResponseContext
-from skyrl_train.inference.dialects.errors import DialectError
-from skyrl_train.inference.dialects.tokens import TokenTexts
-from skyrl_train.inference.fleet import EngineState
-from skyrl_train.inference.incremental_text import text_of
+from skyrl_train.inference.chat.service import ChatService
+from skyrl_train.inference.continuation import Continuation, Segment
 from skyrl_train.inference.interface import (
     EngineCapabilities,
+    EngineHealth,
     InferenceEngineInput,
+    InferenceEngineInterface,
     InferenceEngineOutput,
     SamplingParams,
+    StopReason,
     TokenChunk,
+    only_chunk,
     output_of,
 )
-from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
-from skyrl_train.inference.token_client import TokenClient
+from skyrl_train.inference.openai import chat as openai_chat
+from skyrl_train.inference.openai import completions as openai_completions
+from skyrl_train.inference.openai.completions import CompletionRun
+from skyrl_train.inference.openai.dialect import ResponseContext
+from skyrl_train.inference.openai.errors import DialectError
+from skyrl_train.inference.openai.tokens import TokenTexts
+from skyrl_train.inference.pool.engine_pool import EnginePool
+from skyrl_train.inference.pool.fleet import EngineState, FleetLimits
+from skyrl_train.inference.pool.supervisor import FleetSupervisor
+from skyrl_train.inference.pool.updates import FleetUpdates
+from skyrl_train.inference.replay import ReplayCache
+from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
+from skyrl_train.inference.response_text import ResponseText, text_of
+from skyrl_train.runtime.concurrency import close_all, gather_or_cancel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Tokens in one piece of a stream. With 20 alternatives for each it takes about 100 kB on the wire.
+_LARGEST_CHUNK = 64
+# When an engine dies, a response that is not read in pieces loses at most this many tokens.
+_KEPT_TOKENS = 64
+
 
 class RequestClient(ABC):
-    """What generators and the endpoint have of a client: everything that stands on single responses, wherever these come
-    from.
+    """The part of a client that generators and the endpoint use. Every method is built on single responses.
 
-    OpenAI's bodies need no HTTP between. The payloads are SkyRL's: ``{"json": body, "headers": headers}``. Headers are not
-    looked at. A body's ``session_id`` keeps its requests on one engine; with a trajectory's own
-    (``TrajectoryID.to_string()``) they are replayed after a resume. What was sampled is recorded by sessions, which belong
-    to the endpoint; here ``"return_token_ids": True`` brings the tokens, log-probs and versions with the response.
+    OpenAI bodies need no HTTP in between. Payloads have SkyRL's shape, ``{"json": body, "headers": headers}``; headers are
+    not read. A body's ``session_id`` keeps its requests on one engine. With the session id of a trajectory
+    (``TrajectoryID.to_string()``) they are also replayed after a resume. Sessions, which belong to the endpoint, record
+    what was sampled; without one, ``"return_token_ids": True`` adds tokens, log-probs and versions to the response.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        renderer: renders and parses conversations for the model that the engines serve.
     """
 
-    @property
-    @abstractmethod
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-
-    @property
-    @abstractmethod
-    def renderer(self) -> ChatRenderer:
-        """Renders and parses conversations for the model that the engines serve."""
+    tokenizer: PreTrainedTokenizerBase
+    renderer: ChatRenderer
 
     @property
     @abstractmethod
     def capabilities(self) -> EngineCapabilities:
-        """What every engine in the routing can do."""
+        """The features that every routed engine has."""
 
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """The version that every routed engine holds; -1 before the first publication."""
+        """The version that every routed engine holds; -1 before the first weight sync."""
 
     @property
     @abstractmethod
@@ -78,47 +103,44 @@ class RequestClient(ABC):
     @property
     @abstractmethod
     def engine_states(self) -> dict[int, EngineState]:
-        """Every engine's state, by number."""
+        """The state of each engine, by number."""
 
     @abstractmethod
     async def complete(self, request: GenerationRequest) -> Generation:
-        """Samples one response to its end; see :class:`~skyrl_train.inference.requests.GenerationService`."""
+        """Sample one response to its end; see :class:`~skyrl_train.inference.requests.GenerationService`."""
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Like ``complete``, in pieces. Closing the iterator cancels the request."""
+        """Sample one response and yield it in pieces. Closing the iterator cancels the request."""
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Samples ``n`` responses per prompt; returns when all have ended, whatever happened to the engines meanwhile.
+        """Sample ``n`` responses per prompt. Returns when all have ended, across weight updates and engine failures.
 
-        Prompts come as ``prompt_token_ids`` or as conversations in ``prompts``. With ``n`` > 1 the responses of one prompt
-        follow each other in every list of the output. ``priority`` is the oldest policy version that the responses will
-        be trained with. With ``detokenize`` False there is no text: ``responses`` are empty strings, and the control
-        process saves the time that decoding takes.
+        Prompts are ``prompt_token_ids``, or conversations in ``prompts``. With ``n`` > 1 the responses of one prompt are
+        adjacent in every list of the output. ``priority`` is the oldest policy version that the responses will be trained
+        with. With ``detokenize=False``, ``responses`` are empty strings, and the control process saves decoding time.
 
         Raises:
-            ConfigError: the input names both or neither kind of prompt, or a sampling parameter is impossible.
+            ConfigError: the input has both or neither kind of prompt, or a sampling parameter is impossible.
             RequestError: a prompt is empty or does not fit the context.
             NoEngineError: no engine is left.
         """
-        prompts = self._prompt_token_ids(input_batch)
+        conversations, prompts = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
+        if (conversations is None) == (prompts is None):
+            raise ConfigError("give exactly one of prompts and prompt_token_ids")
+        if prompts is None:
+            # From here on tokens only: text is rendered once, so a continued response never encodes it again.
+            prompts = [self.renderer.render(conversation) for conversation in conversations or ()]
         params = SamplingParams.parse(input_batch.get("sampling_params"))
         session_ids: Sequence[str | None] = input_batch.get("session_ids") or [None] * len(prompts)
         if len(session_ids) != len(prompts):
             raise ConfigError(f"session_ids has {len(session_ids)} entries for {len(prompts)} prompts")
         detokenize = input_batch.get("detokenize", True)
+        adapter, oldest = input_batch.get("adapter"), input_batch.get("priority")
+        # One request per response: each continues on its own across updates. One failure cancels the others, because
+        # the caller gets all or none.
         done = await gather_or_cancel(
-            self.complete(
-                GenerationRequest(
-                    prompt,
-                    params,
-                    session_id,
-                    choice,
-                    input_batch.get("adapter"),
-                    input_batch.get("priority"),
-                    detokenize,
-                )
-            )
+            self.complete(GenerationRequest(prompt, params, session_id, choice, adapter, oldest, detokenize))
             for prompt, session_id in zip(prompts, session_ids, strict=True)
             for choice in range(params.n)
         )
@@ -128,84 +150,373 @@ class RequestClient(ABC):
         )
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of a chat completion's response; see ``docs/tutorials/http_endpoint.md`` for the fields.
+        """Return the body of a chat completion's response; ``docs/tutorials/http_endpoint.md`` lists the fields.
 
         Raises:
             DialectError: the body is wrong, or asks for what is not supported (streams included).
             RequestError: the conversation does not fit the context.
         """
-        body, generation = self._read(request_payload)
+        body = dict(request_payload.get("json") or {})
+        session_id = body.pop("session_id", None)
         call = openai_chat.parse(body)
-        _refuse_stream(call.streamed)
-        result = await ChatService(generation, self.renderer).complete(call.request)
-        return call.response(result, self._context())
+        _reject_stream(call.streamed)
+        # Not a field of the OpenAI protocol: it was removed above, because the parser rejects unknown fields.
+        request = dataclasses.replace(call.request, session_id=None if session_id is None else str(session_id))
+        result = await ChatService(self, self.renderer).complete(request)
+        return call.response(result, self._response_context())
 
     async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of a completion's response.
+        """Return the body of a completion's response.
 
         Raises:
             DialectError: the body is wrong, or asks for what is not supported (streams included).
         """
-        body, generation = self._read(request_payload)
-        call = openai_completions.parse(body)
-        _refuse_stream(call.streamed)
-        run = CompletionRun(self, generation, call, adapter=None, session=None)
-        return call.response(await run.complete(), self._context())
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones left out."""
-        return text_of(self.tokenizer, token_ids)
-
-    def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[Sequence[int]]:
-        conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
-        if (conversations is None) == (token_ids is None):
-            raise ConfigError("give exactly one of prompts and prompt_token_ids")
-        if token_ids is not None:
-            return list(token_ids)
-        return [self.renderer.render(conversation) for conversation in conversations or ()]
-
-    def _read(self, request_payload: Mapping[str, Any]) -> tuple[dict[str, Any], GenerationService]:
-        """The body without its ``session_id``, and what samples for that session."""
         body = dict(request_payload.get("json") or {})
         session_id = body.pop("session_id", None)
-        return body, self if session_id is None else _OfSession(self, str(session_id))
+        call = openai_completions.parse(body)
+        _reject_stream(call.streamed)
+        run = CompletionRun(self, self, call, session_id=None if session_id is None else str(session_id))
+        return call.response(await run.complete(), self._response_context())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of some tokens without special ones."""
+        return text_of(self.tokenizer, token_ids)
 
     @cached_property
     def _texts(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
 
-    def _context(self) -> ResponseContext:
+    def _response_context(self) -> ResponseContext:
         return ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
 
 
-class InferenceEngineClient(TokenClient, RequestClient):
-    """The client of the engines, in the process that trains."""
-
-
-class _OfSession:
-    """A client, for the requests of one session."""
-
-    def __init__(self, client: RequestClient, session_id: str) -> None:
-        self._client = client
-        self._session_id = session_id
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return self._client.capabilities
-
-    @property
-    def policy_version(self) -> int:
-        return self._client.policy_version
-
-    async def complete(self, request: GenerationRequest) -> Generation:
-        return await self._client.complete(dataclasses.replace(request, session_id=self._session_id))
-
-    def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        return self._client.stream(dataclasses.replace(request, session_id=self._session_id))
-
-
-def _refuse_stream(streamed: bool) -> None:
+def _reject_stream(streamed: bool) -> None:
     if streamed:
         raise DialectError(
             "Streams go over HTTP; in this process use client.stream().", "stream", "unsupported_parameter"
         )
+
+
+class InferenceEngineClient(FleetUpdates, RequestClient):
+    """The client of a fleet of engines that serve the same policy, in the process that trains.
+
+    Args:
+        engines: :meth:`start` starts them and :meth:`teardown` stops them.
+        tokenizer: decodes responses, renders conversations, matches stop strings.
+        model_path: tells the chat renderer which model family this is.
+        pause_timeout_s: limit of each phase of an update (receive, pause, load, resume).
+        engine_wait_timeout_s: how long requests wait while no engine serves.
+        limits: how often a dead engine is restarted, and how many health probes a silent one may miss.
+        probe_interval_s: seconds between two health probes of an engine.
+        tool_parser, reasoning_parser: see :class:`ChatRenderer`.
+        replay: whether sessions can be recorded and replayed; see :attr:`replay_cache`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngineInterface],
+        tokenizer: PreTrainedTokenizerBase,
+        model_path: str = "",
+        *,
+        pause_timeout_s: float = 60.0,
+        engine_wait_timeout_s: float = 60.0,
+        limits: FleetLimits | None = None,
+        probe_interval_s: float = 10.0,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        replay: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not engines:
+            raise ConfigError("a client needs at least one engine")
+        pool = EnginePool(
+            engines,
+            wait_timeout_s=engine_wait_timeout_s,
+            handover_timeout_s=pause_timeout_s,
+            limits=limits,
+            clock=clock,
+        )
+        super().__init__(pool, phase_timeout_s=pause_timeout_s, clock=clock)
+        self.supervisor = FleetSupervisor(pool, self.catch_up, probe_interval_s=probe_interval_s, clock=clock)
+        self.tokenizer = tokenizer
+        self.renderer = ChatRenderer(tokenizer, model_path, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        self.replay_cache = ReplayCache(enabled=replay)
+        self.generated_tokens = 0  # in responses that have ended, without replayed tokens
+
+    @property
+    def policy_version(self) -> int:
+        """The version that every routed engine holds; -1 before the first weight sync."""
+        return -1 if self._pool.version is None else self._pool.version
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """The features that every routed engine has."""
+        return self._pool.capabilities
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The LoRA adapters that every engine has loaded, with their folders."""
+        return self._adapters
+
+    @property
+    def engine_states(self) -> dict[int, EngineState]:
+        """The state of each engine, by number."""
+        return self._pool.fleet.states
+
+    @property
+    def engines(self) -> list[InferenceEngineInterface]:
+        """The routed engines."""
+        return [self._pool.engines[number] for number in self._pool.routed]
+
+    @property
+    def serving(self) -> bool:
+        """Whether an engine takes requests now."""
+        return bool(self._pool.routed)
+
+    async def wait_for_engine(self) -> None:
+        """Return when an engine takes requests.
+
+        Raises:
+            NoEngineError: no engine came (back) in time, or none can come any more.
+        """
+        await self._pool.wait_for_engine()
+
+    def describe(self) -> list[str]:
+        """Describe each engine's state and requests, and the requests at the gate, one line each."""
+        lines = self._pool.describe()
+        if not self.gate.is_open:
+            lines.append(f"engines: paused for new weights; requests that wait before them: {self.gate.waiting}")
+        return lines
+
+    # Lifetime -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all engines concurrently, then the supervisor. Fails when one engine cannot start."""
+        await asyncio.gather(*(engine.start() for engine in self._pool.active_engines))
+        self.supervisor.start()
+
+    async def teardown(self) -> None:
+        """Stop the supervisor and all engines, even if some fail to stop. Pending requests raise ``NoEngineError``.
+
+        Raises:
+            Exception: the first failure, after everything has been stopped.
+        """
+        errors = await close_all([self.supervisor.stop, self._stop_engines])
+        if errors:
+            raise errors[0]
+
+    async def _stop_engines(self) -> None:
+        self._pool.close()
+        # Requests at the gate wake up, find the pool closed, and fail instead of waiting forever.
+        self.gate.open()
+        ends = await asyncio.gather(
+            *(engine.teardown() for engine in self._pool.active_engines), return_exceptions=True
+        )
+        for end in ends:
+            if end is not None:
+                raise end
+
+    async def health(self) -> list[EngineHealth]:
+        """Return a snapshot of each routed engine. An engine found dead leaves the routing and the list."""
+        numbers = self._pool.routed
+        healths = await gather_or_cancel(self._pool.engines[number].health() for number in numbers)
+        # The pool learns of a death at once instead of at the supervisor's next probe.
+        for number, health in zip(numbers, healths, strict=True):
+            if not health.alive:
+                self._pool.died(number, "its process ended")
+        return [health for health in healths if health.alive]
+
+    async def add_engine(self, engine: InferenceEngineInterface) -> int:
+        """Start a further engine, bring it to the current weights and route it. Returns its number.
+
+        Raises:
+            EngineError: it could not start or take the weights; it does not join the fleet.
+        """
+        number = self._pool.add(engine)
+        try:
+            await engine.start()
+            # Started means stale: it gets no request until it holds the current weights.
+            self._pool.fleet.started(number)
+            await self.catch_up(number)
+        except BaseException:
+            await self._pool.retire(number)
+            raise
+        return number
+
+    async def remove_engine(self, number: int) -> None:
+        """Remove an engine. Its requests continue on other engines with the tokens they have. Idempotent."""
+        await self._pool.retire(number)
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: GenerationRequest) -> Generation:
+        """Sample one response to its end, across updates and engine failures. Cancelling the caller cancels it.
+
+        Raises:
+            ConfigError: the engines do not support a sampling parameter.
+            RequestError: the prompt is empty or does not fit the context.
+            NoEngineError: no engine is left, and none came back in time.
+        """
+        self._check_supported(request)
+        # Incremental decoding costs time for every token. Without stop strings, the text is decoded once at the end.
+        make_text = self._text_factory(request) if request.params.stop else None
+        response = Continuation(request.prompt_token_ids, request.params, choice=request.choice, make_text=make_text)
+        await self._sample(response, request, None)
+        return self._generation(response, request)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """Sample one response and yield it in pieces. A slow reader gets larger pieces, up to a limit.
+
+        Closing the iterator cancels the request. A response with a grammar comes whole at its end, because an
+        interruption makes it start over.
+        """
+        self._check_supported(request)
+        make_text = self._text_factory(request)
+        response = Continuation(request.prompt_token_ids, request.params, choice=request.choice, make_text=make_text)
+        # A task samples while the reader is busy with a chunk; the event wakes the reader.
+        progress = asyncio.Event()
+        running = asyncio.create_task(self._sample(response, request, progress.set))
+        # A request that fails without a token must wake the reader too.
+        running.add_done_callback(lambda _: progress.set())
+        sent = 0
+        try:
+            while not running.done():
+                await progress.wait()
+                progress.clear()
+                while not running.done() and not response.may_restart and len(response.token_ids) > sent:
+                    chunk = self._chunk(response, sent, None)
+                    sent += len(chunk.token_ids)  # before yielding: more tokens may arrive while the reader runs
+                    yield chunk
+            running.result()  # raises what the request raised
+            # The remaining tokens, in bounded chunks; a response that may restart has all of them here.
+            while len(response.token_ids) - sent > _LARGEST_CHUNK:
+                chunk = self._chunk(response, sent, None)
+                sent += len(chunk.token_ids)
+                yield chunk
+            yield self._chunk(response, sent, self._generation(response, request))
+        finally:
+            running.cancel()
+            # Wait until the engine has dropped the request, so that a closed stream leaves no work behind.
+            await asyncio.gather(running, return_exceptions=True)
+
+    def _check_supported(self, request: GenerationRequest) -> None:
+        can, params = self.capabilities, request.params
+        if params.structured is not None and not can.structured_output:
+            raise ConfigError("the engines cannot follow a grammar (structured output); use vLLM engines")
+        if params.top_logprobs > can.max_top_logprobs:
+            raise ConfigError(
+                f"the engines return at most {can.max_top_logprobs} top_logprobs, not {params.top_logprobs}"
+            )
+        if request.adapter is not None and request.adapter not in self._adapters:
+            known = ", ".join(sorted(self._adapters)) or "none"
+            raise ConfigError(f"the LoRA adapter {request.adapter!r} is not loaded; loaded: {known}")
+
+    def _text_factory(self, request: GenerationRequest) -> Callable[[], ResponseText]:
+        return lambda: ResponseText(self.tokenizer, request.params.stop)
+
+    def _chunk(self, response: Continuation, sent: int, generation: Generation | None) -> GenerationChunk:
+        text = response.text
+        assert text is not None, "a streamed response has text"
+        # Bounded, because with alternatives a token takes kilobytes on the wire.
+        of = slice(sent, sent + _LARGEST_CHUNK)
+        return GenerationChunk(
+            token_ids=response.token_ids[of],
+            logprobs=response.logprobs[of],
+            versions=response.versions[of],
+            text=text.take() if generation is None else text.rest(generation.text),
+            top_logprobs=None if response.top_logprobs is None else response.top_logprobs[of],
+            generation=generation,
+        )
+
+    def _generation(self, response: Continuation, request: GenerationRequest) -> Generation:
+        assert response.stop_reason is not None, "the response has ended"
+        if response.text is not None:
+            text = response.text.whole()
+        else:
+            text = text_of(self.tokenizer, response.token_ids) if request.detokenize else ""
+        # Copies: the caller may change its lists, and the replay cache reads the response's own lists later.
+        return Generation(
+            prompt_token_ids=response.prompt_token_ids,
+            token_ids=list(response.token_ids),
+            logprobs=list(response.logprobs),
+            versions=list(response.versions),
+            stop_reason=response.stop_reason,
+            text=text,
+            top_logprobs=None if response.top_logprobs is None else list(response.top_logprobs),
+            stop_string=None if response.text is None else response.text.stop_string,
+            segments=response.segments,
+            restarts=response.restarts,
+        )
+
+    async def _sample(
+        self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None
+    ) -> None:
+        """Take what the replay cache has of the response, then run segments until the response has ended."""
+        with self.replay_cache.recorded(request, response) as recorded:
+            for chunk in recorded:
+                response.resume_from(chunk)
+                if on_progress is not None:
+                    on_progress()
+                await asyncio.sleep(0)  # a long replay must not block the event loop
+            # Replayed tokens were counted by the run that sampled them.
+            replayed = len(response.token_ids)
+            while (segment := response.next_segment()) is not None:
+                await self.gate.wait_open()
+                # Waiting for an engine can take long, so the gate is checked once more below.
+                slot = await self._pool.acquire(request.session_id)
+                try:
+                    if self.gate.is_open:
+                        await self._pool.run(
+                            slot, self._run_segment(slot.engine, segment, response, request, on_progress)
+                        )
+                    else:  # it closed while this task waited for an engine
+                        response.rollback()
+                except RequestError:
+                    if not response.token_ids:
+                        raise
+                    response.stop_reason = StopReason.LENGTH  # this engine's context is smaller than the previous one's
+                finally:
+                    self._pool.release(slot)
+        self.generated_tokens += len(response.token_ids) - replayed
+
+    async def _run_segment(
+        self,
+        number: int,
+        segment: Segment,
+        response: Continuation,
+        request: GenerationRequest,
+        on_progress: Callable[[], None] | None,
+    ) -> None:
+        """Sample one segment on engine ``number``; ``on_progress`` is called after each piece.
+
+        Raises:
+            RequestError: the engine cannot serve the request.
+            EngineError: the engine failed or broke the contract.
+        """
+        # The priority is the oldest version in the trajectory: the group that becomes stale first is served first.
+        version, engine = self.policy_version, self._pool.engines[number]
+        engine_input = InferenceEngineInput(
+            prompt_token_ids=[segment.prompt_token_ids],
+            sampling_params=segment.sampling_params,
+            session_ids=None if request.session_id is None else [request.session_id],
+            priority=min(
+                version if request.oldest_version is None else request.oldest_version,
+                response.versions[0] if response.versions else version,
+            ),
+            adapter=request.adapter,
+        )
+        if on_progress is None and not request.params.stop:  # stop strings are matched as tokens arrive
+            if not engine.capabilities.chunked_streaming:
+                response.add(only_chunk(await engine.generate(engine_input)), segment.number)
+                return
+            engine_input["chunk_tokens"] = _KEPT_TOKENS
+        stream = engine.stream(engine_input)
+        try:
+            async for chunk in stream:
+                response.add(chunk, segment.number)
+                if on_progress is not None:
+                    on_progress()
+                if response.stop_reason is not None:
+                    break
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # leaving early aborts the request in the engine

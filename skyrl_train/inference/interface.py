@@ -1,10 +1,10 @@
-"""What an inference engine is: the contract that the client speaks and every engine implements.
+"""The contract between the client and an inference engine.
 
-    InferenceEngineClient ──generate / stream──> InferenceEngineInterface <──receive_weights / load_weights── publisher
+    InferenceEngineClient ──generate / stream──> InferenceEngineInterface <──receive_weights / load_weights── weight sync
 
-An engine samples tokens. It knows nothing about groups, rewards, staleness or other engines. It tells the truth about
-three things for each sampled token: the id, the behaviour log-prob of the distribution it was really drawn from, and the
-policy version that it held at that moment.
+An engine samples tokens. It knows nothing about groups, rewards, staleness or other engines. For each sampled token it
+returns exactly three values: the id, the behaviour log-prob (of the distribution that the token was sampled from), and
+the policy version that the engine held at that moment.
 """
 
 from __future__ import annotations
@@ -17,20 +17,12 @@ from enum import StrEnum
 from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.inference.weight_update import WeightUpdate
-
-
-class PauseMode(StrEnum):
-    """What happens to the requests that run while weights are swapped (SEMANTICS 2.5)."""
-
-    KEEP = "keep"  # they freeze; their KV cache stays, computed by the old weights
-    RECOMPUTE = "recompute"  # they freeze; their KV cache is computed again under the new weights
-    ABORT = "abort"  # they return what they have with stop reason "abort"; the client resubmits them
-    WAIT = "wait"  # they run to their end first; new ones wait
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
 
 
 class StopReason(StrEnum):
-    """Why a response ended. ``ABORT`` never leaves the client."""
+    """Why a response ended. The client never returns ``ABORT``."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # ``max_tokens`` or the engine's context length was reached
@@ -39,10 +31,10 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A grammar that the response must follow. ``value`` is a JSON schema, a regular expression or a grammar in text form.
+    """A grammar that the response must follow. ``value`` is a JSON schema, a regular expression or a grammar as text.
 
-    Behaviour log-probs are then those of the masked distribution. A grammar's state cannot be handed to another segment,
-    so that such a request starts over where others continue (SEMANTICS 2.4).
+    Behaviour log-probs then belong to the masked distribution. The state of a grammar cannot be passed to another segment,
+    so that such a request starts over where others continue.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "grammar"]
@@ -51,12 +43,12 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one response is sampled.
+    """The sampling parameters of one response.
 
-    ``temperature`` 0 is greedy (log-probs are then those of temperature 1). ``top_k`` <= 0, ``top_p`` 1 and ``min_p`` 0
-    switch the filters off. ``seed`` None draws from the engine's own stream. ``stop`` strings end a response at the token
-    that completes one of them; engines need not know them, the client matches them. ``top_logprobs`` asks for that many
-    alternatives per token.
+    ``temperature`` 0 is greedy; log-probs then belong to temperature 1. ``top_k`` <= 0, ``top_p`` 1 and ``min_p`` 0 disable
+    the filters. ``seed`` None uses the engine's own random stream. ``stop`` strings end a response at the token that
+    completes one of them; the client matches them, engines do not see them. ``top_logprobs`` is the number of alternatives
+    per token.
     """
 
     max_tokens: int = 256
@@ -74,9 +66,9 @@ class SamplingParams:
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        def check(ok: bool, what: str) -> None:
+        def check(ok: bool, message: str) -> None:
             if not ok:
-                raise ConfigError(f"sampling_params.{what}")
+                raise ConfigError(f"sampling_params.{message}")
 
         check(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
         check(
@@ -95,7 +87,7 @@ class SamplingParams:
 
     @classmethod
     def parse(cls, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """Builds the parameters from a plain mapping (config, HTTP body); returns what is parsed already as it is.
+        """Build the parameters from a mapping (configuration, HTTP body). ``SamplingParams`` are returned unchanged.
 
         Raises:
             ConfigError: an unknown key or an impossible value; the message names it.
@@ -117,9 +109,8 @@ class InferenceEngineInput(TypedDict, total=False):
     """A batch of requests. Exactly one of ``prompts`` (conversations) and ``prompt_token_ids`` is given.
 
     ``priority``: a lower one is scheduled first by engines with ``capabilities.priorities``; others ignore it.
-    ``adapter``: the name of a LoRA adapter that the engines have loaded (``load_adapter``). ``chunk_tokens``: how many
-    tokens a streamed chunk should have (1), where ``capabilities.chunked_streaming``. ``detokenize`` False: the caller reads
-    no text, so that the client leaves ``responses`` empty; engines never look at it.
+    ``adapter``: the name of a loaded LoRA adapter (``load_adapter``). ``chunk_tokens``: tokens per streamed chunk (default 1),
+    where ``capabilities.chunked_streaming``. ``detokenize=False``: the client leaves ``responses`` empty; engines ignore it.
     """
 
     prompts: Sequence[Sequence[Mapping[str, Any]]] | None
@@ -139,8 +130,8 @@ TopLogprobs = list[list[tuple[int, float]]]
 class InferenceEngineOutput(TypedDict):
     """One entry per request, in order; the inner lists have one entry per sampled token.
 
-    ``response_logprobs`` are natural logarithms. ``stop_reasons`` are :class:`StopReason` values. An aborted request has
-    the tokens sampled so far (possibly none) and stop reason ``"abort"``; only engines return it, never the client.
+    ``response_logprobs`` are natural logarithms. ``stop_reasons`` are :class:`StopReason` values. Only engines return
+    ``"abort"``, together with the tokens sampled so far (possibly none).
     """
 
     responses: list[str]
@@ -148,17 +139,16 @@ class InferenceEngineOutput(TypedDict):
     stop_reasons: list[str]
     response_logprobs: list[list[float]]
     response_versions: list[list[int]]
-    response_top_logprobs: NotRequired[list[TopLogprobs]]  # only where ``top_logprobs`` was asked for
+    response_top_logprobs: NotRequired[list[TopLogprobs]]  # only if ``top_logprobs`` > 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens of one response in the order sampled. ``stop_reason`` is None until the last chunk (which may be empty).
+    """Tokens of one response in sampling order. ``stop_reason`` is None before the last chunk, which may be empty.
 
-    A token that ends the response (the model's end-of-sequence token, a stop token) comes in a chunk with its stop
-    reason, never before it: only the engine knows all of them, and when it dies after such a chunk, the response has
-    ended and is not continued elsewhere. ``top_logprobs`` is aligned with the tokens where they were asked for, else
-    None; an empty chunk may have None in either case.
+    A token that ends the response (end of sequence, a stop token) must come in the chunk that has the stop reason: only
+    the engine knows all such tokens, and if it dies after an earlier chunk, the client would continue a finished response.
+    ``top_logprobs`` is aligned with the tokens if ``top_logprobs`` > 0, else None; an empty chunk may have None.
     """
 
     token_ids: list[int]
@@ -169,7 +159,7 @@ class TokenChunk:
 
 
 def output_of(chunks: Sequence[TokenChunk], texts: Sequence[str] | None = None) -> InferenceEngineOutput:
-    """Whole responses as an output; without ``texts`` they are empty, as engines return them."""
+    """Return whole responses as an output. Without ``texts``, ``responses`` are empty strings, as engines return them."""
     output = InferenceEngineOutput(
         responses=list(texts) if texts is not None else [""] * len(chunks),
         response_ids=[chunk.token_ids for chunk in chunks],
@@ -183,7 +173,7 @@ def output_of(chunks: Sequence[TokenChunk], texts: Sequence[str] | None = None) 
 
 
 def only_chunk(output: InferenceEngineOutput) -> TokenChunk:
-    """The response of an output that has one; what :func:`output_of` made an output of."""
+    """Return the only response of an output; the inverse of :func:`output_of`."""
     top_logprobs = output.get("response_top_logprobs")
     return TokenChunk(
         output["response_ids"][0],
@@ -196,10 +186,10 @@ def only_chunk(output: InferenceEngineOutput) -> TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """What an engine can do; the client and the trainers ask here instead of probing.
+    """The features of an engine. The client and the trainers read this instead of probing.
 
-    ``chunked_streaming``: a stream of larger chunks costs less, so that the client can keep what a long response has so
-    far without paying for each token.
+    ``chunked_streaming``: streams with larger chunks cost less, so that the client can keep the tokens of a long response
+    without a cost per token.
     """
 
     pause_modes: frozenset[PauseMode]
@@ -217,8 +207,8 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A snapshot. ``running`` and ``waiting`` count requests; token counters are totals since the start, and so is ``busy_s``:
-    seconds with something to do, during which the engine was neither paused nor asleep."""
+    """A snapshot of an engine. ``running`` and ``waiting`` count requests. Token counters and ``busy_s`` are totals since the
+    start; ``busy_s`` is the time in seconds with requests, neither paused nor asleep."""
 
     alive: bool
     policy_version: int
@@ -240,22 +230,22 @@ class InferenceEngineInterface(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> EngineCapabilities:
-        """What this engine can do."""
+        """The features that this engine supports."""
 
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """The version that ``load_weights`` loaded last; -1 before the first publication."""
+        """The version that ``load_weights`` loaded last; -1 before the first weight sync."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Brings the engine up; returns when it can take requests."""
+        """Start the engine. Returns when it can take requests."""
 
     @abstractmethod
     async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
-        """Samples one response per prompt in ``prompt_token_ids`` (``n`` must be 1) and returns when all have ended.
+        """Sample one response per prompt in ``prompt_token_ids`` (``n`` must be 1). Returns when all have ended.
 
-        ``responses`` are empty strings: engines deal in tokens, the client decodes.
+        ``responses`` are empty strings: engines handle tokens only, the client decodes.
 
         Raises:
             RequestError: a prompt is empty or does not fit the context.
@@ -263,42 +253,42 @@ class InferenceEngineInterface(ABC):
 
     @abstractmethod
     def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
-        """Like ``generate`` for exactly one prompt; yields tokens as they are sampled."""
+        """Like ``generate`` for one prompt; yields tokens as they are sampled."""
 
     @abstractmethod
     async def abort_generation(self) -> None:
-        """Aborts every request; returns when none runs or waits any more. Their calls return with ``"abort"``."""
+        """Abort every request. Returns when none runs or waits; their calls return with ``"abort"``."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; returns when no token will be sampled any more (under ``wait``: when all requests ended).
+        """Stop sampling. Returns when no further token will be sampled (under ``wait``: when all requests have ended).
 
-        Requests that arrive while paused wait, whatever the mode.
+        Requests that arrive while paused wait, in every mode.
         """
 
     @abstractmethod
     async def resume(self) -> None:
-        """Samples again. After ``pause("recompute")`` the frozen requests' KV caches are rebuilt first."""
+        """Resume sampling. After ``pause("recompute")`` the KV caches of frozen requests are rebuilt first."""
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Frees device memory (1: KV cache and weights offloaded). Only where ``capabilities.sleep``."""
+        """Free device memory (level 1: offload KV cache and weights). Only where ``capabilities.sleep``."""
 
     @abstractmethod
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory back."""
+        """Allocate the freed memory again."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes; a no-op for engines that keep none."""
+        """Drop cached prefixes; a no-op for engines without a prefix cache."""
 
     @abstractmethod
     async def receive_weights(self, update: WeightUpdate) -> None:
-        """*Transfer*: brings the update's bytes to where ``load_weights`` needs them. The engine goes on serving."""
+        """*Transfer*: bring the update's bytes to where ``load_weights`` needs them, while the engine serves."""
 
     @abstractmethod
     async def load_weights(self, update: WeightUpdate) -> None:
-        """*Load*: swaps the received update into the model. The engine must be paused.
+        """*Load*: swap the received update into the model. The engine must be paused.
 
         Every token sampled after this carries ``update.version``.
 
@@ -307,7 +297,7 @@ class InferenceEngineInterface(ABC):
         """
 
     async def served_checksum(self) -> str:
-        """The checksum of the weights being served, laid out like the update loaded last: equal to that update's own.
+        """Return the checksum of the served weights in the layout of the update loaded last; it equals the update's own.
 
         Raises:
             EngineError: this engine cannot read its weights back.
@@ -315,17 +305,17 @@ class InferenceEngineInterface(ABC):
         raise EngineError(f"{type(self).__name__} cannot read its weights back.")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Loads a LoRA adapter (peft's folder format) that requests may name. Only where ``capabilities.adapters``."""
+        """Load a LoRA adapter (peft's folder format) that requests may name. Only where ``capabilities.adapters``."""
         raise EngineError(f"{type(self).__name__} has no adapters; ask capabilities.adapters first.")
 
     async def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter. Only where ``capabilities.adapters``."""
+        """Remove an adapter. Only where ``capabilities.adapters``."""
         raise EngineError(f"{type(self).__name__} has no adapters; ask capabilities.adapters first.")
 
     @abstractmethod
     async def health(self) -> EngineHealth:
-        """Returns a snapshot; of a dead engine one that says so (the one method that does not raise then)."""
+        """Return a snapshot. For a dead engine it has ``alive=False``; this is the only method that does not raise then."""
 
     @abstractmethod
     async def teardown(self) -> None:
-        """Stops the engine and frees what it holds. Idempotent; pending requests raise ``EngineDeadError``."""
+        """Stop the engine and free its resources. Idempotent; pending requests raise ``EngineDeadError``."""

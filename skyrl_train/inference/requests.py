@@ -1,4 +1,4 @@
-"""One response, as the layers above the client ask for it and get it: chat, completions, sessions.
+"""The request for one response and its result, as chat, completions and sessions use them.
 
 GenerationRequest ──client.complete──> Generation
                   ──client.stream────> GenerationChunk ... GenerationChunk(generation=...)
@@ -15,15 +15,15 @@ from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt and how one response to it is sampled (``params.n`` is ignored: ``choice`` counts the responses).
+    """A prompt and the sampling parameters of one response (``params.n`` is ignored: ``choice`` numbers the responses).
 
     Args:
-        session_id: requests of one session stay on one engine while it lives, and are recorded and replayed under it.
-        choice: tells the responses of one request apart in their seeds.
+        session_id: requests of one session stay on one engine while it serves, and are recorded and replayed together.
+        choice: number of the response; each derives its own seed.
         adapter: a LoRA adapter by name.
         oldest_version: the oldest policy version that the response will be trained with (a session's earlier turns);
-            engines that know priorities take the oldest first. None: the current one.
-        detokenize: False: nobody reads ``Generation.text``, which is empty unless stop strings had it decoded anyway.
+            engines with priorities schedule the oldest first. None: the current one.
+        detokenize: False leaves ``Generation.text`` empty, unless stop strings require decoding.
     """
 
     prompt_token_ids: Sequence[int]
@@ -37,10 +37,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A response that has ended: one entry per sampled token in each list.
+    """A finished response. Each list has one entry per sampled token.
 
-    ``text`` is decoded without special tokens and ends before the stop string, whose tokens ``token_ids`` keeps.
-    ``segments`` counts the engine requests it took, ``restarts`` those that began again from nothing.
+    ``text`` has no special tokens and ends before the stop string; ``token_ids`` keeps the tokens of the stop string.
+    ``segments`` counts the engine requests, ``restarts`` those that started over.
     """
 
     prompt_token_ids: list[int]
@@ -57,10 +57,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """What was sampled since the last chunk.
+    """The tokens sampled since the last chunk.
 
-    ``text`` may lag behind the tokens: characters that could still become part of a stop string, or that are not whole
-    yet, come with a later chunk. The last chunk has ``generation``; all texts joined are its text.
+    ``text`` may lag behind the tokens: unfinished characters, and those that could belong to a stop string, come with a
+    later chunk. The last chunk has ``generation``; the joined texts are its text.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -72,21 +72,21 @@ class GenerationChunk:
 
 
 class GenerationService(Protocol):
-    """The part of the client that chat and completions stand on."""
+    """Samples single responses. The client, its forwarder in rollout actors and the agent harness implement it."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What every engine in the routing can do."""
+        """The features that every routed engine has."""
 
     @property
     def policy_version(self) -> int:
         """The version that every routed engine holds."""
 
     async def complete(self, request: GenerationRequest) -> Generation:
-        """Samples one response to its end, whatever happens underneath. Cancelling the caller cancels it.
+        """Sample one response to its end, across updates and engine failures. Cancelling the caller cancels it.
 
         Raises:
-            ConfigError: a sampling parameter is not supported by the engines.
+            ConfigError: the engines do not support a sampling parameter.
             RequestError: the prompt is empty or does not fit the context.
             NoEngineError: no engine is left, and none came back in time.
         """

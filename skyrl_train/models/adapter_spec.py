@@ -1,4 +1,4 @@
-"""What a LoRA adapter is, for those that handle no tensors. Imports no torch."""
+"""Rank and scale of a LoRA adapter, for modules that handle no tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A linear layer's output gains ``scale * B (A x)``, with A ``[rank, in]`` and B ``[out, rank]``."""
+    """An adapter that adds ``scale * B (A x)`` to a linear layer's output, with A ``[rank, in]`` and B ``[out, rank]``."""
 
     rank: int
     scale: float  # alpha / rank

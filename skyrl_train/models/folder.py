@@ -1,4 +1,4 @@
-"""Opens a model folder (or hub name) with errors that say what is missing."""
+"""Loading of a model folder (or hub name), with errors that name the missing part."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from skyrl_train.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# What transformers raises for a folder or hub name that it cannot use, beside SafetensorError.
+# Errors of transformers and safetensors for a folder or hub name that they cannot use.
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 _SETTING = "trainer.policy.model.path"
-# transformers switches globals while it builds a model: two threads that build at once can leave it in a state in which later
-# models are neither initialised nor have their embeddings tied.
+# transformers switches globals while it builds a model. Two threads that build at once can leave the globals in a state in which
+# later models are not initialised and their embeddings not tied.
 _building = threading.Lock()
 
 
 def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
-    """Reads ``config.json``.
+    """Read ``config.json``.
 
     Args:
-        setting: that names the path, for messages.
+        setting: name of the setting that has the path, for messages.
 
     Raises:
-        ModelError: there is none, or transformers does not know the architecture.
+        ModelError: the file is missing, or transformers does not know the architecture.
     """
     check_place(path, setting)
     try:
@@ -52,7 +52,7 @@ def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer.
+    """Read the tokenizer.
 
     Raises:
         ModelError: the folder has none, it has no end-of-sequence token, or it knows more tokens than the model.
@@ -65,7 +65,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{path!r} has no usable tokenizer: {_first_line(error)}. Save one there with tokenizer.save_pretrained()."
         ) from error
-    # Without its files transformers makes up an empty tokenizer of the model's type.
+    # Without tokenizer files, transformers returns an empty tokenizer of the model's type instead of an error.
     files = set(tokenizer.vocab_files_names.values())
     if is_local(path) and files and not any((Path(path) / file).exists() for file in files):
         raise ModelError(f"{path!r} has no tokenizer. Save one there with tokenizer.save_pretrained().")
@@ -82,7 +82,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
-    """Builds the architecture without reading weights, for an engine whose first publication brings them.
+    """Build the architecture without reading weights, for an engine that receives them in the first weight sync.
 
     Raises:
         ConfigError: an unknown dtype or a device that this machine does not have.
@@ -100,17 +100,17 @@ def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
-    """Loads architecture and weights.
+    """Load architecture and weights.
 
     Raises:
         ConfigError: an unknown dtype or a device that this machine does not have.
-        ModelError: the folder has no weights, misses some, or they are broken or have other shapes.
+        ModelError: the folder has no weights, some are missing, broken, or have other shapes.
     """
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     load_config(path)
     try:
         with _building, quiet_transformers():
-            # Mismatched shapes are let through here only to be reported by name below.
+            # Mismatched shapes are allowed here so that the error below can name them.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
@@ -136,7 +136,7 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a setting.
+    """Return the torch dtype of a setting.
 
     Raises:
         ConfigError: not one of :data:`DTYPES`.
@@ -147,7 +147,7 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def known_device(name: str, setting: str) -> torch.device:
-    """The torch device of a setting, whether this machine has it or not.
+    """Return the torch device of a setting; this machine need not have it.
 
     Raises:
         ConfigError: torch does not know the name; the message names ``setting``.
@@ -159,7 +159,7 @@ def known_device(name: str, setting: str) -> torch.device:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of a setting.
+    """Return the torch device of a setting.
 
     Raises:
         ConfigError: torch does not know the name, or this machine lacks the device.
@@ -171,13 +171,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def is_local(path: str) -> bool:
-    """Whether ``path`` is a folder on this machine rather than a hub name."""
+    """Return whether ``path`` is a folder on this machine rather than a hub name."""
     return Path(path).is_dir()
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """While open, transformers prints neither progress bars nor warnings; what it cannot do, it raises."""
+    """Silence transformers' progress bars and warnings inside the context; errors are still raised."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -190,14 +190,15 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def check_place(path: str, setting: str = _SETTING) -> None:
-    """Refuses what is meant as a path but is not there, so that the hub is never asked for it."""
+    """Raise ModelError for a path that does not exist, so that it is never looked up on the hub."""
     if not is_local(path) and _looks_local(path):
         what = "a file, not a model folder" if Path(path).exists() else "not there"
         raise ModelError(f"The model folder {path!r} is {what}. Point {setting} at a folder with a config.json.")
 
 
 def _looks_local(path: str) -> bool:
-    """A hub name is ``name`` or ``organisation/name``; all else, and what starts in an existing folder, is a path."""
+    """Return whether ``path`` is meant as a local path: it is no ``name`` or ``organisation/name``, or it begins with an existing
+    folder."""
     parts = path.split("/")
     return (
         path.startswith((".", "~", "/"))

@@ -1,9 +1,9 @@
-"""A LoRA adapter (arXiv 2106.09685) inside a model: what is trained and published in place of the model's own weights.
+"""A LoRA adapter (arXiv 2106.09685) inside a model, which is trained and synced instead of the model's own weights.
 
     y = W x + scale * B (A x)      W [out, in] stays; A [rank, in] and B [out, rank] learn; scale = alpha / rank
 
-B is zero at the start, so that a run starts from the base model itself. Names are peft's: what is published or saved under
-them is the state of an adapter that peft and vLLM open.
+B is zero at the start, so a run starts from the base model itself. Weights are synced and saved under peft's names, so peft and
+vLLM can open them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from skyrl_train.config.lora_refusals import ALL_LINEAR
-from skyrl_train.config.schema.model import LoraConfig
+from skyrl_train.config.schema import ALL_LINEAR, LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.adapter_spec import AdapterSpec
 
 _ADAPTER = "default"  # peft's name of the only adapter of a model
-_PREFIX = "base_model.model."  # where peft puts the model inside its own
+_PREFIX = "base_model.model."  # of the model's names inside peft's model
 FINGERPRINT = "base_fingerprint"
-_SAMPLES = 1024  # elements of each weight that the fingerprint looks at
+_SAMPLES = 1024  # elements of each weight that enter the fingerprint
 _SETTING = "trainer.policy.model.lora"
 _INIT_METHODS = {"kaiming": True, "gaussian": "gaussian"}  # of A; peft's words for them
 
@@ -33,14 +32,14 @@ _INIT_METHODS = {"kaiming": True, "gaussian": "gaussian"}  # of A; peft's words 
 def add_adapter(
     model: PreTrainedModel, lora: LoraConfig, *, seed: int = 0, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Puts an adapter into ``model``, in place; from here on nothing else of it takes gradients.
+    """Add an adapter to ``model``, in place; all other parameters no longer take gradients.
 
     Args:
         seed: of A's random numbers.
         dtype: of A and B; None: the model's.
 
     Raises:
-        ConfigError: peft is not installed, or the targets are no linear layers of the model's inside.
+        ConfigError: peft is not installed, or the targets are not linear layers inside the model.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -49,6 +48,7 @@ def add_adapter(
         raise ConfigError(
             f"{_SETTING}.rank={lora.rank} needs peft: {error}. Install the extra `lora` (./uvw run --extra lora ...)."
         ) from error
+    # Taken before the injection, which renames parameters. A model on the meta device has no values to hash.
     fingerprint = (
         torch.empty(32, dtype=torch.uint8, device="meta") if model.device.type == "meta" else _digest(model, lora)
     )
@@ -63,7 +63,7 @@ def add_adapter(
         task_type="CAUSAL_LM",
     )
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng():  # the adapter's random numbers leave the run's generators unchanged
             torch.manual_seed(seed)
             inject_adapter_in_model(settings, model)
     except (ValueError, TypeError) as error:
@@ -80,14 +80,14 @@ def add_adapter(
 
 
 def adapter_of(model: PreTrainedModel) -> AdapterSpec | None:
-    """What the adapter in ``model`` is, or None without one."""
+    """Return rank and scale of the adapter in ``model``, or None without one."""
     settings = getattr(model, "peft_config", {}).get(_ADAPTER)
     return None if settings is None else AdapterSpec(settings.r, settings.lora_alpha / settings.r)
 
 
 def policy_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """What is trained and published of ``model``: its adapter under peft's names, or without one all its parameters under
-    their own. A tied parameter comes once.
+    """Yield the weights of ``model`` that are trained and synced: the adapter's under peft's names, or all parameters under their
+    own names without an adapter. A tied parameter is yielded once.
     """
     if adapter_of(model) is None:
         yield from model.named_parameters()
@@ -98,9 +98,7 @@ def policy_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Param
 
 
 def base_fingerprint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of an adapter keeps of its base model and its scale, by the name that it has there: uint8 ``[32]``.
-    Empty without an adapter.
-    """
+    """Return the fingerprint of base model and scale (uint8 ``[32]``) by its name in a checkpoint; empty without an adapter."""
     return {FINGERPRINT: model.get_buffer(FINGERPRINT)} if adapter_of(model) is not None else {}
 
 
@@ -108,11 +106,11 @@ def base_fingerprint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def merged_weights(
     weights: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the plain model: each ``W + scale * B A``, computed in float32 and rounded once.
+    """Yield the weights of the plain model: each ``W + scale * B A``, computed in float32 and rounded once.
 
     Args:
         weights: all parameters of a model with this ``adapter``, under its own names and in its own order, in which A and B
-            follow the weight that they belong to. Without an adapter they come back as they are.
+            follow the weight that they belong to. Without an adapter they are yielded unchanged.
     """
     base: tuple[str, torch.Tensor] | None = None
     first: torch.Tensor | None = None
@@ -130,7 +128,7 @@ def merged_weights(
 
 
 def write_adapter(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes ``weights`` (those of :func:`policy_weights`, on the CPU) as a folder that peft opens.
+    """Write ``weights`` (from :func:`policy_weights`, on the CPU) as a folder that peft opens.
 
     Raises:
         OSError, SafetensorError: the folder cannot be written.
@@ -155,7 +153,7 @@ def _check_targets(model: PreTrainedModel) -> None:
 
 
 def _digest(model: PreTrainedModel, lora: LoraConfig) -> torch.Tensor:
-    """SHA-256 over names, shapes and a sample of the elements of every weight, and the adapter's alpha: ``[32]``."""
+    """Return the SHA-256 over the adapter's rank and alpha, and names, shapes and a sample of every weight: uint8 ``[32]``."""
     digest = hashlib.sha256(f"{lora.rank}/{lora.alpha}".encode())
     for name, weight in model.named_parameters():
         flat = weight.detach().flatten()

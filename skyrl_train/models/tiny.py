@@ -1,4 +1,4 @@
-"""A small model made on the spot: random weights and a character tokenizer, saved as an ordinary model folder."""
+"""A small model with random weights and a character tokenizer, saved as an ordinary model folder."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.models.folder import quiet_transformers
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-# Turns follow each other without markup: the characters are the whole conversation.
+# No markup between turns: a conversation is the text of its messages in a row.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def character_tokenizer(alphabet: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token per character of ``alphabet``, after ``<pad>`` (0), ``<eos>`` (1) and ``<unk>`` (2).
+    """Build a tokenizer with one token per character of ``alphabet``, after ``<pad>`` (0), ``<eos>`` (1) and ``<unk>`` (2).
 
-    Each of ``words`` is one more token, wherever a text has it.
+    Each of ``words`` is one more token.
     """
     characters = sorted(set(alphabet))
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters])}
@@ -43,12 +43,11 @@ def character_tokenizer(alphabet: str, words: Sequence[str] = ()) -> PreTrainedT
 
 
 def build_model_folder(build: BuildModelConfig, folder: Path, seed: int) -> None:
-    """Writes config, tokenizer and random weights (a function of ``seed``) into ``folder``; keeps what is there
-    already.
+    """Write config, tokenizer and random weights (a function of ``seed``) into ``folder``; keep an existing folder unchanged.
 
     Raises:
         ConfigError: a size is impossible.
-        ModelError: transformers cannot build ``build.model_type`` with these sizes, or ``folder`` is in the way.
+        ModelError: transformers cannot build ``build.model_type`` with these sizes, or ``folder`` cannot be written.
     """
     if folder.is_dir():
         return
@@ -78,6 +77,7 @@ def build_model_folder(build: BuildModelConfig, folder: Path, seed: int) -> None
         raise ModelError(
             f"trainer.policy.model.build: cannot make a {build.model_type!r} model of these sizes: {error}"
         ) from error
+    # Written beside and renamed, so that a crash leaves no half-written model that a later run would use.
     unfinished = folder.with_name(folder.name + ".tmp")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,25 +1,109 @@
-"""Where a finished step goes: the run folder, the trackers and the screen."""
+"""The outputs of a finished step: the run folder, the trackers and the screen.
+
+trainer.trackers=[tensorboard, my_package.MyTracker]
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.evaluation.metrics import EvaluationResult
-from skyrl_train.observability.live import Failures, StepReport, View, make_view, shortened
+from skyrl_train.config.import_path import import_name, is_import_path
+from skyrl_train.config.keys import did_you_mean
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.observability.tracking import Tracker, make_trackers
-from skyrl_train.rollout.group import RolloutGroup
+from skyrl_train.observability.screen import Failures, StepReport, View, make_view, shortened
+from skyrl_train.types import RolloutGroup
+
+# Trackers ----------------------------------------------------------------------------------------------------------
+
+
+class Tracker(ABC):
+    """Receives the metrics of each step. Constructed as ``Tracker(folder, config, resume_step)``."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics of a step. Metrics of an evaluation come with the step whose policy was measured, which may be earlier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write buffered data."""
+
+
+# folder: for the tracker's files, created by the tracker. resume_step: later steps were logged before and are repeated.
+TrackerFactory = Callable[[Path, RunConfig, int], Tracker]
+
+
+class TensorBoardTracker(Tracker):
+    """Event files for ``tensorboard --logdir <run>/logs``. Steps that are repeated after a resume replace the old ones."""
+
+    def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+_factories: dict[str, TrackerFactory] = {"tensorboard": TensorBoardTracker}
+
+
+def tracker_names() -> list[str]:
+    """Return the names that ``trainer.trackers`` accepts, beside import paths."""
+    return sorted(_factories)
+
+
+def register_tracker(name: str, factory: TrackerFactory) -> None:
+    """Register a tracker as ``name``.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if name in _factories:
+        raise ConfigError(f"trainer.trackers: {name!r} is registered already; choose another name.")
+    _factories[name] = factory
+
+
+def make_trackers(logs: Path, config: RunConfig, resume_step: int) -> list[Tracker]:
+    """Construct all trackers of ``trainer.trackers``, each with its files in ``logs/<name>``.
+
+    Raises:
+        ConfigError: a name is unknown, or an import path cannot be imported.
+    """
+    factories: list[tuple[str, TrackerFactory]] = []
+    for name in config.trainer.trackers:
+        if name in _factories:
+            factory = _factories[name]
+        elif is_import_path(name):
+            factory = import_name(name, "trainer.trackers")
+        else:
+            raise ConfigError(f"trainer.trackers: {name!r} is unknown.{did_you_mean(name, _factories)}")
+        factories.append((name, factory))
+    # Constructed only when all names are known: a tracker may open files or connections.
+    return [make(logs / name.rpartition(".")[2], config, resume_step) for name, make in factories]
+
+
+# Reporter ----------------------------------------------------------------------------------------------------------
 
 
 class Reporter:
-    """Writes a run's steps. ``begin`` comes first, ``close`` last.
+    """Writes the steps of a run. Call ``begin`` first and ``close`` last.
 
-    Args:
-        decode: tokens to text, for the samples.
+    Attributes:
+        start_step: the step from which this process continues.
     """
 
     def __init__(self, config: RunConfig, run_folder: RunFolder, console: Console, total_steps: int) -> None:
@@ -27,17 +111,18 @@ class Reporter:
         self._folder = run_folder
         self._console = console
         self._total_steps = total_steps
-        self.start_step = 0  # the step that this process goes on from
-        self._last_reason = ""  # of an attempt at a group that failed
+        self.start_step = 0
+        self._last_reason = ""  # of a failed attempt at a group
         self._view: View | None = None
-        self._tracker: Tracker | None = None
+        self._trackers: list[Tracker] = []
 
     def begin(self, step: int) -> None:
-        """Opens everything for the steps after ``step``; what was written about later ones is forgotten."""
+        """Open all outputs for the steps after ``step``, and remove data about later steps."""
         self.start_step = step
+        # The steps after the checkpoint run again and write their lines again.
         self._folder.truncate_after(step)
-        self._tracker = make_trackers(self._folder.logs, self._config, step)
-        title = f"{self._folder.path} ({self._config.trainer.mode.value})"
+        self._trackers = make_trackers(self._folder.logs, self._config, step)
+        title = f"{self._folder.path} ({self._config.trainer.mode})"
         self._view = make_view(self._console, self._total_steps, title, start_step=step)
         if step:
             self._view.note(f"resuming after step {step}")
@@ -52,21 +137,21 @@ class Reporter:
         untrained: Mapping[str, Sequence[int]],
         checkpoint_step: int | None,
     ) -> None:
-        """Writes one step's metrics and samples (a line per sequence), and refreshes the screen.
+        """Write one step's metrics and samples (a line per sequence), and refresh the screen.
 
         Args:
-            untrained: the ordinals of the prompts that "failed" for good, were "filtered" or "dropped" since the previous
-                step.
+            decode: converts tokens to text.
+            untrained: group indices that "failed", were "filtered" or "dropped" since the previous step.
         """
-        # The ordinals make "every prompt is trained or reported, once" checkable from the outside.
-        ordinals = {"ordinals": [group.ordinal for group in batch]}
-        ordinals |= {f"{outcome}_ordinals": list(some) for outcome, some in untrained.items()}
-        self._folder.append_metrics(step, {**metrics, **ordinals})
+        # The group indices allow an external check that every prompt is trained or reported exactly once.
+        group_indices = {"group_indices": [group.group_index for group in batch]}
+        group_indices |= {f"{outcome}_group_indices": list(some) for outcome, some in untrained.items()}
+        self._folder.append_metrics(step, {**metrics, **group_indices})
         self._folder.append_samples(
             step,
             (
                 {
-                    "ordinal": group.ordinal,
+                    "group_index": group.group_index,
                     "uid": group.uid,
                     "sample": index,
                     "prompt": decode(sequence.prompt_token_ids),
@@ -80,37 +165,42 @@ class Reporter:
                 for sequence in sample.sequences
             ),
         )
-        if self._tracker is not None:
-            self._tracker.log(step, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
         if self._view is not None:
             failures = self._failures(int(metrics["async/failed"]), int(metrics["async/retries"]))
             self._view.update(step_report(step, metrics, checkpoint_step, failures))
 
-    def evaluated(self, result: EvaluationResult) -> None:
-        """Writes what an evaluation found, under the step whose policy it measured, and says it on the screen."""
-        self._folder.append_evaluation(result.version, result.row)
-        if self._tracker is not None:
-            self._tracker.log(result.version, result.metrics)
-        self.note(result.headline)
+    def evaluated(self, step: int, row: Mapping[str, Any], metrics: Mapping[str, float], headline: str) -> None:
+        """Write the result of an evaluation under the step whose policy it measured.
+
+        Args:
+            row: the line of ``eval.jsonl``, without the step.
+            headline: one line for the screen.
+        """
+        self._folder.append_evaluation(step, row)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        self.note(headline)
 
     @property
     def evaluated_steps(self) -> set[int]:
-        """The steps whose policies have been evaluated."""
+        """Steps whose policies have been evaluated."""
         return {row["step"] for row in self._folder.read_evaluations()}
 
     def attempt_failed(self, name: str, reason: str) -> None:
-        """An attempt at what messages call ``name`` has failed. The first goes to the screen at once, the others as a count."""
+        """Report a failed attempt at the group ``name``. The first one is shown at once, the others as a count."""
         if not self._last_reason:
             log = self._folder.logs / "train.log"
-            self.note(f"{name}: an attempt failed: {shortened(reason)} (more are counted; all are in {log})")
+            self.note(f"{name}: an attempt failed: {shortened(reason)} (further failures are counted; {log} has all)")
         self._last_reason = reason
 
     def waiting(self, in_flight: int, failed: int, retries: int) -> None:
-        """What the run is busy with, for the screen; called every second or so.
+        """Show that the run is alive. Called about every second.
 
         Args:
-            in_flight: groups that are being generated.
-            failed: groups that have failed for good.
+            in_flight: groups in generation.
+            failed: groups that failed for good.
             retries: attempts at a group beyond the first.
         """
         if self._view is not None:
@@ -121,30 +211,31 @@ class Reporter:
         return Failures(groups, allowed, retries, self._last_reason)
 
     def note(self, text: str) -> None:
-        """A line for the screen."""
+        """Show a line on the screen."""
         if self._view is not None:
             self._view.note(text)
         else:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leaves the last state on the screen and flushes the trackers. Idempotent."""
-        if self._tracker is not None:
-            self._tracker.close()
-            self._tracker = None
+        """Leave the last state on the screen and flush the trackers. Idempotent."""
+        # Exchanged first, so that a second call closes nothing twice.
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            tracker.close()
         if self._view is not None:
             self._view.close()
             self._view = None
 
 
 def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | None, failures: Failures) -> StepReport:
-    """What the screen shows of a step's metrics."""
+    """Convert a step's metrics to the figures on the screen."""
     step_s = metrics["time/step"] or 1.0
     return StepReport(
         step=step,
         reward=metrics.get("reward/mean", math.nan),  # a step may have no sample
-        lag_mean=metrics["async/lag_mean"],
-        lag_max=int(metrics["async/lag_max"]),
+        lag_mean=metrics["staleness/mean"],
+        lag_max=int(metrics["staleness/max"]),
         in_flight=int(metrics["async/in_flight"]),
         buffered=int(metrics["async/buffered"]),
         generated_tokens_per_s=metrics["inference/tokens_per_second"],

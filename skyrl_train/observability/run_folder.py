@@ -1,14 +1,16 @@
-"""The folder that a run leaves, and which folder a command continues.
+"""The folder of a run, and the choice of the folder that a command continues.
 
-<run>/config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  checkpoints/  logs/  model/  finished.json (when it is)  run.lock
+<run>/config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  checkpoints/  logs/  model/  finished.json  run.lock
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +18,8 @@ from typing import Any, NamedTuple
 
 from skyrl_train.config.compare import differences, same_run
 from skyrl_train.config.compose import from_yaml, to_yaml
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.trainer import ResumeMode
-from skyrl_train.errors import ConfigError
-from skyrl_train.observability.jsonl import JsonlFile, read_jsonl, replace_file
+from skyrl_train.config.schema import ResumeMode, RunConfig
+from skyrl_train.errors import ConfigError, SkyRLError
 
 CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples.jsonl", "eval.jsonl"
 FINISHED, LOCK = "finished.json", "run.lock"
@@ -28,7 +28,7 @@ _locked_here: set[Path] = set()
 
 
 class RunChoice(NamedTuple):
-    """Where a command trains. ``finished`` implies ``resuming``: there is nothing left to train."""
+    """The folder in which a command trains. ``finished`` implies ``resuming``: nothing is left to train."""
 
     path: Path
     resuming: bool
@@ -36,20 +36,20 @@ class RunChoice(NamedTuple):
 
 
 def choose_run_folder(config: RunConfig) -> RunChoice:
-    """Finds the unfinished run that ``config`` continues, or creates the folder of a new one.
+    """Find the unfinished run that ``config`` continues, or create the folder of a new run.
 
-    With ``trainer.run_dir`` it is that folder. Without, runs are numbered below ``trainer.runs_dir``: the newest
-    unfinished one of the same configuration is continued, otherwise (and with ``resume=never``) the next number is
-    taken.
+    ``trainer.run_dir`` names the folder. Without it, runs are numbered below ``trainer.runs_dir``: the newest unfinished run
+    with the same configuration is continued. If there is none, or with ``resume=never``, the next number is used.
 
     Raises:
-        ConfigError: the given folder holds another run, something else, or with ``resume=never`` anything at all.
+        ConfigError: the given folder contains another run or other files, or with ``resume=never`` any file.
     """
     trainer = config.trainer
     if trainer.run_dir is not None:
         return _given_folder(config, Path(trainer.run_dir))
     numbered = _numbered_folders(Path(trainer.runs_dir), trainer.run_name)
     if trainer.resume is not ResumeMode.never:
+        # Newest first; a run with other settings is left as it is.
         for folder in _unfinished(numbered):
             if _holds(folder, config):
                 return RunChoice(folder, resuming=True, finished=False)
@@ -58,15 +58,15 @@ def choose_run_folder(config: RunConfig) -> RunChoice:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in ``folder`` has nothing left to train."""
+    """Return whether the run in ``folder`` has nothing left to train."""
     return (folder / FINISHED).is_file()
 
 
 class RunFolder:
-    """An open run folder: locked against other processes until :meth:`close`."""
+    """An open run folder, locked against other processes until :meth:`close`."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
-        """Creates what is missing and writes the configuration.
+        """Create the folders and write the configuration.
 
         Raises:
             ConfigError: another process trains in this folder.
@@ -78,6 +78,7 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _cannot_create(path, error) from error
+        # Before the first write: another process may train in this folder.
         self._lock = _lock(path)
         replace_file(path / CONFIG, to_yaml(config))
         self._metrics = JsonlFile(path / METRICS)
@@ -86,51 +87,52 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where ``global_step_N`` and ``latest`` are."""
+        """Folder of ``global_step_N`` and ``latest``."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
-        """Trackers' files and the log of each process."""
+        """Folder of the trackers' files and the logs of the processes."""
         return self.path / "logs"
 
     @property
     def model(self) -> Path:
-        """The start model, where the run made one itself."""
+        """Folder of the initial model, if the run builds one."""
         return self.path / "model"
 
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes one step's line."""
+        """Write the line of one step."""
         self._metrics.append({"step": step, **metrics})
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one line per sample."""
+        """Write one line per sample."""
         for sample in samples:
             self._samples.append({"step": step, **sample})
 
     def append_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        """Writes the line of the evaluation of the policy after ``step``."""
+        """Write the line of the evaluation of the policy after ``step``."""
         self._evaluations.append({"step": step, **row})
 
     def truncate_after(self, step: int) -> None:
-        """Forgets what was written after the checkpoint that the run resumes from."""
+        """Remove the lines of steps after ``step``, the checkpoint from which the run resumes."""
         for file in (self._metrics, self._samples, self._evaluations):
             file.truncate_after(step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines of ``metrics.jsonl``."""
+        """Return all lines of ``metrics.jsonl``."""
         return list(read_jsonl(self.path / METRICS))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """All lines of ``eval.jsonl``."""
+        """Return all lines of ``eval.jsonl``."""
         return list(read_jsonl(self.path / EVALUATIONS))
 
     def mark_finished(self, summary: Mapping[str, Any]) -> None:
-        """Says that nothing is left to train; the same command then starts a new run."""
+        """Record that nothing is left to train; the same command then starts a new run."""
         replace_file(self.path / FINISHED, json.dumps(summary, indent=2) + "\n")
 
     def close(self) -> None:
-        """Releases the lock. Idempotent."""
+        """Close the files and release the lock. Idempotent."""
+        # The files before the lock: another process may open them as soon as it is released.
         for file in (self._metrics, self._samples, self._evaluations):
             file.close()
         self._lock.close()
@@ -149,39 +151,40 @@ def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
     name = f"trainer.run_dir={folder}"
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{name} is a file. Name a folder.")
-    # A run that died before it had written its configuration left no more than a lock, a torn file and empty folders.
+    # A run that died before it wrote its configuration left at most a lock, a torn file and empty folders.
     files = [path.name for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     if not set(files) - {LOCK, f"{CONFIG}.tmp"}:
         return RunChoice(folder, resuming=False, finished=False)
     if config.trainer.resume is ResumeMode.never:
         raise ConfigError(f"{name} is not empty and trainer.resume=never. Name another folder, or drop resume=never.")
     if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{name} is not empty and holds no run (no {CONFIG}). Name another folder.")
+        raise ConfigError(f"{name} is not empty and contains no run (no {CONFIG}). Name another folder.")
+    # Only settings that change what is learned are compared; the others may differ.
     differing = differences(_read_config(folder), config)
     if differing:
         raise ConfigError(
-            f"{name} holds a run of another configuration; it differs in {', '.join(differing)}. Set these as in "
+            f"{name} contains a run with another configuration; it differs in {', '.join(differing)}. Set these as in "
             f"{folder / CONFIG}, or name another folder.{_about_length(differing, folder)}"
         )
     return RunChoice(folder, resuming=True, finished=is_finished(folder))
 
 
 def _about_length(differing: Sequence[str], folder: Path) -> str:
-    """What to do for a run of another length, where the length is what differs."""
+    """Return the advice for a run whose length differs, else an empty string."""
     length = [name for name in ("trainer.max_steps", "trainer.epochs") if name in differing]
     if not length:
         return ""
     return (
-        f" A run cannot be made longer or shorter: its schedules reckon with its last step. Resume it with its own "
-        f"{' and '.join(length)}; once it is finished, train on in a new run that starts from its policy: "
+        f" The length of a run cannot change, because its schedules depend on its last step. Resume it with its own "
+        f"{' and '.join(length)}; to train more steps, start a new run from its final policy: "
         f"trainer.policy.model.path={folder / 'policy'} with another trainer.run_dir."
     )
 
 
 def left_behind(config: RunConfig) -> str:
-    """Before a new run: why the newest unfinished one is not continued by ``config``; empty where there is none.
+    """Return why ``config`` starts a new run instead of continuing the newest unfinished one; empty if there is none.
 
-    One that ended before its first step has nothing to go on with, and is not spoken of.
+    Runs that ended before their first step are ignored: they contain nothing to continue.
     """
     for folder in _unfinished(_numbered_folders(Path(config.trainer.runs_dir), config.trainer.run_name)):
         try:
@@ -190,13 +193,13 @@ def left_behind(config: RunConfig) -> str:
             differing = differences(_read_config(folder), config)
         except (ConfigError, OSError):
             continue
-        why = f"has other settings ({', '.join(differing)})" if differing else "is left as it is (trainer.resume=never)"
-        return f"{folder} is unfinished, but {why}: this is a new run. The old one goes on with its own settings."
+        why = f"has other settings ({', '.join(differing)})" if differing else "is not resumed (trainer.resume=never)"
+        return f"{folder} is unfinished, but {why}: this is a new run. Resume the old one with its own settings."
     return ""
 
 
 def _unfinished(numbered: Mapping[int, Path]) -> list[Path]:
-    """Newest first."""
+    """Return the folders of unfinished runs, newest first."""
     return [numbered[number] for number in sorted(numbered, reverse=True) if not is_finished(numbered[number])]
 
 
@@ -204,7 +207,7 @@ def _holds(folder: Path, config: RunConfig) -> bool:
     try:
         return same_run(_read_config(folder), config)
     except (ConfigError, OSError):
-        return False  # died before it wrote one, or written by a version with other settings: not ours to continue
+        return False  # no configuration yet, or one of a version with other settings
 
 
 def _read_config(folder: Path) -> RunConfig:
@@ -225,9 +228,10 @@ def _create_next(runs_dir: Path, run_name: str, newest: int) -> Path:
         newest += 1
         folder = runs_dir / f"{run_name}-{newest}"
         try:
+            # Without exist_ok: creating the folder is how a process takes the number.
             folder.mkdir(parents=True)
         except FileExistsError:
-            continue  # another process took the number a moment ago
+            continue  # another process has just taken the number
         except OSError as error:
             raise _cannot_create(folder, error) from error
         return folder
@@ -236,15 +240,15 @@ def _create_next(runs_dir: Path, run_name: str, newest: int) -> Path:
 def _cannot_create(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"Cannot create the run folder {folder}: {error.strerror or error}. Set trainer.runs_dir or trainer.run_dir to "
-        "a place that you may write to."
+        "a writable place."
     )
 
 
 def _lock(folder: Path) -> FileIO:
-    """Takes the folder's lock.
+    """Take the folder's lock.
 
-    A record lock, because it ends with this process: a lock on the open file would live on in a forked child and keep a
-    killed run from being resumed. Record locks do not exclude the own process, hence the set beside it.
+    A record lock, because it ends with this process: a lock on the open file would survive in a forked child and prevent a
+    killed run from being resumed. Record locks do not exclude the same process, hence the set of folders.
     """
     resolved = folder.resolve()
     if resolved in _locked_here:
@@ -259,3 +263,100 @@ def _lock(folder: Path) -> FileIO:
         ) from error
     _locked_here.add(resolved)
     return file
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+class JsonlFile:
+    """Appends JSON objects with a ``step``, one per line; each is passed to the operating system before ``append`` returns.
+
+    The file survives a kill at any byte: opening it removes a torn last line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.is_file():  # remove a torn last line
+            with path.open("r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one line. NaN and infinities, which JSON cannot express, become ``null``.
+
+        Raises:
+            SkyRLError: the disk is full or gone.
+        """
+        content = (json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        try:
+            while content:  # the file is unbuffered, and a write may be partial
+                content = content[os.write(self._file.fileno(), content) :]
+        except OSError as error:
+            raise _write_error(self.path, error) from error
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps: their weights are lost, and the steps run again.
+
+        The file is replaced atomically; lines that cannot be read are removed too.
+        """
+        # The repeated steps write these lines again.
+        kept = "".join(
+            json.dumps(row, ensure_ascii=False) + "\n" for row in read_jsonl(self.path) if row["step"] <= step
+        )
+        self._file.close()
+        replace_file(self.path, kept)
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a ``JsonlFile`` in order. A missing file has none; torn lines are skipped."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a whole file atomically: readers see the old content or the new, also after a crash.
+
+    Raises:
+        SkyRLError: the disk is full or gone; the old content stays.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # On the disk before the rename: after a power failure the new name must not have an empty file.
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise _write_error(path, error) from error
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(inner) for inner in value]
+    return value
+
+
+def _write_error(path: Path, error: OSError) -> SkyRLError:
+    return SkyRLError(
+        f"Cannot write {path}: {error.strerror or error}. Make room and run the same command again; it resumes from "
+        "the last checkpoint."
+    )

@@ -1,212 +1,308 @@
-"""Finished groups that wait to be trained: in memory and, beyond a limit, on the disk.
+"""Finished groups that wait to be trained: in memory and, beyond a limit, on disk. Also their JSON form.
 
-    put ──> in memory ──(limit passed: the latest deadlines)──> file ──load──> trained ──take──> gone
+    put ──> in memory ──(above the limit: latest deadlines first)──> file ──load──> trained ──take──> removed
 
-Selection needs an ordinal and a version, and those stay in memory. The number of groups has no limit here: admission bounds
-it, so a trainer that falls behind holds generation up before this buffer grows.
+Selection needs only group index and version, which stay in memory. The number of groups has no limit here: admission bounds
+it, so a slow trainer stops generation before this buffer grows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
+import itertools
+import json
 import logging
-from collections.abc import Iterable, Iterator
+import secrets
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.spill import SpilledGroup, SpillFolder
-from skyrl_train.rollout.stragglers import FinishedGroup
+from skyrl_train.rollout.staleness.policies import FinishedGroup
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 logger = logging.getLogger(__name__)
 
-BufferedGroup: TypeAlias = RolloutGroup | SpilledGroup
-
-# What a token takes in the arrays of a sequence; and a number that a stage adds, in a list of CPython.
+# Bytes of a token in the arrays of a sequence, and of a number that a stage adds, in a list of CPython.
 _BYTES_PER_PROMPT_TOKEN = 8
 _BYTES_PER_RESPONSE_TOKEN = 8 + 1 + 8 + 8 + 8
 _BYTES_PER_ADDED_NUMBER = 8 + 24
 _BYTES_PER_SEQUENCE = 1024
 
 
-class RolloutBuffer:
-    """Holds groups by ordinal; which of them train next is the staleness manager's choice.
+class SpilledGroup:
+    """A group on disk. The file is removed with this object, so a snapshot stays readable after its groups are trained."""
 
-    Files are read and written in threads; nothing here blocks the event loop, which makes all the calls.
+    def __init__(self, group: RolloutGroup, path: Path) -> None:
+        """Write the file. Blocking."""
+        self.group_index = group.group_index
+        self.oldest_version = group.oldest_version
+        self._path = path
+        weakref.finalize(self, _remove_file, path)  # before the write: a full disk leaves half a file
+        path.write_bytes(encode_group(group))
+
+    def encoded(self) -> bytes:
+        """Return the group as :func:`encode_group` encodes it. Blocking."""
+        return self._path.read_bytes()
+
+    def read(self) -> RolloutGroup:
+        """Return the group. Blocking."""
+        return decode_group(self.encoded())
+
+
+def _remove_file(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the folder may have been removed first
+        path.unlink()
+
+
+class SpillFolder:
+    """The folder for spilled groups. Blocking; used by one buffer and one thread at a time.
+
+    Files that a killed process left there are removed before the first group is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers = itertools.count()
+        # Groups of an earlier folder object may still exist and unlink their files, so names must differ.
+        self._mark = secrets.token_hex(4)
+
+    def write(self, group: RolloutGroup) -> SpilledGroup:
+        """Write a group to disk.
+
+        Raises:
+            OSError: the disk is full, or the folder is not writable.
+        """
+        number = next(self._numbers)
+        if number == 0:
+            self._path.mkdir(parents=True, exist_ok=True)
+            # This object has written no file yet, so all of them are from an earlier process.
+            for stale in self._path.glob("group-*.json"):
+                stale.unlink(missing_ok=True)
+        return SpilledGroup(group, self._path / f"group-{group.group_index}-{self._mark}-{number}.json")
+
+
+BufferedGroup: TypeAlias = RolloutGroup | SpilledGroup
+
+
+class RolloutBuffer:
+    """Holds groups by group index. The staleness manager chooses which of them train next.
+
+    Files are read and written in threads; no call blocks the event loop. All calls come from the event loop. Groups never
+    change, so ``tuple(buffer)`` is a snapshot that stays readable.
 
     Args:
-        memory_bytes: what groups in memory may take, as :func:`size_bytes` estimates it; None: no limit.
-        folder: where the others wait; not touched without a limit. Files of an earlier buffer in it are removed.
+        memory_bytes: limit for groups in memory, as estimated by :func:`size_bytes`; None: no limit.
+        folder: for the other groups; required with a limit. Files of an earlier buffer in it are removed.
+
+    Attributes:
+        memory_bytes: estimated size of the groups in memory, including those that are being written.
     """
 
     def __init__(self, memory_bytes: int | None = None, folder: Path | None = None) -> None:
         if memory_bytes is not None and folder is None:
-            raise ValueError("a memory limit needs a folder for what is beyond it")
+            raise ValueError("a memory limit needs a folder for the groups beyond it")
         self._limit = memory_bytes
         self._folder = SpillFolder(folder) if folder is not None else None
-        self._contents = _Contents()
-        self._leaving: dict[int, int] = {}  # ordinal -> bytes, of groups in memory that are being written
+        self._groups: dict[int, BufferedGroup] = {}
+        self.memory_bytes = 0
+        self._latest: list[tuple[int, int]] = []  # heap of (-version, -group index); may contain groups that have left
+        self._leaving: dict[int, int] = {}  # group index -> bytes, for groups in memory that are being written
         self._writes: set[asyncio.Future[None]] = set()
         self._thread: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        return len(self._contents.groups)
+        return len(self._groups)
 
     def __iter__(self) -> Iterator[BufferedGroup]:
-        return iter(self._contents.groups.values())
-
-    @property
-    def memory_bytes(self) -> int:
-        """What the groups that are in memory take, those included that are being written; an estimate."""
-        return self._contents.memory_bytes
+        return iter(self._groups.values())
 
     @property
     def num_spilled(self) -> int:
-        """Groups that are on the disk."""
+        """Number of groups on disk."""
         return sum(isinstance(group, SpilledGroup) for group in self)
 
     def put(self, group: RolloutGroup) -> None:
-        """Adds a finished group."""
-        self._contents.put(group)
+        """Add a finished group. Above the limit, start to write the groups with the latest deadlines to disk."""
+        self._add(group)
         if self._folder is None or self._limit is None:
             return
+        # Groups with the latest deadlines train last. Those that are being written count as gone, or they would be chosen again.
         while self.memory_bytes - sum(self._leaving.values()) > self._limit:
-            latest = self._contents.pop_latest()
-            self._leaving[latest.ordinal] = size_bytes(latest)
-            # Not the future's result: futures of threads are cyclic garbage, and the file lives as long as its group.
+            latest = self._pop_latest()
+            self._leaving[latest.group_index] = size_bytes(latest)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spill")
+            # The result travels in a list: a future of a thread is cyclic garbage, which would keep the file alive until the
+            # next garbage collection.
             spilled: list[SpilledGroup] = []
-            write = partial(self._write, latest, spilled)
-            writing = asyncio.get_running_loop().run_in_executor(self._writer(), write)
+            write = partial(_write, self._folder, latest, spilled)
+            writing = asyncio.get_running_loop().run_in_executor(self._thread, write)
             self._writes.add(writing)
-            writing.add_done_callback(partial(self._written, latest, spilled))
+            writing.add_done_callback(partial(self._on_written, latest, spilled))
+
+    def _on_written(self, group: RolloutGroup, spilled: list[SpilledGroup], written: asyncio.Future[None]) -> None:
+        self._writes.discard(written)
+        # The event loop is closing; the group stays in memory.
+        if written.cancelled():
+            return
+        error = written.exception()
+        if error is not None:  # the group stays in _leaving, so that it is not tried again and again
+            logger.error("group %d cannot be written to disk and stays in memory: %s", group.group_index, error)
+        elif self._leaving.pop(group.group_index, None) is not None:  # None: the group was taken meanwhile
+            self._replace(spilled.pop())
 
     async def load(self, chosen: Iterable[FinishedGroup]) -> list[RolloutGroup]:
-        """The groups themselves, in the order given; they stay in the buffer."""
-        groups = [self._contents.groups[handle.ordinal] for handle in chosen]
-        if any(isinstance(group, SpilledGroup) for group in groups):
-            return await asyncio.to_thread(lambda: [_read(group) for group in groups])
-        return [_read(group) for group in groups]
+        """Return the groups in the given order, read from disk where needed. They stay in the buffer."""
+        groups = [self._groups[handle.group_index] for handle in chosen]
+        # Most runs never spill; a thread would only cost them time.
+        in_memory = [group for group in groups if isinstance(group, RolloutGroup)]
+        if len(in_memory) == len(groups):
+            return in_memory
+        return await asyncio.to_thread(
+            lambda: [group.read() if isinstance(group, SpilledGroup) else group for group in groups]
+        )
 
     def take(self, groups: Iterable[FinishedGroup]) -> None:
-        """Removes groups: they were trained, or are given up."""
+        """Remove groups that were trained or dropped."""
         for group in groups:
-            self._contents.remove(group.ordinal)
-            self._leaving.pop(group.ordinal, None)
-
-    def snapshot(self) -> tuple[BufferedGroup, ...]:
-        """The groups as they are now. They never change, and can be read as long as the snapshot is held."""
-        return tuple(self)
+            self._remove(group.group_index)
+            self._leaving.pop(group.group_index, None)
 
     async def restore(self, groups: Iterable[RolloutGroup]) -> None:
-        """Replaces the contents before anything is put; ``groups`` is iterated in a thread.
+        """Replace the contents, before anything is put. ``groups`` is iterated in a thread.
 
         Raises:
-            StalenessError: two of them have the same ordinal.
+            StalenessError: two groups have the same group index.
         """
-        self._contents = await asyncio.to_thread(self._read_in, groups)
+        await asyncio.to_thread(self._read_in, groups)
 
-    def _read_in(self, groups: Iterable[RolloutGroup]) -> _Contents:
-        contents, limit = _Contents(), self._limit
+    def _read_in(self, groups: Iterable[RolloutGroup]) -> None:
+        self._groups, self._latest, self.memory_bytes = {}, [], 0
+        # Spill while reading: the groups of a checkpoint together may exceed the memory.
+        limit = self._limit
         for group in groups:
-            contents.put(group)
-            while self._folder is not None and limit is not None and contents.memory_bytes > limit:
-                latest = contents.pop_latest()
+            self._add(group)
+            while self._folder is not None and limit is not None and self.memory_bytes > limit:
+                latest = self._pop_latest()
                 try:
-                    contents.replace(self._folder.write(latest))
+                    self._replace(self._folder.write(latest))
                 except OSError as error:
-                    contents.rank(latest)
-                    logger.error("finished groups cannot be put on the disk and stay in memory: %s", error)
+                    heapq.heappush(self._latest, (-latest.oldest_version, -latest.group_index))
+                    logger.error("finished groups cannot be written to disk and stay in memory: %s", error)
+                    # The next write would fail in the same way.
                     limit = None
-        return contents
 
     async def flushed(self) -> None:
-        """Returns when no file is being written any more."""
+        """Wait until no file is being written."""
         while self._writes:
             await asyncio.wait(self._writes)
 
     async def aclose(self) -> None:
-        """Stops writing. Idempotent."""
+        """Wait for the current writes and end the thread. Idempotent."""
         await self.flushed()
         if self._thread is not None:
+            # The thread is idle after flushed(), so there is nothing to wait for.
             self._thread.shutdown(wait=False)
 
-    def _writer(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spill")
-        return self._thread
-
-    def _write(self, group: RolloutGroup, spilled: list[SpilledGroup]) -> None:
-        assert self._folder is not None
-        spilled.append(self._folder.write(group))
-
-    def _written(self, group: RolloutGroup, spilled: list[SpilledGroup], written: asyncio.Future[None]) -> None:
-        self._writes.discard(written)
-        if written.cancelled():
-            return
-        error = written.exception()
-        if error is not None:  # it counts as leaving from now on, so that it is not tried again and again
-            logger.error("group %d cannot be put on the disk and stays in memory: %s", group.ordinal, error)
-        elif self._leaving.pop(group.ordinal, None) is not None:  # else it was taken meanwhile
-            self._contents.replace(spilled.pop())
-
-
-@dataclass
-class _Contents:
-    """Groups by ordinal, and which of those in memory has the latest deadline."""
-
-    groups: dict[int, BufferedGroup] = field(default_factory=dict)
-    memory_bytes: int = 0
-    _latest: list[tuple[int, int]] = field(default_factory=list)  # heap of (-version, -ordinal); some have left
-
-    def put(self, group: RolloutGroup) -> None:
-        if group.ordinal in self.groups:
-            raise StalenessError(f"group {group.ordinal} finished twice")
-        self.groups[group.ordinal] = group
+    def _add(self, group: RolloutGroup) -> None:
+        if group.group_index in self._groups:
+            raise StalenessError(f"group {group.group_index} finished twice")
+        self._groups[group.group_index] = group
         self.memory_bytes += size_bytes(group)
-        if len(self._latest) > 2 * len(self.groups):  # mostly groups that have left: without this it would only grow
-            self._latest = [entry for entry in self._latest if -entry[1] in self.groups]
+        if len(self._latest) > 2 * len(self._groups):  # mostly groups that have left; otherwise the heap only grows
+            self._latest = [entry for entry in self._latest if -entry[1] in self._groups]
             heapq.heapify(self._latest)
-        self.rank(group)
+        heapq.heappush(self._latest, (-group.oldest_version, -group.group_index))
 
-    def rank(self, group: RolloutGroup) -> None:
-        """Makes a group in memory one of those that :meth:`pop_latest` returns."""
-        heapq.heappush(self._latest, (-group.oldest_version, -group.ordinal))
-
-    def pop_latest(self) -> RolloutGroup:
-        """The group in memory with the latest deadline; it is returned once and stays until it is replaced or removed."""
+    def _pop_latest(self) -> RolloutGroup:
+        """Return the group in memory with the latest deadline, each once. It stays until it is replaced or removed."""
         while True:
-            group = self.groups.get(-heapq.heappop(self._latest)[1])
+            # The heap may contain groups that have left or are on disk already.
+            group = self._groups.get(-heapq.heappop(self._latest)[1])
             if isinstance(group, RolloutGroup):
                 return group
 
-    def replace(self, spilled: SpilledGroup) -> None:
-        """From memory to the disk."""
-        self.remove(spilled.ordinal)
-        self.groups[spilled.ordinal] = spilled
+    def _replace(self, spilled: SpilledGroup) -> None:
+        self._remove(spilled.group_index)
+        self._groups[spilled.group_index] = spilled
 
-    def remove(self, ordinal: int) -> None:
-        group = self.groups.pop(ordinal)
+    def _remove(self, group_index: int) -> None:
+        group = self._groups.pop(group_index)
         if isinstance(group, RolloutGroup):
             self.memory_bytes -= size_bytes(group)
 
 
+def _write(folder: SpillFolder, group: RolloutGroup, spilled: list[SpilledGroup]) -> None:
+    spilled.append(folder.write(group))
+
+
 def size_bytes(group: RolloutGroup) -> int:
-    """About what a group takes in memory."""
-    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    """Estimate the memory of a group, in bytes."""
     return sum(
         _BYTES_PER_SEQUENCE
-        + _BYTES_PER_PROMPT_TOKEN * sequence.num_prompt_tokens
-        + _BYTES_PER_RESPONSE_TOKEN * sequence.num_response_tokens
+        + _BYTES_PER_PROMPT_TOKEN * (len(sequence.token_array) - len(sequence.version_array))
+        + _BYTES_PER_RESPONSE_TOKEN * len(sequence.version_array)
         + _BYTES_PER_ADDED_NUMBER
         * sum(len(of or ()) for of in (sequence.reference_logprobs, sequence.proximal_logprobs, sequence.values))
-        for sequence in sequences
+        for sample in group.samples
+        for sequence in sample.sequences
     )
 
 
-def _read(group: BufferedGroup) -> RolloutGroup:
-    return group if isinstance(group, RolloutGroup) else group.read()
+# JSON --------------------------------------------------------------------------------------------------------------
+# Used for spilled groups and checkpoints. Floats survive exactly. orjson, because encoding holds the interpreter lock and
+# with it every rollout.
+
+
+def to_line(value: Mapping[str, Any]) -> bytes:
+    """Encode a JSON-able value, in which lists may be numpy arrays, on one line without the line break."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # text that is not valid Unicode (half a surrogate pair in a user's uid); json can write it
+        return json.dumps(value, default=np.ndarray.tolist).encode("ascii")
+
+
+def from_line(line: bytes) -> Any:
+    """Decode the output of :func:`to_line`.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return json.loads(line)
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """Encode a group on one line without the line break."""
+    row: dict[str, Any] = {
+        **{each.name: getattr(group, each.name) for each in fields(group)},
+        "samples": [{"sequences": [sequence.row() for sequence in sample.sequences]} for sample in group.samples],
+    }
+    return to_line(row)
+
+
+def decode_group(line: bytes) -> RolloutGroup:
+    """Decode the output of :func:`encode_group`, also of earlier versions of this library.
+
+    Raises:
+        ValueError, KeyError, TypeError: the line has another format.
+    """
+    row: dict[str, Any] = from_line(line)
+    samples = tuple(
+        # In format 1, a sample was its only sequence.
+        Sample(tuple(RolloutSequence.of_lists(**sequence) for sequence in sample.get("sequences", [sample])))
+        for sample in row["samples"]
+    )
+    return RolloutGroup(**{**row, "samples": samples})

@@ -1,8 +1,8 @@
-"""The rollout side of a checkpoint: counts, ledger, finished groups, and what unfinished ones have sampled.
+"""The rollout side of a checkpoint: counts, ledger, finished groups, and the sampled tokens of unfinished groups.
 
 rollout_state.json   everything small, readable
 groups.jsonl         finished groups, one per line
-recordings.jsonl     what the sessions of unfinished groups have sampled, one session per line
+recordings.jsonl     the replay cache: tokens of the sessions of unfinished groups, one session per line
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.rollout.buffer import BufferedGroup
-from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.group_json import decode_group, encode_group, from_line, to_line
-from skyrl_train.rollout.spill import SpilledGroup
+from skyrl_train.rollout.buffer import BufferedGroup, SpilledGroup, decode_group, encode_group, from_line, to_line
+from skyrl_train.types import RolloutGroup
 
 FORMAT_VERSION = 3
 STATE_FILE = "rollout_state.json"
@@ -29,68 +27,70 @@ def write_rollout_state(
     state: Mapping[str, Any],
     groups: Iterable[BufferedGroup],
     folder: Path,
-    recordings: Iterable[Mapping[str, Any]] = (),
+    replay_cache: Iterable[Mapping[str, Any]] = (),
 ) -> None:
-    """Writes into ``folder``; blocking. ``state`` and each of the ``recordings`` are JSON-able.
+    """Write a checkpoint's rollout side into ``folder``. Blocking: the iterables are iterated in the calling thread.
 
-    The iterables are iterated here, in the writing thread.
+    Args:
+        state: JSON-able, like each entry of ``replay_cache``.
     """
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:
+            # A spilled group is copied as it is: decoding it would hold the interpreter lock and all rollouts with it.
             file.write((group.encoded() if isinstance(group, SpilledGroup) else encode_group(group)) + b"\n")
     with (folder / RECORDINGS_FILE).open("wb") as file:
-        for recording in recordings:
+        for recording in replay_cache:
             file.write(to_line(recording) + b"\n")
     text = json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1)
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
 def read_rollout_state(folder: Path) -> tuple[dict[str, Any], StoredGroups]:
-    """Reads what :func:`write_rollout_state` wrote, this version's or an earlier one's, without the recordings; blocking.
+    """Read the output of :func:`write_rollout_state`, also of earlier versions, without the replay cache. Blocking.
 
     Returns:
-        The state, and the groups: the file is read when they are iterated, which may raise the same errors.
+        The state and the groups. The groups are read when they are iterated, which may raise the same errors.
 
     Raises:
-        CheckpointError: the files are missing or broken, or of a newer format than this version reads.
+        CheckpointError: the files are missing or broken, or have a newer format.
     """
-    with _usable(folder):
+    with _as_checkpoint_error(folder):
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if state["format_version"] > FORMAT_VERSION:
             raise CheckpointError(
-                f"{folder} has format {state['format_version']}, this version of skyrl_train reads up to "
+                f"{folder} has format {state['format_version']}, but this version of skyrl_train reads formats up to "
                 f"{FORMAT_VERSION}; upgrade skyrl_train to resume from it"
             )
         if state["format_version"] < 3:
-            state = _of_format_3(state)
+            state = _to_format_3(state)
     return state, StoredGroups(folder)
 
 
-def read_recordings(folder: Path) -> list[dict[str, Any]]:
-    """The recordings of a checkpoint; none where it is from before there were any. Blocking.
+def read_replay_cache(folder: Path) -> list[dict[str, Any]]:
+    """Read the replay cache of a checkpoint; empty for checkpoints of versions without one. Blocking.
 
     Raises:
         CheckpointError: the file is broken.
     """
     path = folder / RECORDINGS_FILE
-    with _usable(folder):
+    with _as_checkpoint_error(folder):
         return [from_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 class StoredGroups:
-    """The finished groups of a checkpoint, one after the other from its file. Blocking; CheckpointError if it is broken."""
+    """The finished groups of a checkpoint, read one by one. Blocking; raises CheckpointError if the file is broken."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __iter__(self) -> Iterator[RolloutGroup]:
-        with _usable(self._folder), (self._folder / GROUPS_FILE).open("rb") as lines:
+        with _as_checkpoint_error(self._folder), (self._folder / GROUPS_FILE).open("rb") as lines:
             for line in lines:
                 yield decode_group(line)
 
 
 @contextmanager
-def _usable(folder: Path) -> Iterator[None]:
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -99,8 +99,8 @@ def _usable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _of_format_3(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Formats 1 and 2 knew one order of the data and fewer outcomes; in 1, a sample was its only sequence."""
+def _to_format_3(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert formats 1 and 2, which had one order of the data and fewer outcomes."""
     ledger = state["ledger"]
     return {
         **{key: value for key, value in state.items() if key != "ledger"},

@@ -1,12 +1,12 @@
-"""What happens to groups without signal: filtered as they arrive, replaced, or masked (SEMANTICS 4.5). Pure.
+"""Groups without signal: filter them as they finish, replace them, or mask them. Pure.
 
-A group whose samples all have the same return teaches nothing: every advantage is 0 (DAPO, arXiv 2503.14476).
+A group whose samples all have the same return teaches nothing, because every advantage is 0 (DAPO, arXiv 2503.14476).
 
-| setting | when | what |
+| setting | when | effect |
 |---|---|---|
-| ``dynamic_sampling=filter`` | it arrives | it leaves, the next prompt takes its seat: every step trains B groups with signal |
-| ``dynamic_sampling=replace`` | its batch trains | copies of the batch's other groups train in its place |
-| ``zero_variance_filter`` | its batch trains | it trains with loss mask 0: no entropy bonus, no KL term, only the denominator |
+| ``dynamic_sampling=filter`` | when it finishes | it leaves, and the next prompt takes its slot: B groups with signal per step |
+| ``dynamic_sampling=replace`` | when its batch trains | copies of the batch's other groups train in its place |
+| ``zero_variance_filter`` | when its batch trains | trains with loss mask 0: no entropy bonus, no KL term, only the denominator |
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling
+from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling
 from skyrl_train.errors import RolloutError
-from skyrl_train.inference.randomness import mix
-from skyrl_train.rollout.group import RolloutGroup
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import RolloutGroup
 
-# Over how many groups the filtered share is judged: enough for a rate of 0.9 not to pass for 0.95 by chance.
+# The window over which the filtered share is measured: large enough that a rate of 0.9 does not reach 0.95 by chance.
 WINDOW_STEPS = 64
 WINDOW_GROUPS = 1024
 
 
 def has_signal(group: RolloutGroup) -> bool:
-    """Whether the samples of ``group`` differ in their returns, and a token of it may train.
+    """Return whether the samples of ``group`` differ in their returns and at least one token may train.
 
     Returns are compared in float32, as the advantage estimators see them.
     """
@@ -39,38 +39,38 @@ def has_signal(group: RolloutGroup) -> bool:
 
 
 class SignalFilter:
-    """The verdict on each finished group, and the end of a run that would filter for ever.
+    """Decides which finished groups are kept, and stops a run that would filter forever.
 
     Args:
         batch_groups: ``B``, groups per optimizer step.
-        max_filtered_share: of the last ``window`` groups, 64 steps' worth but at most 1,024.
+        max_filtered_share: limit for the filtered share of the last ``window`` groups (64 steps, at most 1,024 groups).
+
+    Attributes:
+        window: groups over which the share is measured. Until so many have finished, the missing ones count as kept.
     """
 
     def __init__(self, batch_groups: int, max_filtered_share: float) -> None:
         self._limit = max_filtered_share
-        self._verdicts: deque[bool] = deque(maxlen=min(WINDOW_STEPS * batch_groups, WINDOW_GROUPS))
-
-    @property
-    def window(self) -> int:
-        """The number of groups over which the share is judged. Before so many have come, the missing ones count as kept."""
-        return self._verdicts.maxlen or 0
+        self.window = min(WINDOW_STEPS * batch_groups, WINDOW_GROUPS)
+        self._kept: deque[bool] = deque(maxlen=self.window)
 
     def keeps(self, group: RolloutGroup) -> bool:
-        """Whether the group has signal, and so a seat."""
+        """Return whether the group has signal and keeps its slot."""
         keeps = has_signal(group)
-        self._verdicts.append(keeps)
+        self._kept.append(keeps)
         return keeps
 
     def check(self) -> None:
-        """
+        """Check the share of filtered groups.
+
         Raises:
             RolloutError: more than ``max_filtered_share`` of the window was filtered.
         """
-        filtered = self._verdicts.count(False)
+        filtered = self._kept.count(False)
         if filtered > self._limit * self.window:
             raise RolloutError(
-                f"{filtered} of the last {self.window} groups had no signal, because all samples of each were worth the "
-                f"same; more than trainer.algorithm.max_filtered_share = {self._limit} of them. The prompts are too easy or "
+                f"{filtered} of the last {self.window} groups had no signal, because all samples of each had the same return; "
+                f"more than trainer.algorithm.max_filtered_share = {self._limit} of them. The prompts are too easy or "
                 "too hard for this policy, or the reward does not tell answers apart. Choose other prompts, raise "
                 "generator.n_samples_per_prompt, or train on all groups (trainer.algorithm.dynamic_sampling=none); then run "
                 "the same command again."
@@ -78,7 +78,7 @@ class SignalFilter:
 
 
 def make_filter(algorithm: AlgorithmConfig, batch_groups: int) -> SignalFilter | None:
-    """The filter that ``dynamic_sampling`` asks for; None where groups stay whatever they are worth."""
+    """Return the filter of ``dynamic_sampling=filter``; None with other settings."""
     if algorithm.dynamic_sampling is not DynamicSampling.filter:
         return None
     return SignalFilter(batch_groups, algorithm.max_filtered_share)
@@ -87,23 +87,23 @@ def make_filter(algorithm: AlgorithmConfig, batch_groups: int) -> SignalFilter |
 def groups_to_train(
     batch: Sequence[RolloutGroup], algorithm: AlgorithmConfig, *, seed: int, step: int
 ) -> list[RolloutGroup]:
-    """What the policy is trained with where ``batch`` has the seats of ``step``; in its order and of its length.
+    """Return the groups that the policy trains on in the batch slots of ``batch``, in its order and of its length.
 
-    The seats, and so the ordinals that count as trained, are those of ``batch`` in any case.
+    The group indices of ``batch`` count as trained in any case.
     """
     groups = list(batch)
     if algorithm.dynamic_sampling is DynamicSampling.replace:
-        groups = replace_without_signal(groups, mix(seed, step))
+        groups = replace_without_signal(groups, derive_seed(seed, step))
     if algorithm.zero_variance_filter:
         groups = mask_without_signal(groups)
     return groups
 
 
 def replace_without_signal(batch: Sequence[RolloutGroup], seed: int) -> list[RolloutGroup]:
-    """``batch`` with copies of groups that have signal in the place of those that have none.
+    """Return ``batch`` with copies of groups with signal in the place of groups without.
 
-    Drawn without putting back until each was drawn once: no group weighs much more than another by chance. A batch in
-    which none has signal stays as it is.
+    Copies are drawn without replacement until each group was drawn once, so that no group weighs much more than another by
+    chance. A batch in which no group has signal stays as it is.
     """
     with_signal = [group for group in batch if has_signal(group)]
     if not with_signal:
@@ -115,6 +115,7 @@ def replace_without_signal(batch: Sequence[RolloutGroup], seed: int) -> list[Rol
         if has_signal(group):
             result.append(group)
             continue
+        # Each group with signal was drawn once: begin another round.
         if not drawn:
             drawn = rng.sample(with_signal, len(with_signal))
         result.append(drawn.pop())
@@ -122,5 +123,5 @@ def replace_without_signal(batch: Sequence[RolloutGroup], seed: int) -> list[Rol
 
 
 def mask_without_signal(batch: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """``batch`` with every group without signal masked: its tokens leave the numerator of the loss, not the denominator."""
+    """Mask every group without signal: its tokens leave the numerator of the loss, but stay in the denominator."""
     return [group if has_signal(group) else replace(group, masked=True) for group in batch]

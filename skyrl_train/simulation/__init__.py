@@ -5,5 +5,5 @@
     real trainer, staleness manager, workers, buffer, ledger, minibatch ──> ModelledBackend (takes modelled seconds)
 
 In ``learning`` the engine samples and the backend trains for real, and only their seconds are modelled.
-Nothing waits in real time: the event loop's clock jumps to the next timer whenever nothing is ready.
+Nothing waits in real time: the event loop's clock jumps to the next timer when nothing is ready.
 """

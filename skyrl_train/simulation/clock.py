@@ -1,9 +1,9 @@
-"""An event loop in virtual time: whenever nothing is ready, its clock jumps to the next timer.
+"""An event loop in virtual time: when nothing is ready, its clock jumps to the next timer.
 
     ready callbacks ──run──> nothing ready ──jump──> next timer       nothing ready and no timer: a deadlock, which is raised
 
-``asyncio.sleep``, ``asyncio.timeout`` and ``loop.time`` keep their meaning. Work for executors runs inline, so that no
-thread ever races the virtual clock; how long it takes is what it says with :meth:`VirtualTimeLoop.spend`.
+``asyncio.sleep``, ``asyncio.timeout`` and ``loop.time`` keep their meaning. Work for executors runs inline, so that no thread
+races the virtual clock; it declares its duration with :meth:`VirtualTimeLoop.spend`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESOLUTION_S = 1e-9  # by which asyncio runs a timer early, if need be
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Looks at files (signals come through one) without waiting, and lets virtual time pass instead."""
+    """Polls files (signals arrive through one) without waiting, and advances virtual time instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,20 +35,20 @@ class _JumpingSelector(selectors.DefaultSelector):
             return events
         if timeout is None:
             raise SimulationError(
-                "everything waits and no timer is set: a deadlock. asyncio.all_tasks() and their stacks say who waits."
+                "everything waits and no timer is set: a deadlock. the stacks of asyncio.all_tasks() show where."
             )
         if timeout > 0:
             self.now += timeout
-            if math.ulp(self.now) > _RESOLUTION_S:  # late in a long run, "due now" would never be "due"
+            if math.ulp(self.now) > _RESOLUTION_S:  # late in a long run, rounding would keep a due timer from running
                 self.now = math.nextafter(self.now, math.inf)
         return []
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose seconds cost nothing.
+    """An asyncio loop that never waits in real time.
 
-    An executor is one thread: its calls run one after the other, each from when the one before has ended. Calls without
-    an executor (``asyncio.to_thread``) all run at once.
+    An executor counts as one thread: each of its calls starts when the one before has ended. Calls without an executor
+    (``asyncio.to_thread``) all run concurrently.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._free_at: dict[Executor, float] = {}
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return virtual seconds since the loop was created."""
         return self._jumping.now
 
     def spend(self, seconds: float) -> None:
-        """Called by work that runs in an executor: it takes so long.
+        """Add to the duration of the running executor call; called by the work itself.
 
         Raises:
             SimulationError: called on the loop itself, where nothing may block.
@@ -72,7 +72,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._spent_s += seconds
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]  # typeshed's TypeVarTuple says the same
-        """Calls ``func`` at once; the future is done when the modelled time of the call has passed."""
+        """Call ``func`` at once; the future is done when the modelled time of the call has passed."""
         starts_at = self.time() if executor is None else max(self.time(), self._free_at.get(executor, 0.0))
         future: asyncio.Future[T] = self.create_future()
         outer, self._spent_s = self._spent_s, 0.0
@@ -97,10 +97,10 @@ def _unless_cancelled(future: asyncio.Future[T], settle: Callable[[Any], None], 
 
 
 def run_in_virtual_time(main: Callable[[VirtualTimeLoop], Coroutine[Any, Any, T]]) -> T:
-    """Runs ``main(loop)`` on a new virtual-time loop and returns its result.
+    """Run ``main(loop)`` on a new virtual-time loop and return its result.
 
     Raises:
-        SimulationError: a deadlock: everything waited for something that nothing could bring about.
+        SimulationError: a deadlock: all tasks wait, and no timer or callback is left.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         loop = runner.get_loop()

@@ -3,8 +3,8 @@
     request ──> queue (by priority) ──> slot ──decode steps──> all tokens: done
                                                 └─ pause · load · resume: frozen, recomputed, aborted or finished first
 
-All requests in the slots decode in step, so one clock of decode steps serves them all: a request that enters at step ``w``
-ends at ``w + its tokens``, whatever happens to the speed in between. One timer, for whoever ends next.
+All requests in the slots decode in lockstep, so they share one clock of decode steps: a request that enters at step ``w``
+ends at ``w + its tokens``, however the speed changes in between. One timer serves the request that ends next.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from skyrl_train.inference.interface import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
-    PauseMode,
     SamplingParams,
     StopReason,
     TokenChunk,
     only_chunk,
     output_of,
 )
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
 
 TRANSPORT = "modelled"
 _TOKEN, _LOGPROB = 3, -1.0
@@ -38,18 +38,18 @@ _SMALL = 1e-9  # of a decode step
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """What an engine's work takes, in virtual seconds."""
+    """Durations of an engine's work, in virtual seconds."""
 
     slots: int  # requests decoded at once
     step_s: float  # a decode step of an empty batch: reading the weights
-    step_per_request_s: float = 0.0  # what each request adds to it
-    prefill_steps_per_token: float = 0.0  # decode steps that computing one token's KV cache takes its request
+    step_per_request_s: float = 0.0  # added by each request
+    prefill_steps_per_token: float = 0.0  # decode steps for computing the KV cache of one token
     transfer_s: float = 0.0  # receiving an update while serving
     load_s: float = 0.0  # swapping it in, paused
-    sleep_s: float = 0.0  # giving the device's memory up, and as long to take it back
+    sleep_s: float = 0.0  # releasing the device's memory, and the same for taking it back
 
     def steps_per_s(self, running: int) -> float:
-        """Decode steps per second with so many requests in the batch."""
+        """Return decode steps per second with ``running`` requests in the batch."""
         return 1.0 / (self.step_s + self.step_per_request_s * running)
 
 
@@ -58,14 +58,14 @@ class _Request:
     prompt_tokens: int
     max_tokens: int
     done: asyncio.Future[StopReason]
-    entered: float = 0.0  # the decode step at which its first token is under way; -1 token while it waits
+    entered: float = 0.0  # the decode step at which its first token begins
     sampled: int = 0  # once it has left its slot
     in_slot: bool = False
     marks: list[tuple[int, int]] = field(default_factory=list)  # (tokens sampled before, version from there on)
 
 
 class ModelledEngine(InferenceEngineInterface):
-    """Samples ``max_tokens`` tokens per request; their versions are those that it held when each was sampled."""
+    """Samples ``max_tokens`` tokens per request, each labelled with the version that was loaded at that time."""
 
     def __init__(self, speed: EngineSpeed, max_model_len: int = 1 << 30) -> None:
         self.speed = speed
@@ -77,7 +77,7 @@ class ModelledEngine(InferenceEngineInterface):
         self._paused: PauseMode | None = None
         self._alive = True
         self._steps = 0.0  # decode steps since the start, fractions included
-        self._looked_at = 0.0  # the time at which that was so
+        self._looked_at = 0.0  # the time of that count
         self._running: set[_Request] = set()
         self._ends: list[tuple[float, int, _Request]] = []  # heap; entries of requests that left are skipped
         self._waiting: list[tuple[int, int, _Request]] = []  # heap: by priority, then arrival
@@ -105,7 +105,7 @@ class ModelledEngine(InferenceEngineInterface):
         params = SamplingParams.parse(engine_input.get("sampling_params"))
         request = _Request(len(prompt), params.max_tokens, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, (engine_input.get("priority") or 0, next(self._arrivals), request))
-        self._go_on()
+        self._update_slots()
         try:
             reason = await request.done
         except asyncio.CancelledError:
@@ -124,13 +124,13 @@ class ModelledEngine(InferenceEngineInterface):
             if not request.done.done():
                 request.done.set_result(StopReason.ABORT)
         self._waiting.clear()
-        self._go_on()
+        self._update_slots()
 
     def _withdraw(self, request: _Request) -> None:
         if request.in_slot:
             self._advance()
             self._leave(request, StopReason.ABORT)
-            self._go_on()
+            self._update_slots()
 
     def _chunk(self, request: _Request, reason: StopReason) -> TokenChunk:
         count = request.sampled
@@ -143,7 +143,7 @@ class ModelledEngine(InferenceEngineInterface):
     # The clock of decode steps ------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Brings the count of decode steps up to now."""
+        """Update the count of decode steps to the current time."""
         now = asyncio.get_running_loop().time()
         elapsed, self._looked_at = now - self._looked_at, now
         if self._sampling and self._running:
@@ -154,8 +154,8 @@ class ModelledEngine(InferenceEngineInterface):
     def _sampling(self) -> bool:
         return self._paused in (None, PauseMode.WAIT) and self._version >= 0
 
-    def _go_on(self) -> None:
-        """Lets finished requests go and waiting ones in, then sets the timer. After every change of who runs."""
+    def _update_slots(self) -> None:
+        """Release finished requests, admit waiting ones and set the timer. Called after every change of the running requests."""
         self._advance()
         while self._ends and self._ends[0][0] <= self._steps + _SMALL:
             request = heapq.heappop(self._ends)[2]
@@ -177,7 +177,7 @@ class ModelledEngine(InferenceEngineInterface):
             heapq.heappop(self._ends)
         if self._ends and self._sampling:
             wait_s = (self._ends[0][0] - self._steps) / self.speed.steps_per_s(len(self._running))
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._go_on)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._update_slots)
 
     def _enter(self, request: _Request) -> None:
         request.in_slot = True
@@ -188,7 +188,7 @@ class ModelledEngine(InferenceEngineInterface):
 
     def _sampled(self, request: _Request) -> int:
         now = int(self._steps - request.entered + _SMALL)
-        return max(request.marks[-1][0], min(request.max_tokens, now))  # fewer only while its cache is computed again
+        return max(request.marks[-1][0], min(request.max_tokens, now))  # fewer only while its cache is recomputed
 
     def _leave(self, request: _Request, reason: StopReason) -> None:
         request.sampled = self._sampled(request)
@@ -206,7 +206,7 @@ class ModelledEngine(InferenceEngineInterface):
             await self.abort_generation()
         elif mode is PauseMode.WAIT and self._running:
             self._drained = asyncio.get_running_loop().create_future()
-            self._go_on()
+            self._update_slots()
             await self._drained
             self._drained = None
         self._set_timer()
@@ -216,10 +216,10 @@ class ModelledEngine(InferenceEngineInterface):
         if self._paused is PauseMode.RECOMPUTE:
             self._recompute()
         self._paused = None
-        self._go_on()
+        self._update_slots()
 
     def _recompute(self) -> None:
-        """Frozen requests wait until their KV caches are there again."""
+        """Delay frozen requests by the recomputation of their KV caches."""
         self._ends.clear()
         for request in self._running:
             have = request.prompt_tokens + self._sampled(request)

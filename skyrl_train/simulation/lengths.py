@@ -1,7 +1,7 @@
-"""How long responses are: distributions with a stated tail, drawn by ordinal, the same in every run.
+"""How long responses are: distributions with a stated tail, drawn by group index, the same in every run.
 
-The tail is stated as the longest response over the mean one, which is what a synchronous step waits for. Lengths are a fixed
-set (the quantiles of a distribution, shuffled by a seed), so that two schedules of the same workload see the same work.
+The tail is the longest response over the mean one: a synchronous step waits for the longest. Lengths are a fixed set (the
+quantiles of a distribution, shuffled by a seed), so that two schedules of the same workload do the same work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skyrl_train.errors import ConfigError
 
 @dataclass(frozen=True)
 class Lengths:
-    """``values[i]`` is the length in tokens of response ``i``; beyond the last one they begin again.
+    """``values[i]`` is the length in tokens of response ``i``; indices wrap around.
 
     Response ``i`` is sample ``i % n`` of group ``i // n``, where groups have ``n`` samples.
     """
@@ -42,12 +42,12 @@ class Lengths:
 
 
 def constant(count: int, mean: float) -> Lengths:
-    """All responses are equally long."""
+    """Equal lengths for all responses."""
     return Lengths("constant", np.full(count, max(1, round(mean)), dtype=np.int64))
 
 
 def log_normal(count: int, mean: float, tail: float, seed: int) -> Lengths:
-    """Log-normal lengths of which the longest is ``tail`` times the mean."""
+    """Log-normal lengths; the longest is ``tail`` times the mean."""
     normal = NormalDist()
     scores = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
 
@@ -58,7 +58,7 @@ def log_normal(count: int, mean: float, tail: float, seed: int) -> Lengths:
 
 
 def pareto(count: int, mean: float, tail: float, seed: int) -> Lengths:
-    """Pareto lengths (a power law above a minimum) of which the longest is ``tail`` times the mean."""
+    """Pareto lengths (a power law above a minimum); the longest is ``tail`` times the mean."""
     survival = np.array([1 - (i + 0.5) / count for i in range(count)])
 
     def shape(spread: float) -> np.ndarray:
@@ -88,7 +88,7 @@ def _of_shape(
     tail: float,
     seed: int,
 ) -> Lengths:
-    """Bisects the spread for the tail; ``shape(spread)`` has a tail that grows with it."""
+    """Find the spread with this tail by bisection; the tail of ``shape(spread)`` grows with the spread."""
     low, high = spreads
 
     def tail_of(spread: float) -> float:

@@ -1,4 +1,4 @@
-"""Modelled training and publication: a backend whose work takes virtual time and which looks at what it is given."""
+"""Modelled training and weight sync: a backend whose work takes virtual time and which records its inputs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from pathlib import Path
 
 import torch
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
-from skyrl_train.inference.weight_update import WeightUpdate
-from skyrl_train.publication.base import WeightTransport
+from skyrl_train.algorithms.advantages import GroupRewards, register_advantage_estimator
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.simulation.engine import TRANSPORT
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 Spend = Callable[[float], None]
 ESTIMATOR = "modelled"
 
 
-@ADVANTAGE_ESTIMATORS.register(ESTIMATOR)
+@register_advantage_estimator(ESTIMATOR)
 def _own_return(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
-    """The return itself: an estimator for which a group may be a single sample."""
+    """Return the return itself as advantage, so that a group may be a single sample."""
     return group.on_trained_tokens(group.returns)
 
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """What a step takes, in virtual seconds. The time of a sequence counts all its tokens, masked ones too."""
+    """Durations of a step, in virtual seconds. The time of a sequence counts all its tokens, masked ones too."""
 
     per_step_s: float = 0.0
     per_token_s: float = 0.0  # of the response; prompts are a token long here
@@ -37,7 +36,7 @@ class TrainingSpeed:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """What one step trained on, as the backend saw it."""
+    """The tokens of one step, as the backend received them."""
 
     step: int
     groups: int
@@ -48,12 +47,12 @@ class TrainedTokens:
 
 @dataclass
 class ModelledBackend(TrainingBackend):
-    """Its only weight is the number of steps."""
+    """A backend without a model; its only weight is the number of steps."""
 
     speed: TrainingSpeed
     spend: Spend
     steps: list[TrainedTokens] = field(default_factory=list)
-    _step: TrainedTokens | None = None  # what has accumulated
+    _step: TrainedTokens | None = None  # the accumulated parts
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return [torch.zeros(len(sequence)) for sequence in sequences]
@@ -63,13 +62,13 @@ class ModelledBackend(TrainingBackend):
         return self.finish(minibatch.step)
 
     def accumulate(self, part: Minibatch) -> None:
-        """Adds the gradient of some of a step's groups."""
+        """Count the tokens of some of a step's groups."""
         sampled_before = self._step.sampled if self._step is not None else 0
         self._step = _add(part.step, self._step, part)
         self.spend(self.speed.per_token_s * (self._step.sampled - sampled_before))
 
     def finish(self, step: int) -> dict[str, float]:
-        """The optimizer step over all parts."""
+        """Record the step over all parts."""
         self.spend(self.speed.per_step_s)
         assert self._step is not None and self._step.step == step, "a step ends with what it has accumulated"
         self.steps.append(self._step)
@@ -77,7 +76,7 @@ class ModelledBackend(TrainingBackend):
         return {"loss/policy": 0.0, "policy/tokens": float(self.steps[-1].trained)}
 
     def discard(self) -> None:
-        """Forgets the parts of a step that will not be finished."""
+        """Discard the parts of a step that will not be finished."""
         self._step = None
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +96,7 @@ class ModelledBackend(TrainingBackend):
 
 
 def _add(step: int, before: TrainedTokens | None, part: Minibatch) -> TrainedTokens:
-    """What a step has trained on once it has also trained on ``part``."""
+    """Return the tokens of a step including ``part``."""
     versions = torch.cat([sequence.versions for sequence in part.sequences])
     trained = versions[torch.cat([sequence.loss_mask for sequence in part.sequences])]
     now = TrainedTokens(

@@ -1,4 +1,4 @@
-"""A policy and its critic as one training backend: they make the same steps, each where it is.
+"""A policy and its critic as one training backend: both make the same steps, each on its own device.
 
 minibatch ──┬──> critic (its own thread; its device, its workers, or the policy's) ──┬──> metrics of both
             └──> policy (the caller's thread)                                      ──┘
@@ -19,25 +19,24 @@ from skyrl_train.training.backend import CriticBackend, Minibatch, TrainingBacke
 from skyrl_train.training.state import REMEDY
 
 if TYPE_CHECKING:
-    from skyrl_train.inference.weight_update import WeightUpdate
-    from skyrl_train.publication.base import WeightTransport
+    from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
-CRITIC_FOLDER = "critic"  # of its state, within that of the policy's
+CRITIC_FOLDER = "critic"  # of its state, within the policy's folder
 T = TypeVar("T")
-# What a backend raises before anything has moved.
-_REFUSALS = (ConfigError, GeneratorOutputError, ValueError)
+# Errors that a backend raises before anything has moved.
+_REJECTIONS = (ConfigError, GeneratorOutputError, ValueError)
 
 
 class ActorCritic(TrainingBackend):
-    """The policy's backend, with a critic that is trained on the same sequences at the same time.
+    """The policy's backend, with a critic that trains on the same sequences at the same time.
 
-    Neither needs anything of the other within a step, so both compute at once, and values are computed while the policy
-    trains; workers that hold both do one after the other, in the order in which they are asked. What is published and
-    exported is the policy alone; a checkpoint holds both.
+    Within a step, neither needs results of the other, so both compute concurrently, and values are computed while the policy
+    trains. Workers that hold both models execute the calls one after the other. Weight sync and export use the policy alone; a
+    checkpoint holds both.
 
     Args:
-        policy: closed together with this.
-        critic: the same.
+        policy: closed together with this backend.
+        critic: likewise.
     """
 
     def __init__(self, policy: TrainingBackend, critic: CriticBackend) -> None:
@@ -46,7 +45,7 @@ class ActorCritic(TrainingBackend):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="critic")
 
     def submit_values(self, sequences: Sequence[TrainingSequence]) -> Future[list[torch.Tensor]]:
-        """:meth:`CriticBackend.forward_values` as soon as the critic is free."""
+        """Run :meth:`CriticBackend.forward_values` as soon as the critic is free."""
         return self._thread.submit(self._critic.forward_values, sequences)
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
@@ -55,33 +54,28 @@ class ActorCritic(TrainingBackend):
     def reference_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return self._policy.reference_logprobs(sequences)
 
-    # ---- training
-
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """See :meth:`Training.update`, also for what either raises.
+        """See :meth:`Training.update`, also for the errors of either model.
 
         Raises:
-            HalfStepError: one of them refused the minibatch after the other had trained on it.
+            HalfStepError: one of them rejected the minibatch after the other had trained on it.
         """
-        return self._moving(lambda: self._critic.update(minibatch), lambda: self._policy.update(minibatch))
+        return self._step_both(lambda: self._critic.update(minibatch), lambda: self._policy.update(minibatch))
 
     def accumulate(self, part: Minibatch) -> None:
-        """See :meth:`Training.accumulate`. Where one refuses the part, both forget the step."""
-        of_critic = self._thread.submit(self._critic.accumulate, part)
+        """See :meth:`Training.accumulate`. If one rejects the part, both discard the step."""
         try:
-            self._with(of_critic, lambda: self._policy.accumulate(part))
+            self._run_both(lambda: self._critic.accumulate(part), lambda: self._policy.accumulate(part))
         except BaseException:
             self.discard()
             raise
 
     def finish(self, step: int) -> dict[str, float]:
         """See :meth:`Training.finish` and :meth:`update`."""
-        return self._moving(lambda: self._critic.finish(step), lambda: self._policy.finish(step))
+        return self._step_both(lambda: self._critic.finish(step), lambda: self._policy.finish(step))
 
     def discard(self) -> None:
-        self._with(self._thread.submit(self._critic.discard), self._policy.discard)
-
-    # ---- weights and checkpoints
+        self._run_both(self._critic.discard, self._policy.discard)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._policy.named_weights()
@@ -90,11 +84,11 @@ class ActorCritic(TrainingBackend):
         return self._policy.stage(transport, version)
 
     def snapshot(self) -> dict[str, object]:
-        policy, critic = self._with(self._thread.submit(self._critic.snapshot), self._policy.snapshot)
+        policy, critic = self._run_both(self._critic.snapshot, self._policy.snapshot)
         return {"policy": policy, "critic": critic}
 
     def save(self, snapshot: dict[str, Any], folder: Path) -> None:
-        """See :meth:`Training.save`; the critic's state is in a folder of its own within."""
+        """See :meth:`Training.save`; the critic's state is in a folder within."""
         self._policy.save(snapshot["policy"], folder)
         (folder / CRITIC_FOLDER).mkdir()
         self._critic.save(snapshot["critic"], folder / CRITIC_FOLDER)
@@ -103,11 +97,12 @@ class ActorCritic(TrainingBackend):
         """See :meth:`Training.load`.
 
         Raises:
-            CheckpointError: the folder has no critic (nothing has changed), or that of another model (the policy is loaded).
+            CheckpointError: the folder has no critic (nothing has changed), or the critic of another model (the policy is
+                loaded).
         """
         if not (folder / CRITIC_FOLDER).is_dir():
             raise CheckpointError(
-                f"{folder} has no critic: its run had another trainer.algorithm.advantage_estimator than gae. {REMEDY}"
+                f"{folder} has no critic: its run used another trainer.algorithm.advantage_estimator than gae. {REMEDY}"
             )
         self._policy.load(folder)
         self._thread.submit(self._critic.load, folder / CRITIC_FOLDER).result()
@@ -116,39 +111,41 @@ class ActorCritic(TrainingBackend):
         self._policy.export_hf(folder)
 
     def close(self) -> None:
-        """Ends what waits for the critic, and both backends."""
+        """Cancel calls that wait for the critic, and close both backends."""
         self._thread.shutdown(cancel_futures=True)
         try:
             self._critic.close()
         finally:
             self._policy.close()
 
-    def _moving(
-        self, of_critic: Callable[[], dict[str, float]], of_policy: Callable[[], dict[str, float]]
+    def _step_both(
+        self, critic_step: Callable[[], dict[str, float]], policy_step: Callable[[], dict[str, float]]
     ) -> dict[str, float]:
-        """The metrics of both, or one error that says truly whether anything has moved."""
-        critic = self._thread.submit(of_critic)
+        """Return the metrics of both, or raise one error that tells correctly whether anything has moved."""
+        critic = self._thread.submit(critic_step)
         try:
-            policy = of_policy()
-        except _REFUSALS as error:
-            of_other = critic.exception()
-            if of_other is None:
-                raise HalfStepError(f"The critic made a step that the policy refused: {error}") from error
-            if not isinstance(of_other, _REFUSALS):  # it broke, and may have moved
-                raise of_other from error
+            policy = policy_step()
+        except _REJECTIONS as error:
+            # Waits for the critic: only both outcomes tell whether anything has moved.
+            critic_error = critic.exception()
+            if critic_error is None:
+                raise HalfStepError(f"The critic made a step that the policy rejected: {error}") from error
+            if not isinstance(critic_error, _REJECTIONS):  # it failed half-way, and may have moved
+                raise critic_error from error
             raise
         except BaseException:
-            critic.exception()  # both have ended
+            critic.exception()  # wait: both must have ended
             raise
         try:
             return policy | critic.result()
-        except _REFUSALS as error:
-            raise HalfStepError(f"The policy made a step that the critic refused: {error}") from error
+        except _REJECTIONS as error:
+            raise HalfStepError(f"The policy made a step that the critic rejected: {error}") from error
 
-    def _with(self, of_critic: Future[Any], of_policy: Callable[[], T]) -> tuple[T, Any]:
-        """What both return, once both have ended."""
+    def _run_both(self, critic_call: Callable[[], Any], policy_call: Callable[[], T]) -> tuple[T, Any]:
+        """Return both results, once both calls have ended."""
+        critic = self._thread.submit(critic_call)
         try:
-            policy = of_policy()
+            policy = policy_call()
         finally:
-            of_critic.exception()
-        return policy, of_critic.result()
+            critic.exception()
+        return policy, critic.result()

@@ -1,14 +1,21 @@
 """Attention within the segments of a packed row, as an attention implementation of transformers.
 
-A packed forward pass gives the model ``segments`` as a keyword argument, which its layers hand on to the attention
-function. Each bucket of segments becomes a batch that is padded on the right, where causal attention needs no mask: no
-real token sees what is to its right. So no ``[L, L]`` mask exists, the kernel of ``scaled_dot_product_attention`` is the
-same as without packing, and only attention pays for padding. Passes without ``segments`` are those of "sdpa".
+row of tokens  [aaaaaaa bbbbbb ccc ddd]          segments, longest first
+buckets        [aaaaaaa bbbbbb·] [ccc ddd]       runs of similar length, each padded to its longest for attention alone
+
+A packed forward pass gives the model ``segments`` as a keyword argument, which its layers hand on to the attention function.
+Each bucket of segments becomes a batch that is padded on the right, where causal attention needs no mask: no real token sees
+the tokens to its right. So no ``[L, L]`` mask exists, the kernel of ``scaled_dot_product_attention`` is the same as without
+packing, and only attention pays for padding. Passes without ``segments`` use "sdpa".
 """
 
 from __future__ import annotations
 
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -17,30 +24,103 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from skyrl_train.errors import ModelError
-from skyrl_train.training.segments import Bucket, Segments
+
+if TYPE_CHECKING:
+    from skyrl_train.training.sequence_parallel import SequenceRanks
 
 SEGMENTED = "segmented_sdpa"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Arguments that change the numbers and that scaled_dot_product_attention does not have.
 _UNKNOWN_TO_SDPA = ("softcap", "s_aux", "position_bias", "cache")
+# The cost of one more attention call, in padded tokens of a layer's attention; from benchmarks/token_budget.py.
+BUCKET_COST_TOKENS = 256
 
 
-def packed_mask(device: torch.device) -> torch.Tensor:
-    """What a packed pass gives as attention mask: models hand on a mask of four dimensions as it is and build none.
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Neighbouring segments of a packed row that attention treats as one batch ``[rows, width]``, padded on the right."""
 
-    It hides everything, so that attention which took it for a mask would not go unnoticed.
+    start: int  # of its tokens in the packed row
+    end: int
+    rows: int
+    width: int
+    places: torch.Tensor | None  # int64 [end - start], of its tokens in the flattened batch; None: nothing is padded
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of a packed row. Tokens of different segments do not attend to each other."""
+
+    buckets: tuple[Bucket, ...]
+    ranks: SequenceRanks | None = None  # the ranks that have a slice of the row each; None: this rank has all of it
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments; the rest of the row is padding."""
+        return self.buckets[-1].end if self.buckets else 0
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Segments:
+        """Build the buckets of segments with ``lengths`` tokens each, in the row's order: longest first."""
+        buckets, start = [], 0
+        for first, last in pairwise(cheapest_cuts(lengths, cost_tokens=BUCKET_COST_TOKENS)):
+            of_bucket = lengths[first:last]
+            end, width = start + sum(of_bucket), of_bucket[0]
+            places = None
+            if of_bucket[-1] < width:
+                inside = torch.arange(width) < torch.tensor(of_bucket)[:, None]
+                places = inside.flatten().nonzero().squeeze(1)
+            buckets.append(Bucket(start, end, len(of_bucket), width, places))
+            start = end
+        return cls(tuple(buckets))
+
+    def to(self, device: torch.device) -> Segments:
+        """Move the index tensors to ``device``."""
+        buckets = (
+            bucket if bucket.places is None else replace(bucket, places=bucket.places.to(device))
+            for bucket in self.buckets
+        )
+        return replace(self, buckets=tuple(buckets))
+
+
+def cheapest_cuts(descending: Sequence[int], *, cost_tokens: int, budget: int | None = None) -> list[int]:
+    """Cut lengths (longest first) into runs, each padded to its longest, at the least cost.
+
+    The cost is the number of padded tokens plus ``cost_tokens`` per run. Dynamic programming; exact where the budget forces
+    no cut.
+
+    Args:
+        budget: padded tokens that a run may have; None: any number.
+
+    Returns:
+        The boundaries of the runs, ascending, from 0 to ``len(descending)``.
     """
-    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    total = len(descending)
+    # Only ends before a shorter sequence, or forced by the budget: elsewhere the neighbours have the same length.
+    boundaries = [i for i in range(1, total) if descending[i] < descending[i - 1]]
+    best_cost, best_end = [0] * (total + 1), [0] * (total + 1)
+    starts = range(total - 1, -1, -1) if budget is not None else [*reversed(boundaries), *([0] if total else [])]
+    for start in starts:
+        width = max(descending[start], 1)
+        furthest = total if budget is None else min(start + budget // width, total)
+        ends = boundaries[bisect_right(boundaries, start) : bisect_left(boundaries, furthest)]
+        best_cost[start], best_end[start] = min(
+            (width * (end - start) + cost_tokens + best_cost[end], end) for end in [*ends, furthest]
+        )
+    cuts = [0]
+    while cuts[-1] < total:
+        cuts.append(best_end[cuts[-1]])
+    return cuts
 
 
 def keep_caps(model: PreTrainedModel) -> None:
-    """Makes a model that caps its attention scores (Gemma 2) do so: through scaled_dot_product_attention it would not."""
+    """Select eager attention for a model that caps its attention scores (Gemma 2): scaled_dot_product_attention would not."""
     if _caps_scores(model) and model.config.get_text_config()._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
 
 
 def use_segments(model: PreTrainedModel) -> bool:
-    """Prepares the model for packed rows where :func:`packing_obstacle` sees none; returns whether it did."""
+    """Prepare the model for packed rows unless there is a :func:`packing_obstacle`; return whether it did."""
     if packing_obstacle(model) is not None:
         return False
     model.set_attn_implementation(SEGMENTED)
@@ -48,9 +128,9 @@ def use_segments(model: PreTrainedModel) -> bool:
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why the model's sequences cannot share a row, from what it declares; None: they can.
+    """Return why the model's sequences cannot share a row, from the model's declarations; None: they can.
 
-    A model that supports flash attention gives its attention function all it needs beside a mask: windows, scales, caps.
+    A model that supports flash attention passes everything beside a mask to its attention function: windows, scales, caps.
     """
     config = model.config.get_text_config()
     if _caps_scores(model):
@@ -88,7 +168,7 @@ def segmented_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of ``query`` ``[1, heads, L, D]`` within each segment; returns ``[1, L, heads, D]``.
 
-    Of ranks that share the row, L is the length of this one's slice.
+    Where several ranks share the row, L is the length of this rank's slice.
 
     Raises:
         ConfigError: the ranks that share the row do not divide the heads.
@@ -115,7 +195,12 @@ def segmented_attention(
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     outputs = []
     for bucket in segments.buckets:
-        mask = _window(bucket.width, sliding_window, query.device)
+        mask = None
+        if sliding_window is not None and bucket.width > sliding_window:
+            # bool [width, width]: a token sees itself and the sliding_window - 1 tokens before it
+            places = torch.arange(bucket.width, device=query.device)
+            back = places[:, None] - places[None, :]
+            mask = (back >= 0) & (back < sliding_window)
         attended = scaled_dot_product_attention(
             _batch(query, bucket),
             _batch(key, bucket),
@@ -135,21 +220,12 @@ def segmented_attention(
 
 
 def _batch(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """The bucket's tokens of ``[L, heads, D]`` as ``[rows, heads, width, D]``, zeros on padding."""
+    """Return the bucket's tokens of ``[L, heads, D]`` as ``[rows, heads, width, D]``, zeros on padding."""
     own = states[bucket.start : bucket.end]
     if bucket.places is not None:
         empty = own.new_zeros(bucket.rows * bucket.width, *own.shape[1:])
         own = empty.index_copy(0, bucket.places, own)
     return own.reshape(bucket.rows, bucket.width, *own.shape[1:]).transpose(1, 2)
-
-
-def _window(width: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """What is visible (bool ``[width, width]``) where a token looks back by less than ``sliding_window``; None: all."""
-    if sliding_window is None or width <= sliding_window:
-        return None
-    places = torch.arange(width, device=device)
-    back = places[:, None] - places[None, :]
-    return (back >= 0) & (back < sliding_window)
 
 
 AttentionInterface.register(SEGMENTED, segmented_attention)

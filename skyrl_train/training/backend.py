@@ -1,37 +1,41 @@
-"""What trains the policy: one interface for the local backend and the distributed ones.
+"""The training backend: one interface for training on one device (local) and on many (Ray and FSDP2).
 
-    minibatch of B groups ──update──────────────> metrics       named_weights ──> publication
-    its groups as they arrive ──accumulate──┐                   save / load ──> checkpoint
+    minibatch of B groups ──update──────────────> metrics       named_weights / stage ──> weight sync
+    its groups as they arrive ──accumulate──┐                   snapshot, save / load ──> checkpoint
                                             └─finish──> metrics
     sequences ──forward_logprobs──> proximal log-probs
-              ──forward_values────> values (of the critic, which is trained in the same way and published to nobody)
+              ──forward_values────> values (of the critic, which is trained in the same way and never sent to engines)
 
-All methods block; the trainers call them off the control loop, one at a time.
+All methods block; the trainers call them one at a time through a :class:`TrainingThread`, so that the control loop continues.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from skyrl_train.algorithms.reductions import SequenceCounts
+from skyrl_train.errors import ConfigError, GeneratorOutputError, StalenessError
 
 if TYPE_CHECKING:
-    from skyrl_train.inference.weight_update import WeightUpdate
-    from skyrl_train.publication.base import WeightTransport
+    from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
     """One token-exact sequence (prompt and response together); every tensor has shape ``[T]``.
 
-    Position ``t`` of each field speaks about token ``t``. ``loss_mask`` is True on trained sampled tokens only; the
-    other float fields are 0 and ``versions`` is -1 where no token was sampled.
+    Entry ``t`` of each field belongs to token ``t``. ``loss_mask`` is True on trained sampled tokens only; the other float
+    fields are 0 and ``versions`` is -1 where no token was sampled.
     """
 
     token_ids: torch.Tensor  # int64
@@ -39,33 +43,33 @@ class TrainingSequence:
     advantages: torch.Tensor  # float32
     behaviour_logprobs: torch.Tensor  # float32, natural log
     versions: torch.Tensor  # int64
-    group_index: int  # the group within the minibatch
-    proximal_logprobs: torch.Tensor | None = None  # float32; None: those of the policy as the step begins
-    reference_logprobs: torch.Tensor | None = None  # float32; None: unknown, and the loss has no use for them
+    group_index: int  # of the group within the minibatch
+    proximal_logprobs: torch.Tensor | None = None  # float32; None: use the policy at the beginning of the step
+    reference_logprobs: torch.Tensor | None = None  # float32; None: unknown, and the loss does not need them
     counted_tokens: int | None = None  # trained tokens before some were masked for their age; None: none were
     group_tokens: int | None = None  # counted tokens of all sequences of its group; None: it is alone in its group
     group_sequences: int = 1  # of its group
     values: torch.Tensor | None = None  # float32; None: there is no critic
-    returns: torch.Tensor | None = None  # float32, what the critic learns to predict: the advantages above ``values``
+    returns: torch.Tensor | None = None  # float32, the critic's target: advantages + values
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
     @property
     def tokens_in_denominator(self) -> int:
-        """What the reduction of the loss counts: a masked token leaves the numerator only (SEMANTICS 7.3)."""
+        """The tokens that the reduction of the loss counts: a masked token leaves the numerator only."""
         return int(self.loss_mask.sum()) if self.counted_tokens is None else self.counted_tokens
 
     @property
     def counts(self) -> SequenceCounts:
-        """What the reduction of the loss goes by."""
+        """The input of the reduction of the loss."""
         own = self.tokens_in_denominator
         return SequenceCounts(own, own if self.group_tokens is None else self.group_tokens, self.group_sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """What one optimizer step trains on, or a part of it: all sequences of ``num_groups`` groups, in a fixed order."""
+    """The groups of one optimizer step, or some of them: all sequences of ``num_groups`` groups, in a fixed order."""
 
     sequences: Sequence[TrainingSequence]
     num_groups: int
@@ -76,25 +80,25 @@ class Minibatch:
 class Training(ABC):
     """Owns a model that is trained, its optimizer and its learning-rate schedule.
 
-    A step is trained on its whole minibatch (``update``) or part by part (``accumulate``, then ``finish``), which is the
-    same thing: the loss is normalised over all sequences of the step together.
+    A step trains on its whole minibatch (``update``) or part by part (``accumulate``, then ``finish``). Both give the same
+    result: the loss is normalised over all sequences of the step together.
     """
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """Makes one optimizer step (micro-batches inside) and returns scalar metrics."""
+        """Make one optimizer step (micro-batches inside) and return scalar metrics."""
         self.accumulate(minibatch)
         return self.finish(minibatch.step)
 
     @abstractmethod
     def accumulate(self, part: Minibatch) -> None:
-        """Adds the gradient of some of a step's groups; the weights do not move.
+        """Add the gradient of some of a step's groups; the weights do not move.
 
-        Parts may have any size and come in any order: each sequence of the step in exactly one of them.
+        Parts may have any size and come in any order. Each sequence of the step belongs to exactly one of them.
         """
 
     @abstractmethod
     def finish(self, step: int) -> dict[str, float]:
-        """Makes the optimizer step with all that was accumulated for ``step``; returns scalar metrics over all parts.
+        """Make the optimizer step with everything accumulated for ``step``; return scalar metrics over all parts.
 
         Raises:
             ValueError: nothing was accumulated for ``step``.
@@ -102,31 +106,30 @@ class Training(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Forgets what was accumulated, after a step that will not be finished. Nothing to forget is fine."""
+        """Discard the accumulated gradients of a step that will not be finished. Does nothing if there are none."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, object]:
-        """A copy of everything that ``load`` needs, as it is now: weights, optimizer, scheduler, RNG. Only the latest one can
-        be saved.
+        """Begin to copy everything that ``load`` needs: weights, optimizer, RNG. Only the latest snapshot can be saved.
 
-        Copying goes on when this has returned; only what changes the state waits for it, and nothing else of a checkpoint
-        is waited for. What is accumulated of an unfinished step is not part of it: its groups count as untrained.
+        The copy continues in the background after this returns. Only calls that change the state wait for it. Accumulated
+        gradients of an unfinished step are not part of it: its groups count as untrained.
         """
 
     @abstractmethod
     def save(self, snapshot: dict[str, object], folder: Path) -> None:
-        """Writes a snapshot into ``folder``. Reads no live state, so training may go on."""
+        """Write a snapshot into ``folder``. Reads no live state, so training may continue meanwhile."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restores what ``save`` wrote, and forgets what was accumulated.
+        """Restore what ``save`` wrote, and discard accumulated gradients.
 
         Raises:
-            CheckpointError: the folder is incomplete or of another model; nothing has changed then.
+            CheckpointError: the folder is incomplete or belongs to another model; nothing has changed.
         """
 
-    def close(self) -> None:  # noqa: B027  most backends have nothing to let go of
-        """Lets go of what is not in this process. Idempotent."""
+    def close(self) -> None:  # noqa: B027  most backends hold nothing outside this process
+        """Release everything outside this process. Idempotent."""
 
 
 class TrainingBackend(Training):
@@ -134,36 +137,37 @@ class TrainingBackend(Training):
 
     @abstractmethod
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        """Log-probs of each token given the ones before it, under the current policy.
+        """Compute log-probs of each token given the tokens before it, under the current policy.
 
         Returns:
             One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
         """
 
     def reference_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        """As :meth:`forward_logprobs`, under the policy that the run started from, by a backend that was built to hold it
-        too (``rollout.stages.reference.placement=colocated``)."""
+        """As :meth:`forward_logprobs`, under the initial policy of the run, by a backend that also holds it
+        (``rollout.stages.reference.executor=colocated``)."""
         raise NotImplementedError(f"{type(self).__name__} holds no reference policy")
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters under their HF names, in a fixed order, wherever they live; do not modify.
+        """Yield the policy's parameters under their HF names, in a fixed order, on any device; do not modify them.
 
-        Of a policy with a LoRA adapter, the adapter alone, under peft's names.
+        A policy with a LoRA adapter yields the adapter alone, under peft's names.
         """
 
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
-        """Copies the policy's weights to a staging area of ``transport``, in whichever process they live.
+        """Copy the policy's weights to a staging area of ``transport``, in the process that holds them.
 
         Raises:
-            PublicationError: there is no room for the copy.
+            WeightSyncError: there is no room for the copy.
         """
         return transport.gather(self.named_weights(), version)
 
     @abstractmethod
     def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a folder that ``transformers`` opens; a LoRA adapter merged, and by itself in ``adapter``, which
-        peft opens.
+        """Write the policy as a folder that ``transformers`` opens.
+
+        A LoRA adapter is merged, and also written separately to ``adapter``, which peft opens.
         """
 
 
@@ -172,8 +176,43 @@ class CriticBackend(Training):
 
     @abstractmethod
     def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        """The current critic's value of the state that each token was sampled in, which is all before it.
+        """Compute the current critic's value of the state in which each token was sampled, which is everything before it.
 
         Returns:
             One float32 tensor ``[T]`` on the CPU per sequence; entry 0 (nothing precedes it) is 0.
         """
+
+
+class TrainingThread:
+    """Runs the backend's blocking calls one at a time, in the order of their arrival.
+
+    Attributes:
+        weights_in_doubt: an update began and did not succeed. Such weights must not be saved.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
+        self.weights_in_doubt = False
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a call that does not move the policy."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def update(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a call that may move the policy; the weights are in doubt until it succeeds.
+
+        Raises:
+            ConfigError, GeneratorOutputError, StalenessError: found before anything moved; the weights are not in doubt.
+        """
+        self.weights_in_doubt = True
+        try:
+            result = await self.run(function, *args)
+        except (ConfigError, GeneratorOutputError, StalenessError):
+            self.weights_in_doubt = False
+            raise
+        self.weights_in_doubt = False
+        return result
+
+    async def aclose(self) -> None:
+        """Wait until the last call has ended."""
+        await asyncio.to_thread(self._thread.shutdown)

@@ -1,38 +1,35 @@
-"""From ragged sequences to micro-batches within a token budget, and to ranks. Pure functions.
+"""From ragged sequences to micro-batches within a token budget. Pure functions.
 
 sequences ──pack_rows──────> indices per micro-batch ──collate_packed──> MicroBatch: all sequences in one row, no padding
-            pad_rows ──────>                         ──collate_padded──> MicroBatch: a row per sequence, where the model
+            pad_rows ──────>                         ──collate_padded──> MicroBatch: a row per sequence, for models that
                                                                          cannot tell the sequences of a row apart
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.training.attention import Segments, cheapest_cuts
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.segments import Segments, cheapest_cuts
 
-# What a further forward and backward pass costs beside its tokens, in padded tokens. Measured on the small CPU models;
-# on a GPU it is the launch latency of a mid-sized one.
+# The cost of one more forward and backward pass, beside its tokens, in padded tokens. Measured on the small CPU models; on a GPU
+# it is the launch latency of a mid-sized one.
 MICRO_BATCH_COST_TOKENS = 128
-# Attention reads this many tokens in the time that the rest of a token's forward pass takes (6 * hidden size in a
-# transformer of the usual proportions, at a hidden size of 2,048).
-_ATTENDED_PER_TOKEN = 12_288
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """R sequences, and the N tokens among them that are scored.
+    """R sequences, and the N scored tokens among them.
 
     A token is scored from the output one position to its left, so the last token of a sequence is never an input.
-    Packed, the rows are one row of all sequences, one after the other; padded, they are R rows of the longest's length,
+    Packed, one row holds all sequences, one after the other; padded, there are R rows as long as the longest sequence,
     filled on the right. Scored tokens are in the order of ``indices``, then in token order.
     """
 
@@ -47,8 +44,43 @@ class MicroBatch:
     targets: torch.Tensor  # int64 [N], the scored tokens
 
 
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Splits sequences into micro-batches for one model: packed or padded, within its token budget and positions."""
+
+    packed: bool  # several sequences in a row instead of padding
+    micro_batch_tokens: int  # per forward pass, padding included
+    positions: int | None  # of the model; None: unlimited
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, packed: bool, micro_batch_tokens: int) -> RowLayout:
+        """Read the number of positions from the model's configuration."""
+        positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        return cls(packed, micro_batch_tokens, positions)
+
+    def micro_batches(
+        self, sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
+    ) -> Iterator[MicroBatch]:
+        """Split the sequences at ``indices``; ``scored[i]`` (bool ``[T]``) marks the scored tokens of sequence ``i``.
+
+        Raises:
+            ConfigError: a sequence does not fit the token budget.
+            GeneratorOutputError: a sequence is longer than the model has positions.
+        """
+        lengths = [len(sequences[index]) for index in indices]
+        longest = max(lengths, default=0)
+        if self.positions is not None and longest > self.positions:
+            raise GeneratorOutputError(
+                f"a sequence has {longest} tokens, but the model only {self.positions} positions. Lower "
+                "generator.max_input_length or generator.sampling_params.max_tokens."
+            )
+        split, collate = (pack_rows, collate_packed) if self.packed else (pad_rows, collate_padded)
+        for chosen in split(lengths, self.micro_batch_tokens):
+            yield collate(sequences, [indices[position] for position in chosen], scored)
+
+
 def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Splits sequences into micro-batches of at most ``budget`` tokens: each, longest first, goes to the first with room.
+    """Split sequences into micro-batches of at most ``budget`` tokens: each, longest first, goes to the first one with room.
 
     First-fit decreasing needs at most 11/9 of the fewest possible micro-batches (Johnson 1973).
 
@@ -56,12 +88,12 @@ def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
         Indices into ``lengths``, each exactly once, longest first within a list (ties in the given order).
 
     Raises:
-        ConfigError: a sequence alone is longer than the budget.
+        ConfigError: a single sequence is longer than the budget.
     """
-    _refuse_too_long(lengths, budget)
     rows: list[list[int]] = []
     room: list[int] = []
-    for index in _longest_first(lengths):
+    for index in _longest_first(lengths, budget):
+        # First fit: the first row with enough room, or a new one.
         length = lengths[index]
         place = next((place for place, left in enumerate(room) if left >= length), len(rows))
         if place == len(rows):
@@ -73,51 +105,26 @@ def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pad_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Splits sequences into micro-batches of at most ``budget`` padded tokens, with as little work as possible.
+    """Split sequences into micro-batches of at most ``budget`` padded tokens, with as little work as possible.
 
-    Sequences are sorted, longest first (ties in the given order), so that rows of like length share their padding and
-    the largest micro-batch meets the memory limit first; that order is cut where :func:`cheapest_cuts` says.
+    Sequences are sorted, longest first (ties in the given order), so that rows of similar length share their padding and the
+    largest micro-batch reaches the memory limit first. :func:`cheapest_cuts` cuts this order.
 
     Returns:
         Indices into ``lengths``, each exactly once; ``max(length) * count <= budget`` in every list.
 
     Raises:
-        ConfigError: a sequence alone is longer than the budget.
+        ConfigError: a single sequence is longer than the budget.
     """
-    _refuse_too_long(lengths, budget)
-    order = _longest_first(lengths)
+    order = _longest_first(lengths, budget)
     cuts = cheapest_cuts([lengths[index] for index in order], cost_tokens=MICRO_BATCH_COST_TOKENS, budget=budget)
     return [order[start:end] for start, end in pairwise(cuts)]
-
-
-def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deals sequences to ranks so that all have about the same to compute.
-
-    Each sequence, costliest first, goes to the rank with the least so far (ties to the lowest rank): no rank exceeds 4/3
-    of the best possible maximum (Graham 1969). A token costs 1, and the share of attention that its place in the
-    sequence brings.
-
-    Returns:
-        Per rank its indices into ``lengths``, ascending; empty for ranks beyond the number of sequences.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [(0.0, rank) for rank in range(ranks)]
-    for index in _longest_first(lengths):
-        cost, rank = heapq.heappop(load)
-        shares[rank].append(index)
-        heapq.heappush(load, (cost + sequence_cost(lengths[index]), rank))
-    return [sorted(share) for share in shares]
-
-
-def sequence_cost(length: int) -> float:
-    """What a sequence costs to compute, in tokens of a short one: each token attends to half of the sequence on average."""
-    return length * (1 + length / 2 / _ATTENDED_PER_TOKEN)
 
 
 def collate_packed(
     sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
 ) -> MicroBatch:
-    """One row of the sequences at ``indices``, longest first; ``scored[i]`` (bool ``[T]``) marks the scored tokens of
+    """Lay the sequences at ``indices`` out in one row, longest first; ``scored[i]`` (bool ``[T]``) marks the scored tokens of
     sequence ``i``.
 
     Tokens at position 0 are never scored: nothing precedes them.
@@ -140,7 +147,7 @@ def collate_packed(
 def collate_padded(
     sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
 ) -> MicroBatch:
-    """A row for each of the sequences at ``indices``; ``scored`` as for :func:`collate_packed`."""
+    """Lay each of the sequences at ``indices`` out in a row; ``scored`` as for :func:`collate_packed`."""
     token_ids = pad_sequence([sequences[i].token_ids for i in indices], batch_first=True)
     marked = pad_sequence([scored[i] for i in indices], batch_first=True)[:, 1:]
     lengths = torch.tensor([len(sequences[i]) for i in indices])
@@ -161,8 +168,19 @@ def collate_padded(
 
 
 def flat_tokens(fields: Sequence[torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
-    """The values of a per-token field (one ``[T]`` tensor per sequence) at the micro-batch's scored tokens, ``[N]``."""
+    """Return the values of a per-token field (one ``[T]`` tensor per sequence) at the micro-batch's scored tokens, ``[N]``."""
     return torch.cat([fields[i][1:] for i in micro_batch.indices])[micro_batch.scored]
+
+
+def two_short_sequences(vocab_size: int) -> list[TrainingSequence]:
+    """Return sequences of 4 and 3 tokens, to test how a model can be used; for any vocabulary."""
+    ids = torch.arange(7) % vocab_size
+    sequences = []
+    for token_ids in (ids[:4], ids[4:]):
+        nothing = torch.zeros(len(token_ids))
+        versions = torch.full_like(token_ids, -1)
+        sequences.append(TrainingSequence(token_ids, nothing > 0, nothing, nothing, versions, 0))
+    return sequences
 
 
 def _scored_tokens(
@@ -174,11 +192,7 @@ def _scored_tokens(
     return targets, flags, counts
 
 
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
-
-
-def _refuse_too_long(lengths: Sequence[int], budget: int) -> None:
+def _longest_first(lengths: Sequence[int], budget: int) -> list[int]:
     too_long = sorted((length for length in lengths if length > budget), reverse=True)
     if too_long:
         raise ConfigError(
@@ -186,3 +200,4 @@ def _refuse_too_long(lengths: Sequence[int], budget: int) -> None:
             f"tokens. Set trainer.micro_batch_tokens to {too_long[0]} or more, or lower "
             "generator.sampling_params.max_tokens / generator.max_input_length."
         )
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])

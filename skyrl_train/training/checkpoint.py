@@ -1,10 +1,10 @@
-"""Checkpoint folders that are published whole or not at all (SEMANTICS 5.3).
+"""Checkpoint folders that become visible complete or not at all (docs/design/semantics.md, section 5.3).
 
     writer ──> .tmp-global_step_N/ ──fsync──> global_step_N/ (one rename) ──> latest (one rename) ──> old ones removed
 
-Whatever instant a crash chooses, :meth:`CheckpointStore.latest` names a complete checkpoint: the one before or the new
-one. ``latest`` is a text file with a folder's name. A folder is complete when the files that its manifest lists have
-the sizes listed there.
+After a crash at any instant, :meth:`CheckpointStore.latest` returns a complete checkpoint: the previous or the new one.
+``latest`` is a text file with a folder's name. A folder is complete when the files that its manifest lists have the sizes
+listed there.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints(Protocol):
-    """The checkpoints of one run, wherever they are kept. Blocking; one writer at a time."""
+    """The checkpoints of one run, on a local disk or behind a URL. Methods block; one writer at a time."""
 
     def latest(self) -> Path | None:
-        """The folder of the checkpoint to resume from; None where there is no complete one."""
+        """Return the folder of the checkpoint to resume from, or None if no checkpoint is complete."""
         ...
 
     def write(self, step: int, writer: Callable[[Path], None]) -> Path:
-        """Makes the checkpoint of ``step`` of what ``writer`` writes into the folder it is given; returns its folder.
+        """Make the checkpoint of ``step`` and return its folder; ``writer`` fills the folder that it is given.
 
         Raises:
-            CheckpointError: it could not be written. The checkpoint before stands.
+            CheckpointError: the checkpoint could not be written. The previous one is unchanged.
         """
         ...
 
 
 class FileSystem:
-    """The operations that change the disk, one method each, so that a test can fail at every one of them."""
+    """The operations that change the disk, one method each, so that a test can make each of them fail."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class FileSystem:
         path.write_text(text, encoding="utf-8")
 
     def sync(self, path: Path) -> None:
-        """Flushes a file's bytes, or a folder's entries, to the disk."""
+        """Flush a file's bytes, or a folder's entries, to the disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -75,13 +75,13 @@ class FileSystem:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in a folder; see :class:`Checkpoints`."""
+    """Stores the checkpoints of one run in a local folder; see :class:`Checkpoints`."""
 
     def __init__(self, root: Path, max_to_keep: int, file_system: FileSystem | None = None) -> None:
         """
         Args:
-            root: the folder of all checkpoints; made by the first ``write``.
-            max_to_keep: newest checkpoints that survive a ``write``, at least 1.
+            root: the folder of all checkpoints; the first ``write`` creates it.
+            max_to_keep: number of newest checkpoints that a ``write`` keeps, at least 1.
         """
         if max_to_keep < 1:
             raise ConfigError(f"trainer.max_ckpts_to_keep must be at least 1, got {max_to_keep}.")
@@ -90,9 +90,9 @@ class CheckpointStore:
         self._files = file_system or FileSystem()
 
     def latest(self) -> Path | None:
-        """The checkpoint to resume from, or None where there is no complete one.
+        """Return the checkpoint to resume from, or None if no checkpoint is complete.
 
-        The one that the pointer names; where that is missing or torn, the complete one of the newest step.
+        It is the one that the pointer names. If that one is missing or incomplete, it is the complete one of the newest step.
         """
         name = self._pointer()
         if name is not None and _FOLDER.fullmatch(name) and is_complete(self._root / name):
@@ -101,15 +101,14 @@ class CheckpointStore:
         return max(complete, key=_age_key, default=None)
 
     def write(self, step: int, writer: Callable[[Path], None]) -> Path:
-        """Makes the checkpoint of ``step`` and returns its folder; ``writer`` fills the (empty, temporary) folder it is
-        given.
+        """Make the checkpoint of ``step`` and return its folder; ``writer`` fills the empty temporary folder that it is given.
 
         A checkpoint of the same step is replaced. Checkpoints of later steps belong to a history whose weights are gone
         (the run was resumed from an earlier one) and are removed.
 
         Raises:
-            CheckpointError: the disk is full or the folder cannot be written. Earlier checkpoints and the pointer
-            stand.
+            CheckpointError: the disk is full or the folder cannot be written. Earlier checkpoints and the pointer are
+                unchanged.
         """
         name = f"global_step_{step}"
         unfinished, pointer = self._root / f"{_UNFINISHED}{name}", self._root / f"{_UNFINISHED}{POINTER}"
@@ -130,7 +129,7 @@ class CheckpointStore:
                 if _is_full_disk(error):
                     raise self._full_disk(step, written) from error
                 raise
-            self._publish(unfinished, self._root / name, pointer)
+            self._make_visible(unfinished, self._root / name, pointer)
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoint of step {step} cannot be written to {self._root}: {error}. Earlier checkpoints are "
@@ -140,7 +139,7 @@ class CheckpointStore:
         return self._root / name
 
     def _seal(self, folder: Path, step: int) -> None:
-        """Lists and flushes what the writer wrote; the manifest is last."""
+        """Flush the writer's files and list them in the manifest, which is written last."""
         paths = sorted(folder.rglob("*"))
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
         for path in paths:
@@ -149,9 +148,10 @@ class CheckpointStore:
         self._files.sync(folder / MANIFEST)
         self._files.sync(folder)
 
-    def _publish(self, unfinished: Path, target: Path, pointer: Path) -> None:
+    def _make_visible(self, unfinished: Path, target: Path, pointer: Path) -> None:
+        """Rename the finished folder, then the pointer. A crash between two operations leaves a complete checkpoint."""
         if target.exists():
-            # ``latest`` still finds the old one under its other name until the new one has taken its place.
+            # ``latest`` finds the old checkpoint under its other name until the new one has taken its place.
             aside = target.with_name(target.name + _REPLACED)
             if is_complete(target):
                 self._discard(aside)
@@ -159,12 +159,13 @@ class CheckpointStore:
             else:
                 self._discard(target)
         self._files.rename(unfinished, target)
+        # The folder's entry is on disk before the pointer names it.
         self._files.sync(self._root)
         self._files.rename(pointer, self._root / POINTER)
         self._files.sync(self._root)
 
     def _remove_leftovers(self) -> None:
-        """What a crash left half written."""
+        """Remove the unfinished files and folders that a crash has left."""
         for path in sorted(self._root.glob(_UNFINISHED + "*")):
             if path.is_dir():
                 self._files.remove_tree(path)
@@ -172,18 +173,19 @@ class CheckpointStore:
                 self._files.remove_file(path)
 
     def _remove_old(self, step: int) -> None:
-        """Keeps the newest ``max_to_keep`` up to ``step``, which was published just now."""
+        """Keep the newest ``max_to_keep`` checkpoints up to ``step``, which was just written; remove all others."""
+        # Replaced folders and later steps are not kept, even if they are complete.
         alive = [f for f in self._folders() if _age_key(f) <= (step, True) and not f.name.endswith(_REPLACED)]
         kept = sorted((f for f in alive if is_complete(f)), key=_age_key)[-self._max_to_keep :]
         try:
             for folder in self._folders():
                 if folder not in kept:
                     self._discard(folder)
-        except OSError as error:  # the new one is safe; an old one that cannot be removed only costs space
+        except OSError as error:  # the new one is safe: an old one that stays only costs space
             logger.warning("An old checkpoint in %s could not be removed: %s", self._root, error)
 
     def _discard(self, folder: Path) -> None:
-        """Removes a folder; half removed, it is not complete any more."""
+        """Remove a folder. A crash in between leaves an incomplete one, which is never resumed from."""
         if folder.exists():
             self._files.remove_tree(folder)
 
@@ -209,7 +211,7 @@ class CheckpointStore:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file that the folder's manifest lists is there with the size listed."""
+    """Return whether every file that the folder's manifest lists exists with the listed size."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
@@ -218,13 +220,13 @@ def is_complete(folder: Path) -> bool:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step of a folder that ``latest`` returned."""
+    """Return the step of a folder that ``latest`` returned."""
     step = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"]
     return int(step)
 
 
 def _age_key(folder: Path) -> tuple[int, bool]:
-    """Orders checkpoints, oldest first; a replaced one comes before its replacement."""
+    """Return a sort key, oldest first; a replaced checkpoint comes before its replacement."""
     match = _FOLDER.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), match[2] is None
@@ -235,7 +237,7 @@ def _size(folder: Path) -> int:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """Whether the error, or what it was raised from, is a full disk; torch hides it behind a RuntimeError."""
+    """Return whether the error or one of its causes is a full disk; torch hides it behind a RuntimeError."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL_DISK:
             return True

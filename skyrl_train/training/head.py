@@ -2,7 +2,7 @@
 
 hidden [N, d] ──tiles──> logits [n, v] ──> log-prob, entropy (forward); gradients of hidden and weight (backward, again)
 
-Tiles have one size, whatever N and the vocabulary are, and so has all that is held beside inputs, results and gradients.
+The size of a tile, and of everything held beside inputs, results and gradients, depends neither on N nor on the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-# Bytes of a tile's logits, of which two or three exist at once, and the most columns (vocabulary) that it has. Large enough
-# that each product with a block of the head is worth reading the block for, and of a shape that products are fast in.
+# Bytes of a tile's logits, of which two or three exist at once, and its largest number of columns (vocabulary). Large enough that
+# the product with a block of the head outweighs reading the block, and of a shape with fast products.
 _BLOCK_COLUMNS = 8192
 _TILE_BYTES = {"cpu": 2**24}
 _TILE_BYTES_ELSEWHERE = 2**28
@@ -26,7 +26,7 @@ _TILE_BYTES_ELSEWHERE = 2**28
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """What a model and the sampling do to the head's outputs: scale, cap (``cap * tanh(logits / cap)``), temperature."""
+    """Operations on the head's outputs by the model and the sampling: scale, cap (``cap * tanh(logits / cap)``), temperature."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -34,7 +34,7 @@ class LogitRule:
 
     @classmethod
     def of(cls, model: PreTrainedModel, temperature: float) -> LogitRule:
-        """As the model's configuration declares it: Cohere multiplies, Granite divides, Gemma caps."""
+        """Read the rule from the model's configuration: Cohere multiplies, Granite divides, Gemma caps."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1.0)
         divisor = float(getattr(config, "logits_scaling", None) or 1.0)
@@ -42,7 +42,7 @@ class LogitRule:
         return cls(scale / divisor, None if cap is None else float(cap), temperature)
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor:
-        """In place."""
+        """Apply the rule to logits, in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.cap is not None:
@@ -50,7 +50,7 @@ class LogitRule:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def backward_(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Turns the gradient of the results ``logits`` into that of the head's outputs, in place; uses up ``logits``."""
+        """Turn the gradient of ``logits`` into the gradient of the head's outputs, in place; overwrites ``logits``."""
         if self.cap is not None:
             gradient.mul_(logits.mul_(self.temperature / self.cap).square_().neg_().add_(1.0))
         factor = self.scale / self.temperature
@@ -66,13 +66,13 @@ def token_scores(
     fp32: bool,
     differentiate_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs ``[N]`` of ``targets`` (int64 ``[N]``) and the entropies ``[N]`` in nats, float32 or wider.
+    """Return log-probs ``[N]`` of ``targets`` (int64 ``[N]``) and entropies ``[N]`` in nats, float32 or wider.
 
     Peak memory beside inputs, results and gradients depends neither on N nor on the vocabulary.
 
     Args:
-        hidden: ``[N, d]``, what the head gets.
-        fp32: products in float32 of a narrower head, as inference engines with a float32 head do.
+        hidden: ``[N, d]``, the input of the head.
+        fp32: compute the products of a narrower head in float32, as inference engines with a float32 head do.
     """
     scores: tuple[torch.Tensor, torch.Tensor] = _TokenScores.apply(
         hidden, head.weight, head.bias, targets, rule, fp32, differentiate_entropy
@@ -80,49 +80,35 @@ def token_scores(
     return scores
 
 
-@dataclass(frozen=True, slots=True)
 class _Head:
-    """The head, the dtype of its products, and how both sides of them are cut."""
+    """The head, the dtype of its products, and the tiles into which they are split."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    rule: LogitRule
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, rule: LogitRule, fp32: bool) -> _Head:
-        return cls(weight, bias, rule, torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype)
-
-    @property
-    def wide(self) -> torch.dtype:
-        """Of logits and of sums: float32 or wider."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def columns(self) -> int:
-        """Of a block of the vocabulary; blocks are about as large as each other."""
-        vocabulary = self.weight.shape[0]
-        return -(-vocabulary // -(-vocabulary // _BLOCK_COLUMNS))
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: LogitRule, fp32: bool) -> None:
+        self._weight, self._bias, self._rule = weight, bias, rule
+        self._dtype = torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype
+        self.wide = torch.promote_types(self._dtype, torch.float32)  # of logits and of sums
+        vocabulary = weight.shape[0]
+        self._columns = -(-vocabulary // -(-vocabulary // _BLOCK_COLUMNS))  # blocks are about equally large
 
     def rows(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Some tokens, and what the head gets for them."""
+        """Yield slices of the tokens, with the input of the head for each."""
         budget = _TILE_BYTES.get(hidden.device.type, _TILE_BYTES_ELSEWHERE)
-        rows = max(1, budget // (self.columns * self.wide.itemsize))
+        rows = max(1, budget // (self._columns * self.wide.itemsize))
         for start in range(0, hidden.shape[0], rows):
             tokens = slice(start, start + rows)
-            yield tokens, hidden[tokens].to(self.dtype)
+            yield tokens, hidden[tokens].to(self._dtype)
 
     def tiles(self, inputs: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Which part of the vocabulary, the head's weight for it, and the logits of ``inputs`` after the rule."""
-        for start in range(0, self.weight.shape[0], self.columns):
-            block = slice(start, start + self.columns)
-            weight = self.weight[block].to(self.dtype)
-            bias = None if self.bias is None else self.bias[block].to(self.dtype)
-            yield block, weight, self.rule.apply_(linear(inputs, weight, bias).to(self.wide))
+        """Yield slices of the vocabulary, with the head's weight and the logits of ``inputs`` (after the rule) for each."""
+        for start in range(0, self._weight.shape[0], self._columns):
+            block = slice(start, start + self._columns)
+            weight = self._weight[block].to(self._dtype)
+            bias = None if self._bias is None else self._bias[block].to(self._dtype)
+            yield block, weight, self._rule.apply_(linear(inputs, weight, bias).to(self.wide))
 
 
 class _TokenScores(torch.autograd.Function):
-    """Backward computes each tile's logits again, so that forward keeps two numbers per token."""
+    """Forward keeps two numbers per token; backward computes each tile's logits again."""
 
     @staticmethod
     def forward(
@@ -135,10 +121,10 @@ class _TokenScores(torch.autograd.Function):
         fp32: bool,
         differentiate_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = _Head.of(weight, bias, rule, fp32)
+        head = _Head(weight, bias, rule, fp32)
         logprobs, entropies, partition = (hidden.new_empty(hidden.shape[0], dtype=head.wide) for _ in range(3))
         for tokens, inputs in head.rows(hidden):
-            # Of the blocks so far: log of the sum of exponentials, and the mean logit of the distribution over them.
+            # Over the blocks so far: log of the sum of exponentials, and the mean logit of the distribution over them.
             total = inputs.new_full((len(inputs),), -math.inf, dtype=head.wide)
             mean, chosen = torch.zeros_like(total), torch.zeros_like(total)
             for block, _, logits in head.tiles(inputs):
@@ -164,7 +150,7 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropies: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, partition, entropies = ctx.saved_tensors
-        head = _Head.of(weight, bias, ctx.rule, ctx.fp32)
+        head = _Head(weight, bias, ctx.rule, ctx.fp32)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Sums over tiles are kept in float32 or wider.
@@ -202,7 +188,7 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _places(targets: torch.Tensor, block: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the targets are in a block of the vocabulary, and where; 0 or the last place for the others."""
+    """Return which targets are in a block of the vocabulary, and their positions in it; 0 or the last position for the others."""
     place = targets - block.start
     last = logits.shape[1] - 1
     return (place >= 0) & (place <= last), place.clamp(0, last)

@@ -1,4 +1,4 @@
-"""Trains the policy and the critic in this process, on one thread or one GPU: one rank that is alone."""
+"""Training of the policy and the critic in this process, on one thread or one GPU: a single rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError
-from skyrl_train.inference.weight_update import WeightUpdate
 from skyrl_train.models.folder import build_empty, load_model, load_tokenizer, quiet_transformers
 from skyrl_train.models.lora import (
     adapter_of,
@@ -25,51 +24,45 @@ from skyrl_train.models.lora import (
     policy_weights,
     write_adapter,
 )
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
-from skyrl_train.training.compilation import compile_layers
-from skyrl_train.training.critic import CriticTrainer
-from skyrl_train.training.rank_trainer import RankTrainer
-from skyrl_train.training.ranks import OneRank
-from skyrl_train.training.snapshots import Snapshots
-from skyrl_train.training.state import BackendState, copy_of, read_state, write_state
-from skyrl_train.training.value_model import put_value_head
+from skyrl_train.training.collectives import SingleRank
+from skyrl_train.training.critic_worker import CriticWorker, put_value_head
+from skyrl_train.training.layers import checkpoint_activations, compile_layers
+from skyrl_train.training.policy_worker import PolicyWorker
+from skyrl_train.training.state import BackendState, Snapshots, copy_of, read_state, write_state
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 
 class LocalTraining(Training):
-    """What the policy and the critic share: a rank that is alone, and its state.
+    """The common part of policy and critic: a worker on a single rank, and its state.
 
     Args:
-        trainer: of one rank.
-        snapshots: those that the trainer waits for.
+        worker: trains the model.
+        snapshots: the snapshots that the worker waits for.
+
+    Attributes:
+        model: the trained model, live.
     """
 
-    def __init__(self, trainer: RankTrainer | CriticTrainer, snapshots: Snapshots[BackendState]) -> None:
-        self._trained = trainer
+    def __init__(self, worker: PolicyWorker | CriticWorker, snapshots: Snapshots[BackendState]) -> None:
+        self.model: PreTrainedModel = worker.model
+        self._worker = worker
         self._snapshots = snapshots
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The trained model, live."""
-        return self._trained.model
-
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """See :meth:`RankTrainer.update`."""
-        return self._trained.update(minibatch)
+        return self._worker.update(minibatch)
 
     def accumulate(self, part: Minibatch) -> None:
-        """See :meth:`RankTrainer.accumulate`."""
-        self._trained.accumulate(part)
+        self._worker.accumulate(part)
 
     def finish(self, step: int) -> dict[str, float]:
-        return self._trained.finish(step)
+        return self._worker.finish(step)
 
     def discard(self) -> None:
-        self._trained.discard()
+        self._worker.discard()
 
     def snapshot(self) -> dict[str, object]:
-        """See :meth:`Training.snapshot`; the copies lie in main memory, until the next snapshot."""
+        """See :meth:`Training.snapshot`; the copies are in main memory, until the next snapshot."""
         return {"number": self._snapshots.take(lambda buffers: copy_of(self._live_state(), buffers))}
 
     def save(self, snapshot: dict[str, object], folder: Path) -> None:
@@ -82,14 +75,14 @@ class LocalTraining(Training):
         write_state(self._snapshots.state(cast(int, snapshot["number"])), folder)
 
     def load(self, folder: Path) -> None:
-        """See :meth:`Training.load`."""
-        state = read_state(folder, like=self._live_state(), misfit=self._trained.optimizer.check_state_dict)
+        # read_state validates everything, so that a rejected checkpoint changes nothing.
+        state = read_state(folder, like=self._live_state(), misfit=self._worker.optimizer.check_state_dict)
         self.discard()
-        self._snapshots.copied()
+        self._snapshots.copied()  # a snapshot under way still reads the weights
         with torch.no_grad():
             for name, weight in policy_weights(self.model):
                 weight.copy_(state.weights[name])
-        self._trained.optimizer.load_state_dict(state.optimizer)
+        self._worker.optimizer.load_state_dict(state.optimizer)
         torch.set_rng_state(state.rng["cpu"])
         if "cuda" in state.rng and self.model.device.type == "cuda":
             torch.cuda.set_rng_state(state.rng["cuda"], self.model.device)
@@ -99,21 +92,23 @@ class LocalTraining(Training):
         if self.model.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.model.device)
         weights = {name: weight.detach() for name, weight in policy_weights(self.model)} | base_fingerprint(self.model)
-        return BackendState(weights=weights, optimizer=self._trained.optimizer.state_dict(), rng=rng)
+        return BackendState(weights=weights, optimizer=self._worker.optimizer.state_dict(), rng=rng)
 
 
 class LocalBackend(LocalTraining, TrainingBackend):
-    """A HF causal LM and its optimizer; see :class:`RankTrainer`.
+    """A HF causal LM and its optimizer; see :class:`PolicyWorker`.
 
     Same inputs give bit-identical weights on the CPU with a fixed number of threads.
     """
+
+    _worker: PolicyWorker
 
     def __init__(
         self, model_path: str, trainer_config: TrainerConfig, total_steps: int, temperature: float, seed: int
     ) -> None:
         """
         Args:
-            total_steps: optimizer minibatches of the whole run, which the learning-rate decay spans.
+            total_steps: optimizer minibatches of the whole run, over which the learning rate decays.
             temperature: of the sampled responses.
             seed: of torch's generators, for models that draw random numbers in their forward pass.
 
@@ -131,15 +126,13 @@ class LocalBackend(LocalTraining, TrainingBackend):
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model)
         snapshots: Snapshots[BackendState] = Snapshots()
-        self._trainer = RankTrainer(model, model_path, trainer_config, total_steps, temperature, OneRank(), snapshots)
-        super().__init__(self._trainer, snapshots)
-
-    # ---- numbers
+        super().__init__(
+            PolicyWorker(model, model_path, trainer_config, total_steps, temperature, SingleRank(), snapshots),
+            snapshots,
+        )
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        return self._trainer.forward_logprobs(sequences)
-
-    # ---- weights and checkpoints
+        return self._worker.forward_logprobs(sequences)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; tied weights appear once."""
@@ -147,13 +140,14 @@ class LocalBackend(LocalTraining, TrainingBackend):
             yield name, parameter.detach()
 
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
-        return dataclasses.replace(super().stage(transport, version), adapter=adapter_of(self.model))
+        update = transport.gather(self.named_weights(), version)
+        return dataclasses.replace(update, adapter=adapter_of(self.model))
 
     def export_hf(self, folder: Path) -> None:
-        """See :meth:`TrainingBackend.export_hf`; the tokenizer comes along. Replaces ``folder`` as a whole.
+        """See :meth:`TrainingBackend.export_hf`; also writes the tokenizer. Replaces ``folder`` as a whole.
 
         Raises:
-            CheckpointError: the folder cannot be written; what was there stays.
+            CheckpointError: the folder cannot be written; its previous content stays.
         """
         unfinished = folder.with_name(f".tmp-{folder.name}")
         try:
@@ -163,35 +157,38 @@ class LocalBackend(LocalTraining, TrainingBackend):
                 if adapter_of(self.model) is not None:
                     write_adapter(self.model, {n: w.cpu() for n, w in self.named_weights()}, unfinished / "adapter")
                 load_tokenizer(self._model_path).save_pretrained(unfinished)
+            # The old folder goes only when the new one is complete.
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(unfinished, folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
-                f"The policy cannot be exported to {folder}: {error}. Free space or choose another place; the run's "
-                "checkpoints hold the same weights."
+                f"The policy cannot be exported to {folder}: {error}. Free space or choose another folder; the "
+                "run's checkpoints hold the same weights."
             ) from error
 
     def _plain_model(self) -> PreTrainedModel:
-        """The policy, or a copy of it in main memory with its adapter merged."""
+        """Return the policy, or a copy of it in main memory with its adapter merged."""
         adapter = adapter_of(self.model)
         if adapter is None:
             return self.model
         merged = build_empty(self._model_path, str(self.model.dtype).removeprefix("torch."), "cpu")
         parameters = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
         weights = {name: weight.cpu() for name, weight in merged_weights(parameters, adapter)}
-        merged.load_state_dict(weights, strict=False)  # a tied weight has one name of two
+        merged.load_state_dict(weights, strict=False)  # strict=False: a tied weight has only one of its two names
         return merged
 
 
 class LocalCritic(LocalTraining, CriticBackend):
-    """A value model and its optimizer; see :class:`CriticTrainer`."""
+    """A value model and its optimizer; see :class:`CriticWorker`."""
+
+    _worker: CriticWorker
 
     def __init__(self, model_path: str, trainer_config: TrainerConfig, total_steps: int) -> None:
         """
         Args:
-            trainer_config: of :func:`skyrl_train.config.derive.critic_trainer`.
-            total_steps: optimizer minibatches of the whole run, which the learning-rate decay spans.
+            trainer_config: from :func:`skyrl_train.config.derive.critic_trainer`.
+            total_steps: optimizer minibatches of the whole run, over which the learning rate decays.
 
         Raises:
             ConfigError: an unknown name or an impossible number in ``trainer_config``.
@@ -199,10 +196,9 @@ class LocalCritic(LocalTraining, CriticBackend):
         """
         model = put_value_head(load_model(model_path, trainer_config.policy.dtype, trainer_config.device))
         if trainer_config.policy.gradient_checkpointing:
-            checkpoint_activations(model, whose="trainer.critic")
+            checkpoint_activations(model, "trainer.critic")
         snapshots: Snapshots[BackendState] = Snapshots()
-        self._trainer = CriticTrainer(model, trainer_config, total_steps, OneRank(), snapshots)
-        super().__init__(self._trainer, snapshots)
+        super().__init__(CriticWorker(model, trainer_config, total_steps, SingleRank(), snapshots), snapshots)
 
     def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        return self._trainer.forward_values(sequences)
+        return self._worker.forward_values(sequences)

@@ -1,41 +1,42 @@
-"""The loss of a step: policy loss, off-policy correction, KL term, reduction and entropy bonus put together.
+"""The loss of a step: policy loss, off-policy correction, KL term, reduction and entropy bonus combined.
 
 loss = scale * sum over trained tokens that no rule rejects of  token weight *
            (off-policy weight * (policy loss + kl_factor * kl_loss_coef * KL estimate) - entropy_coef * entropy)
 
-The off-policy weight is on the KL estimate too, because its tokens are the behaviour policy's as well.
-The scale is known once all sequences of the step are counted; until then everything here is without it.
+The off-policy weight also applies to the KL estimate, because its tokens come from the behaviour policy too.
+The scale is known once all sequences of the step are counted; until then all sums are unscaled.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from skyrl_train.algorithms import covariance  # noqa: F401 - registers its losses
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS, MinibatchTokens
-from skyrl_train.algorithms.off_policy.correction import OffPolicyCorrection, mismatch_metrics
-from skyrl_train.algorithms.off_policy.m2po import m2po_facts
-from skyrl_train.algorithms.off_policy.proximal import interpolated_logprobs
+from skyrl_train.algorithms.off_policy import (
+    OffPolicyCorrection,
+    interpolated_logprobs,
+    m2po_statistics,
+    mismatch_metrics,
+)
 from skyrl_train.algorithms.reductions import REDUCTIONS, SequenceCounts, Share
-from skyrl_train.algorithms.statistics import TokenStatistics
-from skyrl_train.algorithms.tokens import PolicyTokens
+from skyrl_train.algorithms.tokens import MINIBATCH_STATISTICS, MinibatchTokens, PolicyTokens, TokenStatistics
 from skyrl_train.config.derive import clip_bounds
-from skyrl_train.config.schema.algorithm import AlgorithmConfig, ProximalPolicy
+from skyrl_train.config.schema import AlgorithmConfig, ProximalPolicy
 from skyrl_train.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFields:
-    """What is known about N trained tokens of R whole sequences before the forward pass; tensors are ``[N]``.
+    """The inputs of the loss that are known before the forward pass, for N trained tokens of R whole sequences; tensors are
+    ``[N]``.
 
-    ``proximal_logprobs`` None: the policy has not moved since the step began, so the current ones are the proximal
-    ones. (Under ``proximal_policy=interpolated`` they are those of the policy as the step begins.)
+    ``proximal_logprobs`` None: the policy has not moved since the step began, so the current log-probs are the proximal ones.
+    (Under ``proximal_policy=interpolated`` the field holds the log-probs of the policy at the beginning of the step.)
     """
 
     advantages: torch.Tensor
@@ -44,67 +45,74 @@ class TokenFields:
     proximal_logprobs: torch.Tensor | None
     sequence_index: torch.Tensor  # int64, in [0, R), ascending
     num_sequences: int  # R
-    lags: torch.Tensor  # int64: versions from the one that sampled the token to the one that the step begins with
+    lags: torch.Tensor  # int64: versions from the one that sampled the token to the one at the beginning of the step
     reference_logprobs: torch.Tensor | None = None  # needed where the loss has a KL term
     kl_factor: float = 1.0  # of the KL coefficient in this step
-    minibatch: Mapping[str, float] = field(default_factory=dict)  # of Objective.minibatch_facts, where it needs them
+    minibatch: Mapping[str, float] = field(
+        default_factory=dict
+    )  # from Objective.minibatch_statistics, where it is needed
 
 
 class Objective:
     """The configured loss.
+
+    Attributes:
+        differentiates_entropy: ``loss`` needs entropies that carry a gradient.
+        needs_reference: ``loss`` needs log-probs of the reference policy.
+        needs_minibatch_statistics: ``loss`` needs ``TokenFields.minibatch``, and so the whole minibatch before its first
+            backward pass.
 
     Raises:
         ConfigError: (constructor) an unknown name or an impossible number.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        _check(config)
+        where = "trainer.algorithm"
+        low, high = clip_bounds(config)
+        if not 0 <= low < 1:
+            raise ConfigError(f"{where}.eps_clip_low must be in [0, 1), got {low}.")
+        if not 0 <= config.kl_loss_coef < math.inf:
+            raise ConfigError(f"{where}.kl_loss_coef must be >= 0, got {config.kl_loss_coef}.")
+        if not high >= 0:
+            raise ConfigError(f"{where}.eps_clip_high must be >= 0, got {high}.")
+        for name in ("token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high"):
+            clip_high = getattr(config.off_policy_correction, name)
+            if not clip_high > 0:
+                raise ConfigError(f"{where}.off_policy_correction.{name} must be positive, got {clip_high}.")
         self._config = config
         self._policy_loss = POLICY_LOSSES.get(config.policy_loss_type)
         self._reduction = REDUCTIONS.get(config.loss_reduction)
         self._correct = OffPolicyCorrection(config)
         self._kl = KL_ESTIMATORS.get(config.kl_estimator_type) if config.kl_loss_coef != 0.0 else None
-        by_loss = config.policy_loss_type in MINIBATCH_FACTS.names()
-        self._facts_of_loss = MINIBATCH_FACTS.get(config.policy_loss_type) if by_loss else None
-
-    @property
-    def differentiates_entropy(self) -> bool:
-        """Whether ``loss`` needs entropies that carry a gradient."""
-        return self._config.entropy_coef != 0.0
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether ``loss`` needs log-probs of the reference policy."""
-        return self._kl is not None
-
-    @property
-    def needs_minibatch_facts(self) -> bool:
-        """Whether ``loss`` needs ``TokenFields.minibatch``, and so the whole minibatch before its first backward pass."""
-        return self._facts_of_loss is not None or self._config.off_policy_correction.m2po_threshold is not None
+        by_loss = config.policy_loss_type in MINIBATCH_STATISTICS.names()
+        self._statistics_of_loss = MINIBATCH_STATISTICS.get(config.policy_loss_type) if by_loss else None
+        self.differentiates_entropy = config.entropy_coef != 0.0
+        self.needs_reference = self._kl is not None
+        self.needs_minibatch_statistics = by_loss or config.off_policy_correction.m2po_threshold is not None
 
     def minibatch_tokens(self, fields: Sequence[TokenFields]) -> MinibatchTokens:
-        """What ``minibatch_facts`` needs of some micro-batches. Those of several ranks are put together by concatenation.
+        """Return the input of ``minibatch_statistics`` for some micro-batches; concatenate the results of several ranks.
 
         Raises:
-            ValueError: one lacks its proximal log-probs.
+            ValueError: a micro-batch lacks its proximal log-probs.
         """
-        proximal = [self._proximal(of) for of in fields]
-        if not all(values is not None for values in proximal):
-            raise ValueError("facts about a minibatch need the proximal log-probs of all its micro-batches")
+        proximal = [self._proximal(of) for of in fields if of.proximal_logprobs is not None]
+        if len(proximal) < len(fields):
+            raise ValueError("statistics of a minibatch need the proximal log-probs of all its micro-batches")
         return MinibatchTokens(
-            torch.cat([values for values in proximal if values is not None]),
+            torch.cat(proximal),
             torch.cat([of.behaviour_logprobs for of in fields]),
             torch.cat([of.advantages for of in fields]),
         )
 
-    def minibatch_facts(self, tokens: MinibatchTokens) -> dict[str, float]:
-        """The numbers about all trained tokens of a minibatch (1 at least), in any order, which ``loss`` needs."""
-        facts = self._facts_of_loss(tokens, self._config) if self._facts_of_loss is not None else {}
+    def minibatch_statistics(self, tokens: MinibatchTokens) -> dict[str, float]:
+        """Return the numbers that ``loss`` needs, from all trained tokens (at least 1) of a minibatch, in any order."""
+        numbers = self._statistics_of_loss(tokens, self._config) if self._statistics_of_loss is not None else {}
         limit = self._config.off_policy_correction.m2po_threshold
-        return facts if limit is None else facts | m2po_facts(tokens, limit)
+        return numbers if limit is None else numbers | m2po_statistics(tokens, limit)
 
     def share(self, counts: SequenceCounts) -> Share:
-        """What a sequence with so many trained tokens (before masking) adds to the sums of the reduction.
+        """Return the contribution of a sequence to the sums of the reduction, from its counts before masking.
 
         Raises:
             ConfigError: the registered reduction breaks its contract.
@@ -120,7 +128,7 @@ class Objective:
     def loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, fields: TokenFields
     ) -> tuple[torch.Tensor, TokenStatistics]:
-        """This micro-batch's part of the step's loss before the scale (a scalar; the parts add up), and the
+        """Return this micro-batch's part of the step's loss before the scale (a scalar; the parts add up), and the
         statistics of its tokens.
 
         Args:
@@ -130,16 +138,23 @@ class Objective:
         Raises:
             ValueError: ``fields`` lack something that this loss needs.
         """
-        tokens = self._tokens(logprobs, fields)
+        if self.needs_minibatch_statistics and not fields.minibatch:
+            raise ValueError("this loss needs statistics of its whole minibatch, which a step in parts does not have")
+        if self._kl is not None and fields.reference_logprobs is None:
+            raise ValueError("a loss with a KL term needs reference_logprobs")
+        tokens = PolicyTokens(
+            logprobs,
+            self._proximal(fields, logprobs),
+            fields.behaviour_logprobs,
+            fields.advantages,
+            fields.sequence_index,
+            fields.num_sequences,
+            fields.minibatch,
+        )
         losses, corrected = self._policy_loss(tokens, self._config), self._correct(tokens)
-        kl, nothing = self._kl_to_reference(logprobs, fields), torch.zeros_like(logprobs)
+        # torch.where instead of a product with the mask: a rejected token may have an infinite loss.
+        nothing = torch.zeros_like(logprobs)
         policy_loss = torch.where(corrected.kept, losses.loss * corrected.weights, nothing)
-        objective = policy_loss
-        if kl is not None:
-            coefficient = fields.kl_factor * self._config.kl_loss_coef
-            objective = objective + torch.where(corrected.kept, coefficient * kl * corrected.weights, nothing)
-        if self.differentiates_entropy:
-            objective = objective - torch.where(corrected.kept, self._config.entropy_coef * entropy, nothing)
         weights = fields.token_weights.double()
         sums = {
             "policy_loss": weights * policy_loss.detach(),
@@ -147,44 +162,30 @@ class Objective:
             "ratio": losses.ratio,
             "clipped": losses.clipped,
         }
-        if kl is not None:
+        objective = policy_loss
+        if self._kl is not None and fields.reference_logprobs is not None:
+            kl = self._kl(logprobs, fields.reference_logprobs)
+            coefficient = fields.kl_factor * self._config.kl_loss_coef
+            objective = objective + torch.where(corrected.kept, coefficient * kl * corrected.weights, nothing)
             sums["kl_to_reference"] = kl
-        return (objective * fields.token_weights).sum(), TokenStatistics.of(sums).join(corrected.statistics)
+        if self.differentiates_entropy:
+            objective = objective - torch.where(corrected.kept, self._config.entropy_coef * entropy, nothing)
+        statistics = TokenStatistics.of(len(logprobs), {**sums, **corrected.sums}, corrected.maxima)
+        return (objective * fields.token_weights).sum(), statistics
 
-    def _tokens(self, logprobs: torch.Tensor, fields: TokenFields) -> PolicyTokens:
-        if self.needs_minibatch_facts and not fields.minibatch:
-            raise ValueError("this loss needs facts about its whole minibatch, which a step in parts does not have")
-        if fields.proximal_logprobs is None:
-            fields = replace(fields, proximal_logprobs=logprobs.detach())
-        proximal = self._proximal(fields)
-        assert proximal is not None
-        return PolicyTokens(
-            logprobs,
-            proximal,
-            fields.behaviour_logprobs,
-            fields.advantages,
-            fields.sequence_index,
-            fields.num_sequences,
-            fields.minibatch,
-        )
-
-    def _proximal(self, fields: TokenFields) -> torch.Tensor | None:
-        if self._config.proximal_policy is not ProximalPolicy.interpolated or fields.proximal_logprobs is None:
-            return None if fields.proximal_logprobs is None else fields.proximal_logprobs.detach()
-        return interpolated_logprobs(fields.behaviour_logprobs, fields.proximal_logprobs, fields.lags)
-
-    def _kl_to_reference(self, logprobs: torch.Tensor, fields: TokenFields) -> torch.Tensor | None:
-        if self._kl is None:
-            return None
-        if fields.reference_logprobs is None:
-            raise ValueError("a loss with a KL term needs reference_logprobs")
-        return self._kl(logprobs, fields.reference_logprobs)
+    def _proximal(self, fields: TokenFields, current: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the proximal log-probs ``[N]``, without gradient; ``current`` takes the place of unknown ones."""
+        known = current if fields.proximal_logprobs is None else fields.proximal_logprobs
+        assert known is not None, "callers check that one of the two is known"
+        if self._config.proximal_policy is ProximalPolicy.interpolated:
+            return interpolated_logprobs(fields.behaviour_logprobs, known.detach(), fields.lags)
+        return known.detach()
 
     def metrics(self, statistics: TokenStatistics, scale: float) -> dict[str, float]:
-        """Scalars over all tokens of one optimizer step, from the statistics of all its micro-batches together.
+        """Return scalars over all tokens of one optimizer step, from the statistics of all its micro-batches together.
 
-        ``loss/*`` are reduced as the loss is; ``policy/*`` and ``off_policy/*`` are statistics over tokens. A step
-        without trained tokens has losses of 0 and no statistics.
+        ``loss/*`` are reduced as the loss is; ``policy/*`` and ``off_policy/*`` are statistics over tokens. A step without
+        trained tokens has losses of 0 and no statistics.
 
         Args:
             scale: of the reduction, from all sequences of the step.
@@ -201,18 +202,3 @@ class Objective:
         if self.needs_reference:
             of_policy["policy/kl_to_reference"] = values["kl_to_reference"] / tokens
         return of_policy | mismatch_metrics(tokens, values)
-
-
-def _check(config: AlgorithmConfig) -> None:
-    where = "trainer.algorithm"
-    low, high = clip_bounds(config)
-    if not 0 <= low < 1:
-        raise ConfigError(f"{where}.eps_clip_low must be in [0, 1), got {low}.")
-    if not 0 <= config.kl_loss_coef < math.inf:
-        raise ConfigError(f"{where}.kl_loss_coef must be >= 0, got {config.kl_loss_coef}.")
-    if not high >= 0:
-        raise ConfigError(f"{where}.eps_clip_high must be >= 0, got {high}.")
-    for name in ("token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high"):
-        clip_high = getattr(config.off_policy_correction, name)
-        if not clip_high > 0:
-            raise ConfigError(f"{where}.off_policy_correction.{name} must be positive, got {clip_high}.")

@@ -1,9 +1,9 @@
-"""AdamW over the policy's parameters, with float32 master weights where the policy itself is narrower."""
+"""The optimizer: AdamW with float32 master weights, learning-rate schedules, and the limit on skipped steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,21 +11,66 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from skyrl_train.config.schema.training import OptimizerConfig
-from skyrl_train.errors import ConfigError
-from skyrl_train.training.schedule import SCHEDULES
+from skyrl_train.algorithms.registry import Registry
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.errors import ConfigError, NonFiniteStepsError
 
-_NORM_EPSILON = 1e-6  # beside the norm that gradients are clipped by, as in torch.nn.utils.clip_grad_norm_
+_NORM_EPSILON = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
+# Likely causes of skipped steps, by the metric that counts them.
+_NONFINITE_CAUSES = {
+    "policy/skipped_nonfinite": (
+        "a learning rate too high (trainer.policy.optimizer_config.lr, num_warmup_steps), gradients that are not clipped "
+        "(max_grad_norm), weights too narrow (trainer.policy.dtype=bfloat16), huge advantages (rewards, grpo_norm_by_std), or "
+        "unbounded ratios (off_policy_correction)"
+    ),
+    "critic/skipped_nonfinite": (
+        "of the critic, a learning rate too high (trainer.critic.optimizer_config.lr, num_warmup_steps), gradients that are not "
+        "clipped (max_grad_norm), weights too narrow (trainer.critic.dtype=bfloat16), or huge returns (rewards)"
+    ),
+}
+
+# Maps the progress of the decay, in [0, 1), to the factor of the peak learning rate.
+SCHEDULES: Registry[Callable[[float], float]] = Registry("trainer.policy.optimizer_config.scheduler")
+register_scheduler = SCHEDULES.register
+
+
+@register_scheduler("constant")
+def constant(progress: float) -> float:
+    """Always 1."""
+    return 1.0
+
+
+@register_scheduler("linear")
+def linear(progress: float) -> float:
+    """From 1 at progress 0 down to 0 at progress 1."""
+    return 1.0 - progress
+
+
+@register_scheduler("cosine")
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 at progress 0 down to 0 at progress 1 (SGDR, arXiv 1608.03983)."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def learning_rate(step: int, *, peak: float, schedule: str, num_warmup_steps: int, total_steps: int) -> float:
+    """Return the learning rate of step ``t = 1, 2, ..., total_steps``: a pure function, so resuming needs no scheduler state.
+
+    Warm-up rises linearly, ``peak * t / num_warmup_steps``: step 1 already learns. The decay starts at ``peak`` in the step
+    after warm-up and would reach 0 in the step after the last, so every step of the run learns.
+    """
+    if step <= num_warmup_steps:
+        return peak * step / num_warmup_steps
+    decay_steps = max(total_steps - num_warmup_steps, 1)
+    progress = min((step - 1 - num_warmup_steps) / decay_steps, 1.0)
+    return peak * SCHEDULES.get(schedule)(progress)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """``grad_norm`` is the global L2 norm of the gradients after scaling and before clipping; ``applied`` is False where it
-    was not finite.
-    """
+    """Result of :meth:`PolicyOptimizer.step`."""
 
-    grad_norm: float
-    applied: bool
+    grad_norm: float  # global L2 norm of the gradients after scaling and before clipping
+    applied: bool  # False where the norm was not finite
 
 
 class PolicyOptimizer:
@@ -34,18 +79,17 @@ class PolicyOptimizer:
     A bfloat16 weight has 8 bits of mantissa: an update below 1/256 of it would vanish. Such weights get float32
     masters; gradients of all micro-batches add up in float32 there, AdamW moves the masters, and the weights are their
     rounding. Float32 weights are their own masters.
+
+    Args:
+        section: the section of the configuration with ``config``, for messages.
+
+    Raises:
+        ConfigError: an unknown schedule, an impossible number, or a pattern of ``lr_multipliers`` that matches nothing.
     """
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, whose: str = "trainer.policy") -> None:
-        """
-        Args:
-            whose: the section of the configuration that ``config`` is in, for messages.
-
-        Raises:
-            ConfigError: an unknown schedule, an impossible number, or a pattern of ``lr_multipliers`` that matches nothing.
-        """
-        self._whose = whose
-        where = f"{whose}.optimizer_config"
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, section: str = "trainer.policy") -> None:
+        self._section = section
+        where = f"{section}.optimizer_config"
         _check(config, where)
         self._max_grad_norm = config.max_grad_norm
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -60,51 +104,48 @@ class PolicyOptimizer:
         )
 
     def zero_grad(self) -> None:
-        """Forgets the gradients that have added up."""
+        """Discard the accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
-        """Scales the gradients that have added up, clips them to their global norm, and moves the weights.
+        """Scale the accumulated gradients, clip them by their global norm, and move the weights.
 
-        Weights and moments stay as they are if a gradient is not finite.
+        Weights and moments do not change if a gradient is not finite.
         """
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):  # added up where the ranks talk, wherever the gradients lie
+        if isinstance(norm, DTensor):  # summed on the mesh's device, also for offloaded gradients
             norm = norm.to(norm.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
         grad_norm = float(norm) * gradient_scale
         if not math.isfinite(grad_norm):
             return StepOutcome(grad_norm, applied=False)
+        # One factor for scale and clipping: each gradient is passed over once.
         clip = min(1.0, self._max_grad_norm / (grad_norm + _NORM_EPSILON))
         for gradient in gradients:
             gradient.mul_(gradient_scale * clip)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate * group["lr_multiplier"]
         self._adamw.step()
-        self.round_masters_to_weights()
+        with torch.no_grad():  # the weights are the rounding of their masters
+            for name, weight in self._weights.items():
+                if self._masters[name] is not weight:
+                    weight.copy_(self._masters[name])
         return StepOutcome(grad_norm, applied=True)
 
-    @torch.no_grad()
-    def round_masters_to_weights(self) -> None:
-        """Makes the weights the rounding of their masters."""
-        for name, weight in self._weights.items():
-            if self._masters[name] is not weight:
-                weight.copy_(self._masters[name])
-
     def state_dict(self) -> dict[str, Any]:
-        """Moments, and the masters where they are not the weights themselves. References, not copies."""
+        """Return moments, and masters where they are not the weights themselves. References, not copies."""
         separate = {name: m.detach() for name, m in self._masters.items() if m is not self._weights[name]}
         return {"adamw": self._adamw.state_dict(), "masters": separate}
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By parameter name what AdamW knows of it: ``exp_avg`` and ``exp_avg_sq`` like the parameter, and ``step``, a
-        scalar. References, not copies; nothing for a parameter that was never trained.
+        """Return AdamW's state by parameter name: ``exp_avg`` and ``exp_avg_sq`` shaped like the parameter, and ``step``, a
+        scalar. References, not copies; empty for a parameter that was never trained.
         """
         return {name: dict(self._adamw.state.get(master, {})) for name, master in self._masters.items()}
 
     @torch.no_grad()
     def make_moments(self) -> None:
-        """Makes the moments of parameters that were never trained: zeros, as their first step would."""
+        """Create zero moments for parameters that were never trained, as their first step would."""
         for master in self._masters.values():
             if not self._adamw.state.get(master):
                 self._adamw.state[master] = {
@@ -114,10 +155,10 @@ class PolicyOptimizer:
                 }
 
     def check_state_dict(self, state: dict[str, Any]) -> str | None:
-        """Returns why ``state`` does not fit this optimizer, or None where it does."""
+        """Return why ``state`` does not fit this optimizer, or None if it fits."""
         mine = self.state_dict()
         if {n: m.shape for n, m in state["masters"].items()} != {n: m.shape for n, m in mine["masters"].items()}:
-            return f"other master weights ({self._whose}.dtype differs)"
+            return f"other master weights ({self._section}.dtype differs)"
         sizes = [[len(g["params"]) for g in s["adamw"]["param_groups"]] for s in (state, mine)]
         if sizes[0] != sizes[1]:
             return "other parameter groups"
@@ -129,7 +170,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` returned; betas, eps and decay stay those of the configuration."""
+        """Restore the result of ``state_dict``; betas, eps and decay keep the values of the configuration."""
         settings = [{k: v for k, v in g.items() if k != "params"} for g in self._adamw.param_groups]
         self._adamw.load_state_dict(state["adamw"])
         for group, own in zip(self._adamw.param_groups, settings, strict=True):
@@ -139,7 +180,7 @@ class PolicyOptimizer:
 
 
 def _groups(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, where: str) -> list[dict[str, Any]]:
-    """AdamW's groups: the parameters of one rate and one decay.
+    """Group the parameters by learning rate and weight decay.
 
     Norms and biases are not decayed: pulling them to 0 shrinks activations instead of bounding the weights.
 
@@ -172,6 +213,7 @@ def _master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
 
     def add_to_master(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
+        # Freed here, so that only the float32 gradient of the master stays in memory.
         parameter.grad = None
         if gradient is not None:
             master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
@@ -199,3 +241,45 @@ def _check(config: OptimizerConfig, where: str) -> None:
             raise ConfigError(f"{where}.lr_multipliers[{pattern!r}] must be finite and >= 0, got {factor}.")
     if config.num_warmup_steps < 0:
         raise ConfigError(f"{where}.num_warmup_steps must be >= 0, got {config.num_warmup_steps}.")
+
+
+class NonFiniteSteps:
+    """Counts optimizer steps in a row that were skipped because their loss or gradient is not finite. A pure rule.
+
+    A skipped step moves nothing, so a single one costs no more than its groups. Many in a row mean that the policy or the
+    critic has diverged: more steps would only use up prompts.
+
+    Args:
+        limit: steps in a row that may be skipped; one more is an error.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.in_a_row = 0  # part of a checkpoint: a resumed run continues to count
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step. A step of several passes counts as skipped if any pass was skipped.
+
+        Raises:
+            NonFiniteStepsError: too many in a row.
+        """
+        skipped = [key for key in _NONFINITE_CAUSES if metrics.get(key, 0.0) > 0]
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row <= self._limit:
+            return
+        known = (
+            "loss/policy",
+            "policy/grad_norm",
+            "policy/lr",
+            "off_policy/ratio_max",
+            "loss/value",
+            "critic/grad_norm",
+        )
+        numbers = ", ".join(f"{name}={metrics[name]:g}" for name in known if name in metrics)
+        first = step - self.in_a_row + 1
+        raise NonFiniteStepsError(
+            f"Steps {first} to {step} were skipped, because their loss or gradient is not finite: more than "
+            f"trainer.failures.max_nonfinite_steps={self._limit} in a row. The last one: {numbers}. Likely causes: "
+            f"{'; '.join(_NONFINITE_CAUSES[key] for key in skipped)}. Start from the policy of a checkpoint from before step "
+            f"{first}, with another setting under another trainer.run_dir."
+        )

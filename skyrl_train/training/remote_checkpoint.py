@@ -1,11 +1,10 @@
-"""Checkpoints behind a URL (``s3://``, ``gs://``, whatever fsspec opens), each complete there or never resumed from.
+"""Checkpoints behind a URL that fsspec opens (``s3://``, ``gs://``, ...). A run resumes only from a complete one.
 
     write:   writer ──> <run>/checkpoints/ ──upload──> global_step_N/* ──> its manifest ──> latest ──> old ones removed
     resume:  latest ──> complete? ──download──> <run>/checkpoints/
 
-An object store has no rename, so the manifest is what makes a folder a checkpoint: it is uploaded last, and removed first.
-No folder is written twice. What lies behind the URL is the truth; the copy on the local disk is read in its place where it
-is the same checkpoint.
+An object store has no rename, so the manifest makes a folder a checkpoint: it is uploaded last and removed first. No folder is
+written twice. The state behind the URL decides; the copy on the local disk only saves the download if it is the same checkpoint.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ from fsspec.core import url_to_fs
 
 from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import from_yaml, to_yaml
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.trainer import ResumeMode
+from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training.checkpoint import MANIFEST, POINTER, CheckpointStore
 
 CONFIG = "config.yaml"  # of the run that the checkpoints belong to
-IDENTITY = "id"  # in each checkpoint, which no other one has
+IDENTITY = "id"  # file with a random number that only this checkpoint has
 _FOLDER = re.compile(r"global_step_(\d+)(?:\.(\d+))?")
 
 logger = logging.getLogger(__name__)
 
 
 class _Place(NamedTuple):
-    """A folder of a checkpoint; ordered by age."""
+    """The folder of a checkpoint; ordered by age."""
 
     step: int
-    attempt: int  # of this step: a checkpoint of a step that has one is written beside it
+    attempt: int  # of this step; a second checkpoint of the same step gets a new folder
 
     @property
     def name(self) -> str:
@@ -48,13 +46,13 @@ class _Place(NamedTuple):
 
 
 class RemoteCheckpointStore:
-    """The checkpoints of one run, as :class:`CheckpointStore` has them. Blocking; one writer at a time."""
+    """Stores the checkpoints of one run behind a URL; see :class:`skyrl_train.training.checkpoint.Checkpoints`."""
 
     def __init__(self, url: str, config: RunConfig, local: CheckpointStore) -> None:
         """
         Args:
-            config: of the run; checkpoints of another one are refused.
-            local: where a checkpoint is written before it is uploaded, and downloaded to.
+            config: of the run; checkpoints of another configuration are rejected.
+            local: stores each checkpoint before its upload, and after a download.
 
         Raises:
             ConfigError: fsspec cannot open such a URL.
@@ -62,7 +60,9 @@ class RemoteCheckpointStore:
         self._url = url.rstrip("/")
         self._config = config
         self._local = local
-        self._known: str | None = None  # what distinguishes the newest one, as this run has left or found it; "": none
+        self._known: str | None = (
+            None  # identity of the newest checkpoint that this run has written or found; "": there was none
+        )
         self._files: AbstractFileSystem
         self._root: str
         try:
@@ -71,9 +71,11 @@ class RemoteCheckpointStore:
             raise ConfigError(f"trainer.ckpt_path={url} cannot be opened: {error}") from error
 
     def check(self) -> None:
-        """Raises:
-        ConfigError: the URL holds checkpoints of another configuration, or any at all under ``trainer.resume=never``.
-        CheckpointError: it cannot be reached.
+        """Check that the checkpoints behind the URL belong to this run.
+
+        Raises:
+            ConfigError: they have another configuration, or ``trainer.resume=never`` is set and there are any.
+            CheckpointError: the URL cannot be reached.
         """
         with self._reached("read"):
             place = self._newest()
@@ -93,10 +95,10 @@ class RemoteCheckpointStore:
             )
 
     def latest(self) -> Path | None:
-        """The checkpoint to resume from, on the local disk; None where there is no complete one.
+        """Return the checkpoint to resume from, on the local disk; None if no checkpoint is complete.
 
         Raises:
-            CheckpointError: it cannot be read. (A run that started afresh instead would remove it.)
+            CheckpointError: the checkpoint cannot be read. (A run that started from step 0 instead would remove it.)
         """
         with self._reached("read"):
             place = self._newest()
@@ -108,11 +110,11 @@ class RemoteCheckpointStore:
             return self._local.write(place.step, lambda folder: self._download(place, folder))
 
     def write(self, step: int, writer: Callable[[Path], None]) -> Path:
-        """Makes the checkpoint of ``step``; returns its copy on the local disk, which the next one replaces.
+        """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces.
 
         Raises:
-            CheckpointError: see :meth:`CheckpointStore.write`; or the upload failed, and the one before stands; or another
-                run writes there too.
+            CheckpointError: see :meth:`CheckpointStore.write`; or the upload failed (the previous checkpoint is unchanged); or
+                another run writes there too.
         """
 
         def identified(folder: Path) -> None:
@@ -128,12 +130,12 @@ class RemoteCheckpointStore:
             self._known = (folder / IDENTITY).read_text("utf-8")
         try:
             self._remove_old(place)
-        except Exception as error:  # the new one is safe; an old one that cannot be removed only costs space
+        except Exception as error:  # the new one is safe: an old one that stays only costs space
             logger.warning("An old checkpoint in %s could not be removed: %s", self._url, error)
         return folder
 
     def _check_alone(self) -> None:
-        """Each of two runs would remove what the other one has written, where it has come to a later step."""
+        """Raise if another run has written since: each of the two would remove the later steps of the other."""
         newest = self._newest()
         if self._known is not None and newest is not None and self._identity(newest) != self._known:
             raise CheckpointError(
@@ -146,36 +148,42 @@ class RemoteCheckpointStore:
         there = [self._path(place.name, path.relative_to(folder).as_posix()) for path in paths]
         for parent in sorted({path.rpartition("/")[0] for path in there}):
             self._files.makedirs(parent, exist_ok=True)
-        if self._newest() is None:  # else it is there; torn by a crash, it would cost the checkpoints that are
+        # Written once: a crash while it is overwritten would make the existing checkpoints unreadable.
+        if self._newest() is None:
             self._files.pipe_file(self._path(CONFIG), to_yaml(self._config).encode())
         self._files.put([str(path) for path in paths], there)
+        # The manifest comes after all files that it lists, the pointer after a check of their sizes.
         self._files.pipe_file(self._path(place.name, MANIFEST), (folder / MANIFEST).read_bytes())
         if not self._is_complete(place):
-            raise OSError(f"{place.name} is not there as it was sent")
+            raise OSError(f"{place.name} is incomplete after its upload")
         self._files.pipe_file(self._path(POINTER), f"{place.name}\n".encode())
 
     def _download(self, place: _Place, folder: Path) -> None:
-        with self._reached("read"):  # or its outage would be taken for one of the local disk
+        with self._reached("read"):  # otherwise a failed download would be reported as an error of the local disk
             sizes = {name: size for name, size in self._manifest(place).items() if name != MANIFEST}
             for name in sizes:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
             self._files.get([self._path(place.name, name) for name in sizes], [str(folder / name) for name in sizes])
             if torn := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]:
-                raise OSError(f"{', '.join(torn)} of {place.name} did not arrive whole")
+                raise OSError(f"{', '.join(torn)} of {place.name} did not arrive complete")
 
     def _remove_old(self, newest: _Place) -> None:
-        """Keeps the newest ``max_ckpts_to_keep`` up to ``newest``; later steps belong to a history that was given up."""
+        """Keep the newest ``max_ckpts_to_keep`` checkpoints up to ``newest``; remove all others.
+
+        Later steps are removed because the run was resumed from an earlier one, so their weights are gone.
+        """
         places = self._places()
         kept = [p for p in places if p <= newest and self._is_complete(p)][-self._config.trainer.max_ckpts_to_keep :]
         for place in places:
             if place not in kept:
+                # Without its manifest the folder is no checkpoint, so a crash during the removal is harmless.
                 manifest = self._path(place.name, MANIFEST)
                 if self._files.exists(manifest):
                     self._files.rm_file(manifest)
                 self._files.rm(self._path(place.name), recursive=True)
 
     def _newest(self) -> _Place | None:
-        """The complete one that the pointer names, or else the newest complete one."""
+        """Return the checkpoint that the pointer names if it is complete, otherwise the newest complete one."""
         self._files.invalidate_cache()
         places = self._places()
         try:
@@ -186,7 +194,7 @@ class RemoteCheckpointStore:
         return next((place for place in candidates if self._is_complete(place)), None)
 
     def _places(self) -> list[_Place]:
-        """All folders of checkpoints, complete or not, oldest first."""
+        """Return all folders of checkpoints, complete or not, oldest first."""
         self._files.invalidate_cache()
         try:
             entries = self._files.ls(self._root, detail=False)
@@ -207,7 +215,7 @@ class RemoteCheckpointStore:
         return "" if place is None else self._text(place.name, IDENTITY)
 
     def _is_local(self, place: _Place) -> bool:
-        """Whether the local disk has this very checkpoint."""
+        """Return whether the newest checkpoint on the local disk is this one."""
         folder = self._local.latest()
         try:
             return folder is not None and (folder / IDENTITY).read_text("utf-8") == self._identity(place)
@@ -215,7 +223,7 @@ class RemoteCheckpointStore:
             return False
 
     def _manifest(self, place: _Place) -> dict[str, int]:
-        """The files of a checkpoint with their sizes in bytes."""
+        """Return the files of a checkpoint with their sizes in bytes."""
         return dict(json.loads(self._text(place.name, MANIFEST))["files"])
 
     def _text(self, *names: str) -> str:
@@ -226,15 +234,15 @@ class RemoteCheckpointStore:
 
     @contextmanager
     def _reached(self, what: str) -> Iterator[None]:
-        """Errors of what fsspec opens have no class in common."""
+        """Turn the errors of fsspec's file systems into CheckpointError."""
         try:
             yield
         except (CheckpointError, ConfigError):
             raise
-        except Exception as error:
+        except Exception as error:  # the file systems have no error class in common
             raise CheckpointError(
-                f"trainer.ckpt_path={self._url} does not {what}: {error!r}. What is complete there is untouched; see that "
-                "it can be reached and written to, and give the same command again."
+                f"trainer.ckpt_path={self._url} does not {what}: {error!r}. Complete checkpoints there are unchanged. "
+                "Check that the URL can be reached and written to, then run the same command again."
             ) from error
 
 

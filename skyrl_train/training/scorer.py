@@ -1,38 +1,56 @@
-"""Scores token sequences under a causal LM: the one place that runs the policy's forward pass.
+"""The policy's forward pass: log-probs and entropies of token sequences under a causal LM.
 
 sequences ──micro_batches──> MicroBatch (within the token budget) ──score──> log-probs, entropies of its scored tokens
+
+A micro-batch goes through the model in one of three ways:
+
+chunked        the model's body, then the head a chunk of tokens at a time (:mod:`skyrl_train.training.head`)
+full logits    the model's own forward pass, with everything it does after its head; a hook gives the head scored tokens only
+hidden states  the model's body alone, and a function of its outputs (a critic)
+
+All go through ``model(...)``, and reach the head's weight only inside ``head(...)``: the hooks of a sharded model (FSDP2), which
+gather weights around the ``forward`` of a module, see calls and outputs as in any other pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.training.attention import keep_caps, packing_obstacle, use_segments
-from skyrl_train.training.batch import MicroBatch, collate_packed, collate_padded
-from skyrl_train.training.head import LogitRule
-from skyrl_train.training.layout import RowLayout, two_short_sequences
-from skyrl_train.training.logprobs import can_chunk, chunked_scores, full_scores, share_weights_again
+from skyrl_train.training.batch import MicroBatch, RowLayout, collate_packed, collate_padded, two_short_sequences
+from skyrl_train.training.head import LogitRule, token_scores
 from skyrl_train.training.sequence_parallel import SequenceRanks
+
+ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries hold at once
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How rows are laid out, and how log-probs come of them."""
+class ScoringMethod:
+    """How rows are laid out, and how log-probs are computed from them."""
 
     packed: bool
     chunked: bool
 
 
 class Scorer:
-    """Log-probs are those of the sampling temperature (logits / temperature; greedy counts as 1).
+    """Scores tokens at the sampling temperature (logits / temperature; greedy counts as 1).
 
-    Sequences are packed into rows without padding where the model's attention can keep them apart, and logits of all
-    tokens never exist at once where it is known what the model does after its head. The constructor decides both and
-    checks them against the model's own forward pass on a few tokens; a sharded model's ranks construct it together.
+    Sequences are packed into rows without padding where the model's attention can keep them apart, and logits of all tokens
+    never exist at once where the operations after the model's head are known. The constructor chooses and checks the method
+    against the model's own forward pass on a few tokens; the ranks of a sharded model construct it together.
+
+    Attributes:
+        layout: splits sequences into micro-batches for this model.
+        packs: several sequences share a row.
     """
 
     def __init__(
@@ -50,9 +68,9 @@ class Scorer:
         Args:
             micro_batch_tokens: per forward pass, padding included.
             packing: several sequences in a row instead of padding; None: where the model allows it.
-            fp32_head: the head's products in float32, whatever the dtype of the model.
-            sequence_ranks: those that score every micro-batch together, a slice of its tokens each; None: this one alone.
-            dtype: what the model computes in; None: that of its parameters. A sharded one may have wider ones.
+            fp32_head: compute the head's products in float32, also for a narrower model.
+            sequence_ranks: the ranks that score every micro-batch together, a slice of its tokens each; None: this one alone.
+            dtype: in which the model computes; None: the dtype of its parameters. A sharded model may have wider parameters.
 
         Raises:
             ConfigError: ``packing`` or ``fp32_head`` is True, or there are ``sequence_ranks``, and the model does not allow it.
@@ -63,84 +81,209 @@ class Scorer:
         self._sequence_ranks = sequence_ranks
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
         keep_caps(model)
-        self._way = self._fastest_right_way(packing, dtype or model.dtype)
-        if not self._way.packed and (packing or sequence_ranks is not None):
+        self._method = self._fastest_correct_method(packing, dtype or model.dtype)
+        self.packs = self._method.packed
+        if not self.packs and (packing or sequence_ranks is not None):
             obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"
-            asked, remedy = "trainer.packing=true", "trainer.packing=null"
+            cause, remedy = "trainer.packing=true", "trainer.packing=null"
             if sequence_ranks is not None:
-                asked = f"{sequence_ranks.setting}={sequence_ranks.size} needs packed rows"
+                cause = f"{sequence_ranks.setting}={sequence_ranks.size} needs packed rows"
                 remedy = f"{sequence_ranks.setting}=1"
-            raise ConfigError(f"{asked}: {type(model).__name__} {obstacle}. Set {remedy}.")
-        if fp32_head and not self._way.chunked:
+            raise ConfigError(f"{cause}: {type(model).__name__} {obstacle}. Set {remedy}.")
+        if fp32_head and not self._method.chunked:
             raise ConfigError(
                 f"trainer.policy.fp32_head=true: {type(model).__name__} is not known to end in a linear head with at most "
                 "a scale and a cap after it. Set it to false."
             )
         self._fp32_head = fp32_head
-        self.layout = RowLayout.of(model, packed=self._way.packed, micro_batch_tokens=micro_batch_tokens)
-
-    @property
-    def packs(self) -> bool:
-        """Whether several sequences share a row."""
-        return self._way.packed
+        self.layout = RowLayout.of(model, packed=self.packs, micro_batch_tokens=micro_batch_tokens)
 
     # Not inference_mode: weights that a sharded model gathers here for the first time are kept for training.
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Log-probs ``[N]`` of the scored tokens, without gradient."""
-        return self._scores(micro_batch, self._way, differentiate_entropy=False)[0]
+        """Return log-probs ``[N]`` of the scored tokens, without gradient."""
+        return self._scores(micro_batch, self._method, differentiate_entropy=False)[0]
 
     def logprobs_and_entropies(
         self, micro_batch: MicroBatch, *, differentiate_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs ``[N]`` of the scored tokens, with gradient, and the entropies ``[N]`` of what they were drawn from."""
-        return self._scores(micro_batch, self._way, differentiate_entropy=differentiate_entropy)
+        """Return log-probs ``[N]`` of the scored tokens, with gradient, and the entropies ``[N]`` of their distributions."""
+        return self._scores(micro_batch, self._method, differentiate_entropy=differentiate_entropy)
 
     def _scores(
-        self, micro_batch: MicroBatch, way: _Way, *, differentiate_entropy: bool
+        self, micro_batch: MicroBatch, method: ScoringMethod, *, differentiate_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ranks, number = self._sequence_ranks, len(micro_batch.targets)
-        if ranks is None or not way.packed:
-            return self._scores_here(micro_batch, way, differentiate_entropy=differentiate_entropy)
-        part, own = ranks.slice_of(micro_batch)
-        logprobs, entropies = self._scores_here(part, way, differentiate_entropy=differentiate_entropy)
-        return ranks.join(logprobs, own, number), ranks.join(entropies, own, number)
-
-    def _scores_here(
-        self, micro_batch: MicroBatch, way: _Way, *, differentiate_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rule, fp32 = self._rule, self._fp32_head
-        if way.chunked:
+        ranks = self._sequence_ranks if method.packed else None
+        part, own = (micro_batch, None) if ranks is None else ranks.slice_of(micro_batch)
+        if method.chunked:
             scores = chunked_scores(
-                self._model, micro_batch, rule, fp32=fp32, differentiate_entropy=differentiate_entropy
+                self._model, part, self._rule, fp32=self._fp32_head, differentiate_entropy=differentiate_entropy
             )
         else:
-            scores = full_scores(
-                self._model, micro_batch, rule.temperature, differentiate_entropy=differentiate_entropy
-            )
+            temperature = self._rule.temperature
+            scores = full_scores(self._model, part, temperature, differentiate_entropy=differentiate_entropy)
         if not torch.is_grad_enabled():
-            share_weights_again(self._model)
-        return scores
+            reshard(self._model)
+        if ranks is None or own is None:
+            return scores
+        number = len(micro_batch.targets)
+        return ranks.join(scores[0], own, number), ranks.join(scores[1], own, number)
 
     @torch.no_grad()
-    def _fastest_right_way(self, packing: bool | None, dtype: torch.dtype) -> _Way:
-        """The first way that agrees with the model's own logits of padded sequences."""
+    def _fastest_correct_method(self, packing: bool | None, dtype: torch.dtype) -> ScoringMethod:
+        """Return the first method that agrees with the model's own logits of padded sequences."""
         sequences = two_short_sequences(self._model.config.get_text_config().vocab_size)
         everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
-        plain = _Way(packed=False, chunked=False)
+        plain = ScoringMethod(packed=False, chunked=False)
         padded = collate_padded(sequences, [0, 1], everything)
         expected = self._scores(padded, plain, differentiate_entropy=False)[0]
         tolerance = 0.1 if dtype.itemsize < 4 else 2e-3
         packable = packing is not False and use_segments(self._model)
-        ways = [_Way(packed, chunked) for packed in (True, False) for chunked in (True, False)]
-        for way in ways[:-1]:
-            if way.packed > packable or way.chunked > can_chunk(self._model):
+        # Chunks need a body that ends in hidden states and a linear head on top of it.
+        model, head = self._model, self._model.get_output_embeddings()
+        chunkable = isinstance(head, torch.nn.Linear) and model.base_model is not model
+        methods = [ScoringMethod(packed, chunked) for packed in (True, False) for chunked in (True, False)]
+        for method in methods[:-1]:
+            if method.packed > packable or method.chunked > chunkable:
                 continue
-            batch = collate_packed(sequences, [0, 1], everything) if way.packed else padded
+            batch = collate_packed(sequences, [0, 1], everything) if method.packed else padded
             try:
-                scores = self._scores(batch, way, differentiate_entropy=False)[0]
+                scores = self._scores(batch, method, differentiate_entropy=False)[0]
             except (ModelError, TypeError):
                 continue
             if torch.allclose(scores, expected, atol=tolerance, rtol=0.0):
-                return way
+                return method
         return plain
+
+
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which the model computes; its parameters may wait in main memory (``trainer.fsdp.cpu_offload``)."""
+    weight = next(model.parameters())
+    if isinstance(weight, DTensor) and weight.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return model.device
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Free the layers of a sharded model that a forward pass has left gathered, where no backward pass follows.
+
+    Otherwise ``parameters()`` would return the gathered ones, which no optimizer moves.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def chunked_scores(
+    model: PreTrainedModel, micro_batch: MicroBatch, rule: LogitRule, *, fp32: bool, differentiate_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies ``[N]``; nothing of size N times the vocabulary exists at any time.
+
+    Args:
+        rule: all operations of the model after its head, and the temperature.
+        fp32: see :func:`skyrl_train.training.head.token_scores`.
+    """
+    head, body = _head(model), model.base_model
+    device = compute_device(model)
+    outputs, targets = micro_batch.outputs.to(device), micro_batch.targets.to(device)
+
+    def of_head(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_scores(hidden, head, targets, rule, fp32=fp32, differentiate_entropy=differentiate_entropy)  # type: ignore[arg-type]
+
+    def of_model(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, outputs)
+        scores: tuple[torch.Tensor, torch.Tensor] = head(hidden)
+        return scores
+
+    with _as_forward(head, of_head), _as_forward(model, of_model):
+        scores: tuple[torch.Tensor, torch.Tensor] = model(**_inputs(micro_batch, device))
+    return scores
+
+
+def full_scores(
+    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, *, differentiate_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies ``[N]`` from the model's own logits ``[N, V]``, float32 or wider."""
+    device = compute_device(model)
+    outputs = micro_batch.outputs.to(device)
+
+    def select(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = args
+        return (hidden.flatten(0, 1).index_select(0, outputs), *rest)
+
+    # The head sees only the hidden states that predict scored tokens.
+    handle = _head(model).register_forward_pre_hook(select)
+    try:
+        logits: torch.Tensor = model(**_inputs(micro_batch, device)).logits
+    finally:
+        handle.remove()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits if temperature == 1.0 else logits / temperature
+    targets = micro_batch.targets.to(logits.device)
+    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+    with torch.set_grad_enabled(differentiate_entropy and torch.is_grad_enabled()):
+        entropies = [
+            chunk.logsumexp(dim=1) - (chunk.softmax(dim=1) * chunk).sum(dim=1)
+            for chunk in logits.split(ENTROPY_CHUNK_TOKENS)
+        ]
+        return logprobs, torch.cat(entropies)
+
+
+def scored_hidden(
+    model: PreTrainedModel, micro_batch: MicroBatch, then: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Apply ``then`` to the hidden states ``[N, d]`` from which the scored tokens were sampled.
+
+    Operations of the model after its head (scales, caps) are left out.
+
+    Raises:
+        ModelError: the model has no body apart from its head.
+    """
+    body = model.base_model
+    if body is model:
+        raise ModelError(f"{type(model).__name__} has no body apart from its head; name another model.")
+    device = compute_device(model)
+    outputs = micro_batch.outputs.to(device)
+
+    def of_model(**inputs: Any) -> torch.Tensor:
+        return then(body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, outputs))
+
+    with _as_forward(model, of_model):
+        result: torch.Tensor = model(**_inputs(micro_batch, device))
+    return result
+
+
+def _inputs(micro_batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    mask, segments = micro_batch.attention_mask, micro_batch.segments
+    if mask is None:
+        # Models hand on a mask of four dimensions as it is and build none. It hides everything, so that attention which used it
+        # as a mask would be noticed.
+        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    inputs: dict[str, Any] = {
+        "input_ids": micro_batch.input_ids.to(device),
+        "attention_mask": mask.to(device),
+        "position_ids": micro_batch.position_ids.to(device),
+        "use_cache": False,
+    }
+    return inputs if segments is None else inputs | {"segments": segments.to(device)}
+
+
+def _head(model: PreTrainedModel) -> torch.nn.Module:
+    head: torch.nn.Module | None = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no output embeddings; train a causal language model.")
+    return head
+
+
+@contextmanager
+def _as_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, a call of the module runs ``forward`` between the module's hooks."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

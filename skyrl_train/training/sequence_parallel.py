@@ -1,12 +1,12 @@
-"""Ranks that share a micro-batch, each with a slice of its tokens (Ulysses, arXiv 2309.14509).
+"""Sequence parallelism: ranks share a micro-batch, each with a slice of its tokens (Ulysses, arXiv 2309.14509).
 
               every layer but its attention       attention                            scores
     rank 0    tokens of slice 0, all heads ──┐ ┌──> all tokens, heads of rank 0 ──┐ ┌──> of slice 0, all heads ──┐
     rank 1    tokens of slice 1, all heads ──┴─┴──> all tokens, heads of rank 1 ──┴─┴──> of slice 1, all heads ──┴──> all tokens
                                           exchange                             exchange                          join
 
-So the longest sequence has to fit on the group, not on a rank. What is exchanged is a permutation: nothing is added up
-that one rank alone would not add up.
+So the longest sequence has to fit on the group, not on one rank. The exchange only permutes numbers: every sum has the same
+terms as on a single rank.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class SequenceRanks:
     group: dist.ProcessGroup
     rank: int  # within the group
     size: int
-    setting: str  # that says how many they are, for messages
+    setting: str  # name of the setting that gives ``size``, for messages
 
     def slice_of(self, micro_batch: MicroBatch) -> tuple[MicroBatch, slice]:
-        """This rank's tokens of a packed micro-batch, and which of its scored tokens they predict.
+        """Return this rank's slice of a packed micro-batch, and the slice of its scored tokens that these tokens predict.
 
-        The row is filled up to a multiple of the ranks with tokens that no attention sees and nothing is scored from.
+        The row is padded to a multiple of the ranks; attention ignores the padding, and no token is scored from it.
         """
         assert micro_batch.segments is not None, "rows of padded sequences are not shared"
         tokens = micro_batch.input_ids.shape[1]
@@ -54,7 +54,7 @@ class SequenceRanks:
         return part, slice(first, last)
 
     def join(self, scores: torch.Tensor, own: slice, number: int) -> torch.Tensor:
-        """The scores ``[number, ...]`` of all ranks, from those of this one's tokens (at ``own``).
+        """Return the scores ``[number, ...]`` of all ranks, given this rank's scores, which belong at ``own``.
 
         All ranks compute the same loss from the result; its gradient reaches each score once, on the rank that has it.
         """
@@ -64,10 +64,10 @@ class SequenceRanks:
     def all_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each ``[1, heads, slice, D]`` to ``[1, heads / ranks, slice * ranks, D]``.
+        """Exchange each ``[1, heads, slice, D]`` for ``[1, heads / ranks, slice * ranks, D]``.
 
-        Heads of keys and values that the ranks do not divide are repeated until they do, so that each rank has those that its
-        queries need.
+        If the ranks do not divide the heads of keys and values, these are repeated until they do, so that each rank has the
+        keys and values of its queries.
 
         Raises:
             ConfigError: the ranks do not divide the heads of the queries.
@@ -76,7 +76,7 @@ class SequenceRanks:
         if heads % self.size:
             raise ConfigError(
                 f"{self.setting}={self.size} does not divide the model's {heads} attention heads, which the ranks share out. Set "
-                "it to a divisor."
+                f"it to a divisor of {heads}."
             )
         repeats = self.size // math.gcd(self.size, shared_heads)
         if repeats > 1:
@@ -88,17 +88,19 @@ class SequenceRanks:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def all_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """``[1, slice * ranks, heads / ranks, D]`` to ``[1, slice, heads, D]``."""
+        """Exchange ``[1, slice * ranks, heads / ranks, D]`` for ``[1, slice, heads, D]``."""
         received = self._exchange(states[0].unflatten(0, (self.size, -1)))
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def _exchange(self, states: torch.Tensor) -> torch.Tensor:
-        """``[ranks, ...]``: entry j goes to rank j; returns what each sent to this one."""
+        """Send entry j of ``[ranks, ...]`` to rank j; return the entries received, in the order of the ranks."""
         received: torch.Tensor = _Exchange.apply(states, self.group)
         return received
 
 
 class _Exchange(torch.autograd.Function):
+    """All-to-all, whose gradient is the same exchange: rank i sends back what it got from rank j."""
+
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -116,12 +118,14 @@ def _exchanged(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Join(torch.autograd.Function):
+    """Gather the ranks' slices; each rank's gradient is the slice of its own scores."""
+
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, own: slice, number: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.own = own
         joined = scores.new_zeros(number, *scores.shape[1:])
         joined[own] = scores
-        dist.all_reduce(joined, group=group)  # each number and zeros
+        dist.all_reduce(joined, group=group)  # one rank has each number, the others add 0: no rounding
         return joined
 
     @staticmethod

@@ -1,13 +1,21 @@
-"""The local backend's part of a checkpoint: ``policy.safetensors`` and ``optimizer.pt``."""
+"""The state of a trained model: snapshots in main memory, and the files of the local backend's checkpoint.
+
+take ──(returns)──thread──> buffers, reused by the next snapshot ──copied()──> they may be written to files
+       training continues: forward and backward passes ──copied()──> the optimizer moves the weights
+
+Allocating memory for a copy costs as much as filling it, and filling it takes a good part of a step. Only calls that change the
+state (the optimizer step, ``load``) have to wait, and usually the copy is done by then.
+"""
 
 from __future__ import annotations
 
 import errno
 import pickle
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -15,18 +23,107 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import FINGERPRINT
-from skyrl_train.training.snapshots import Buffers
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
+REMEDY = "Resume with the model and settings it was made with, or start a new run with trainer.resume=never."
+S = TypeVar("S")
 T = TypeVar("T")
+Copies = list[tuple[torch.Tensor, torch.Tensor]]  # from, to
+
+
+class Snapshots(Generic[S]):
+    """The latest snapshot of a state ``S``; it overwrites the one before."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._state: S | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._copying: Future[None] | None = None
+
+    def take(self, arrange: Callable[[Buffers], S]) -> int:
+        """Begin to copy; return the snapshot's number.
+
+        Args:
+            arrange: lays the live state out as it will be written, with ``buffers.copy_of(name, tensor)`` for each of its
+                tensors. These must not change until :meth:`copied` has returned.
+        """
+        self.copied()
+        self._number += 1
+        buffers = Buffers(self._buffers)
+        self._state = arrange(buffers)
+        self._buffers = buffers.in_use
+        # On a GPU, the copy begins when everything queued so far has run.
+        device = next((source.device for source, _ in buffers.copies if source.is_cuda), None)
+        queued = None if device is None else torch.cuda.current_stream(device).record_event()
+        self._copying = self._thread.submit(_copy, buffers.copies, queued)
+        return self._number
+
+    def copied(self) -> None:
+        """Wait until nothing is being copied: the live state may change."""
+        if self._copying is not None:
+            self._copying.result()
+
+    def state(self, number: int) -> S:
+        """Return the complete snapshot of this number.
+
+        Raises:
+            CheckpointError: a later snapshot has replaced it.
+        """
+        if number != self._number or self._state is None:
+            raise CheckpointError("a later snapshot has replaced this one; write each before taking the next")
+        self.copied()
+        return self._state
+
+
+class Buffers:
+    """Memory for the tensors of one snapshot, reused from the one before where shape and dtype are the same."""
+
+    def __init__(self, before: Mapping[str, torch.Tensor]) -> None:
+        self._before = before
+        self.in_use: dict[str, torch.Tensor] = {}
+        self.copies: Copies = []
+
+    def copy_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the main memory to which ``tensor`` (of this process, not sharded) will be copied. Use each name once."""
+        source, buffer = tensor.detach(), self._before.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
+        self.in_use[name] = buffer
+        self.copies.append((source, buffer))
+        return buffer
+
+    def copy_of_all(self, name: str, value: Any) -> Any:
+        """Apply :meth:`copy_of` to every tensor in nested dicts, lists and tuples; return everything else as it is."""
+        if isinstance(value, torch.Tensor):
+            return self.copy_of(name, value)
+        if isinstance(value, dict):
+            return {key: self.copy_of_all(f"{name}.{key}", item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.copy_of_all(f"{name}.{index}", item) for index, item in enumerate(value))
+        return value
+
+
+def _copy(copies: Copies, queued: torch.cuda.Event | None) -> None:
+    if queued is None:
+        for source, buffer in copies:
+            buffer.copy_(source)
+        return
+    device = next(source.device for source, _ in copies if source.is_cuda)
+    stream = torch.cuda.Stream(device)  # beside the stream in which training continues
+    with torch.cuda.stream(stream):
+        stream.wait_event(queued)
+        for source, buffer in copies:
+            buffer.copy_(source, non_blocking=True)
+    stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
     """Policy weights by HF name, the optimizer's state, and generator states ("cpu", on a GPU also "cuda").
 
-    The schedule is a function of the step and needs none.
+    The learning-rate schedule is a function of the step and needs no state.
     """
 
     weights: dict[str, torch.Tensor]
@@ -35,7 +132,7 @@ class BackendState:
 
 
 def copy_of(state: BackendState, buffers: Buffers) -> BackendState:
-    """The state that ``buffers`` will hold."""
+    """Return the state with its tensors in ``buffers``."""
     return BackendState(
         weights=buffers.copy_of_all("weights", state.weights),
         optimizer=buffers.copy_of_all("optimizer", state.optimizer),
@@ -44,50 +141,51 @@ def copy_of(state: BackendState, buffers: Buffers) -> BackendState:
 
 
 def write_state(state: BackendState, folder: Path) -> None:
-    """Writes both files into ``folder``.
+    """Write both files into ``folder``.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
     """
     try:
         save_file(state.weights, folder / POLICY_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:  # its I/O errors are no OSError
+    except SafetensorError as error:  # safetensors' I/O errors are no OSError
         full = "No space left" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(folder / POLICY_FILE)) from error
     try:
         with (folder / OPTIMIZER_FILE).open("wb") as file:
             torch.save({"optimizer": state.optimizer, "rng": state.rng}, file)
-    except RuntimeError as error:  # torch's writer stumbles over the OSError that it met first
+    except RuntimeError as error:  # torch's writer hides the OSError that it met first
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def read_state(folder: Path, like: BackendState, misfit: Callable[[dict[str, Any]], str | None]) -> BackendState:
-    """Reads and validates both files; changes nothing.
+    """Read and validate both files; change nothing.
 
     Args:
-        like: a state of the model that the files must fit, by names, shapes and dtypes.
-        misfit: says why an optimizer state does not fit, or None.
+        like: a state of the live model; the files must match its names, shapes and dtypes.
+        misfit: returns why an optimizer state does not fit, or None.
 
     Raises:
         CheckpointError: a file is missing or broken, or belongs to another model.
     """
     if not (folder / POLICY_FILE).exists() and any(folder.glob("shard-*.safetensors")):
         raise CheckpointError(f"{folder} was written by trainer.strategy=fsdp2; this run has local. {REMEDY}")
+    # Everything is validated before the caller changes the live model.
     weights = _reading(folder / POLICY_FILE, load_file)
     check_weights(folder, weights, like.weights)
     check_base(folder, weights, like.weights)
     payload = _reading(folder / OPTIMIZER_FILE, _load_payload)
     try:
         state = BackendState(weights, payload["optimizer"], dict(payload["rng"]))
-        reason = misfit(state.optimizer) or _rng_misfit(state.rng["cpu"])
+        reason = misfit(state.optimizer)
+        own, saved = torch.get_rng_state(), state.rng["cpu"]
+        if reason is None and (saved.shape, saved.dtype) != (own.shape, own.dtype):
+            reason = "random state of another torch"
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{folder / OPTIMIZER_FILE} is not an optimizer state: {error!r}. {REMEDY}") from error
     if reason is not None:
         raise CheckpointError(f"{folder} belongs to another model: {reason}. {REMEDY}")
     return state
-
-
-REMEDY = "Resume with the model and settings it was made with, or start a new run with trainer.resume=never."
 
 
 def _reading(path: Path, read: Callable[[Path], T]) -> T:
@@ -104,22 +202,21 @@ def _load_payload(path: Path) -> dict[str, Any]:
     return payload
 
 
-def _rng_misfit(state: torch.Tensor) -> str | None:
-    """Why torch would refuse a generator's state, or None: asked before anything is changed."""
-    own = torch.get_rng_state()
-    return None if (state.shape, state.dtype) == (own.shape, own.dtype) else "random state of another torch"
-
-
 def check_weights(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:
-    """Raises:
-    CheckpointError: names, shapes or dtypes differ.
+    """Compare names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: they differ.
     """
     for name in sorted(saved.keys() | mine.keys()):
         if name not in mine:
             raise CheckpointError(f"{folder} belongs to another model: it has {name!r}, this one does not. {REMEDY}")
         if name not in saved:
             raise CheckpointError(f"{folder} belongs to another model: it lacks {name!r}. {REMEDY}")
-        there, here = _words(saved[name]), _words(mine[name])
+        there, here = (
+            f"{'x'.join(map(str, weight.shape))} {str(weight.dtype).removeprefix('torch.')}"
+            for weight in (saved[name], mine[name])
+        )
         if there != here:
             raise CheckpointError(
                 f"{folder} belongs to another model: {name!r} is {there} there and {here} here. {REMEDY}"
@@ -127,7 +224,7 @@ def check_weights(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping
 
 
 def check_base(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:
-    """Compares the base models of two adapters; does nothing where all weights are trained.
+    """Compare the base models of two adapters; do nothing where all weights are trained.
 
     Raises:
         CheckpointError: they differ, or the adapters' scales do.
@@ -137,10 +234,6 @@ def check_base(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[st
             raise CheckpointError(
                 f"{folder} has an adapter of another base model, or one with another trainer.policy.model.lora.alpha. {REMEDY}"
             )
-
-
-def _words(weight: torch.Tensor) -> str:
-    return f"{'x'.join(map(str, weight.shape))} {str(weight.dtype).removeprefix('torch.')}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rollout_worlds import output_of
 
-from skyrl_train.concurrency import cancel_within
 from skyrl_train.errors import EngineError, NoEngineError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
-from skyrl_train.generators.remote.actor import LinkLost
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.remote.host import GeneratorHost
-from skyrl_train.generators.remote.messages import CentralState, Event, Failed, Message, Setup
 from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.requests import GenerationRequest
+from skyrl_train.runtime.concurrency import cancel_within
+from skyrl_train.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
+from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerLink
+from skyrl_train.workers.host import ActorHost
+from skyrl_train.workers.messages import Message
 
 said: list[str] = []  # by the generators of this process
 
@@ -123,46 +126,46 @@ class Sampling(GeneratorInterface):
         return output_of(input_batch, version=0)
 
 
-class Beside:
+class Beside(WorkerLink):
     """A host in this process. What crosses the border is pickled, as by Ray."""
 
     refuses = False  # all of them: there is no room
     may_start: asyncio.Event | None = None  # all of them: starting takes until then
 
     def __init__(self) -> None:
-        self.host = GeneratorHost()
-        self._killed = asyncio.Event()
-        self._sending: set[asyncio.Task[None]] = set()
+        self.host = ActorHost(GeneratorHost)
+        self._numbers = itertools.count()
+        self._killed = False
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, setup: Setup, state: CentralState) -> Failed | None:
+    async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
+        self._on_messages, self._on_gone = on_messages, on_gone
         if self.may_start is not None:
             await self.may_start.wait()
         if self.refuses:
-            raise LinkLost("there is no room")
-        return await self.host.start(_copied(setup), _copied(state))
+            raise StartError("there is no room")
+        self._run(self._read())
 
-    def send(self, sequence: int, message: Message) -> None:
-        task = asyncio.create_task(self.host.send(sequence, _copied(message)))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+    def send(self, messages: list[Message]) -> None:
+        self._run(self.host.deliver(next(self._numbers), _copied(messages)))
 
-    async def next_events(self) -> list[Event]:
-        events = asyncio.create_task(self.host.next_events())
-        killed = asyncio.create_task(self._killed.wait())
-        try:
-            await asyncio.wait([events, killed], return_when=asyncio.FIRST_COMPLETED)
-            if self._killed.is_set():
-                raise LinkLost("it was killed")
-            return _copied(events.result())
-        finally:
-            await cancel_within([events, killed], 1.0)
-
-    async def stop(self) -> None:
-        if not self._killed.is_set():
+    async def stop(self, graceful: bool) -> None:
+        if graceful:
             await self.host.stop()
+        await cancel_within(self._tasks, 1.0)
 
     def kill(self) -> None:
-        self._killed.set()
+        self._killed = True
+        self._on_gone("it was killed")
+
+    async def _read(self) -> None:
+        while not self._killed:
+            self._on_messages(_copied(await self.host.next_messages()))
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _copied(value: Any) -> Any:

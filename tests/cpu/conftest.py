@@ -12,7 +12,7 @@ os.environ.setdefault(
 import pytest
 from hypothesis import settings
 from training_worlds import folder, one_compute_thread  # noqa: F401
-from vllm_engines import started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
+from vllm_engines import reading_back, started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
 
 from skyrl_train.config import import_path
 

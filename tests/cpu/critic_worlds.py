@@ -10,7 +10,7 @@ import torch
 from training_worlds import backend, config, minibatch
 
 from skyrl_train.config import derive
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.training.actor_critic import ActorCritic
 from skyrl_train.training.backend import CriticBackend, Minibatch, TrainingSequence
 from skyrl_train.training.local_backend import LocalCritic

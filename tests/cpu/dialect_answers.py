@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from skyrl_train.inference.chat.requests import ChatChoice, ChatEvent, ChatResult, FinishReason
-from skyrl_train.inference.dialects.dialect import ChatCall, ChatDialect, ResponseContext
-from skyrl_train.inference.dialects.errors import DialectError
-from skyrl_train.inference.dialects.tokens import TokenTexts
 from skyrl_train.inference.interface import StopReason
+from skyrl_train.inference.openai.dialect import ChatCall, ChatDialect, ResponseContext
+from skyrl_train.inference.openai.errors import DialectError
+from skyrl_train.inference.openai.tokens import TokenTexts
 from skyrl_train.inference.requests import Generation, GenerationChunk
 
 PROMPT = [7, 8, 9]

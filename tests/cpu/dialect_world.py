@@ -11,14 +11,15 @@ from typing import Any
 from chat_models import chat_tokenizer, encode
 from scripted import ScriptedEngine, scripted_update
 
-from skyrl_train.inference.chat_service import ChatService
+from skyrl_train.endpoint.server.app import create_app
+from skyrl_train.endpoint.server.server import EndpointServer
+from skyrl_train.endpoint.server.settings import ServerSettings
+from skyrl_train.endpoint.sessions.session import Session
+from skyrl_train.endpoint.sessions.store import SessionStore
+from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.server.app import create_app
-from skyrl_train.inference.server.endpoint import EndpointServer
-from skyrl_train.inference.server.settings import ServerSettings
-from skyrl_train.inference.sessions.session import Session
-from skyrl_train.inference.sessions.store import SessionStore
+from skyrl_train.inference.interface import InferenceEngineInput
+from skyrl_train.types import PauseMode
 
 MODEL = "Qwen/Qwen3-0.6B"
 ADMIN_KEY = "the administrator's key"

@@ -11,10 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
-from skyrl_train.inference.engines.embedded.messages import Add, Event, Refused, Tokens
-from skyrl_train.inference.interface import PauseMode, SamplingParams, TokenChunk, TopLogprobs
-from skyrl_train.inference.weight_update import WeightUpdate
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.inference.interface import SamplingParams, TokenChunk, TopLogprobs
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.update import WeightUpdate
+from skyrl_train.workers.messages import Failure, Item, Message, Result
 
 VOCAB, CONTEXT, EOS = 23, 64, 1
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -105,7 +106,7 @@ class Driver:
     def add(self, prompt: list[int], stream_every: int = 0, **params: object) -> int:
         request_id = next(self._ids)
         self.responses[request_id] = Response()
-        self.core.add(Add(request_id, prompt, SamplingParams(**{"ignore_eos": True, **params}), stream_every))
+        self.core.add(request_id, prompt, SamplingParams(**{"ignore_eos": True, **params}), stream_every)
         return request_id
 
     def step(self, times: int = 1) -> None:
@@ -119,12 +120,12 @@ class Driver:
         while self.core.runnable:
             self.step()
 
-    def collect(self, events: list[Event]) -> None:
+    def collect(self, events: list[Message]) -> None:
         for event in events:
             match event:
-                case Tokens(request_id, chunk):
+                case Item(request_id, chunk) | Result(request_id, chunk):
                     self.responses[request_id].add(chunk)
-                case Refused(request_id, message):
+                case Failure(request_id, _, message):
                     self.responses[request_id].error = message
 
     def generate(self, prompt: list[int], **params: object) -> Response:

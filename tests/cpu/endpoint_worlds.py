@@ -13,16 +13,17 @@ import openai
 from scripted import ScriptedEngine, scripted_update, settle
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.concurrency import Signal
-from skyrl_train.inference.chat_service import ChatService
+from skyrl_train.endpoint.server.app import create_app
+from skyrl_train.endpoint.server.gateway import Gateway
+from skyrl_train.endpoint.server.server import EndpointServer
+from skyrl_train.endpoint.server.settings import ServerSettings
+from skyrl_train.endpoint.sessions import SessionLimits, SessionStore
+from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.server.app import create_app
-from skyrl_train.inference.server.endpoint import EndpointServer
-from skyrl_train.inference.server.gateway import Gateway
-from skyrl_train.inference.server.settings import ServerSettings
-from skyrl_train.inference.sessions import SessionLimits, SessionStore
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.runtime.concurrency import Signal
+from skyrl_train.types import PauseMode
 
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK"
 TOKENIZER: PreTrainedTokenizerFast = character_tokenizer(LETTERS)

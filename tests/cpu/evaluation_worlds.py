@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scripted import ScriptedEngine, scripted_update
 
-from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import PublicationError
+from skyrl_train.errors import WeightSyncError
 from skyrl_train.evaluation.engines import EvaluationEngines, OwnEngines, SharedEngines
-from skyrl_train.evaluation.metrics import EvaluationResult
 from skyrl_train.evaluation.rollouts import Score
 from skyrl_train.evaluation.runner import Evaluation
-from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.tiny import character_tokenizer
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.publisher import WeightPublisher, weights_of
+from skyrl_train.runtime.concurrency import Signal
+from skyrl_train.types import GeneratorInput, GeneratorOutput, PauseMode
+from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK=")
 
@@ -46,7 +45,7 @@ class Transport(WeightTransport):
 
     def gather(self, weights: Any, version: int) -> WeightUpdate:
         if self.fails:
-            raise PublicationError("scripted: no memory")
+            raise WeightSyncError("scripted: no memory")
         self.gathered.append(version)
         return scripted_update(version)
 
@@ -141,7 +140,7 @@ class World:
         self.config.trainer.failures.rollout_timeout_s = timeout_s
         self.engine = ScriptedEngine(free_running=True)
         self.client = InferenceEngineClient([self.engine], TOKENIZER, engine_wait_timeout_s=engine_wait_timeout_s)
-        self.publisher = WeightPublisher(self.client, Transport(), PauseMode.KEEP)
+        self.syncer = WeightSyncer(self.client, Transport(), weights_of(lambda: ()), PauseMode.KEEP)
         self.transport = Transport()
         self.eval_engine = ScriptedEngine(free_running=True) if own else self.engine
         client = self.client
@@ -149,12 +148,14 @@ class World:
             client = InferenceEngineClient([self.eval_engine], TOKENIZER, engine_wait_timeout_s=engine_wait_timeout_s)
         self.generator = OneTurn(client)
         engines: EvaluationEngines = (
-            OwnEngines(self.generator, client, WeightPublisher(client, self.transport, PauseMode.KEEP), weights_of(()))
+            OwnEngines(
+                self.generator, client, WeightSyncer(client, self.transport, weights_of(lambda: ()), PauseMode.KEEP)
+            )
             if own
             else SharedEngines(self.generator, client)
         )
         self.changed = Signal()
-        self.results: list[EvaluationResult] = []
+        self.results: list[tuple[int, Mapping[str, Any]]] = []  # versions and rows
         self.notes: list[str] = []
         self.moved = 0
         self.now = 0.0
@@ -162,15 +163,15 @@ class World:
             self.config,
             engines,
             prompts,
-            sink=self,
+            reporter=self,  # type: ignore[arg-type]
             changed=self.changed,
             score=score,
             on_progress=self._progress,
             clock=lambda: self.now,
         )
 
-    def evaluated(self, result: EvaluationResult) -> None:
-        self.results.append(result)
+    def evaluated(self, step: int, row: Mapping[str, Any], metrics: Mapping[str, float], headline: str) -> None:
+        self.results.append((step, row))
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -181,21 +182,21 @@ class World:
 
     async def begin(self, step: int = 0, reported: Sequence[int] = ()) -> None:
         """A run starts, or resumes after ``step``."""
-        await self.publisher.publish(weights_of(()), step)
+        await self.syncer.sync(step)
         await self.evaluation.start(step, reported)
 
     async def train_step(self, step: int) -> dict[str, float]:
         """The policy moves, and its weights are published."""
         await self.evaluation.trained(step)
         metrics = await self.evaluation.hold()
-        await self.publisher.publish(weights_of(()), step)
+        await self.syncer.sync(step)
         await self.evaluation.served(step)
         return metrics
 
     @property
     def versions(self) -> list[int]:
         """Evaluated versions, in the order in which they were reported."""
-        return [result.version for result in self.results]
+        return [version for version, _ in self.results]
 
 
 async def forever() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCRIPTED = "scripted fault"
-TRAINERS_TASKS = re.compile(r"train|admission|watchdog|checkpoint|publication-\d+|group-\d+(-\d+)?")
+TRAINERS_TASKS = re.compile(r"train|admission|watchdog|checkpoint|weight-sync-\d+|group-\d+(-\d+)?")
 DISK = ("make_folder", "write_text", "sync", "rename", "remove_tree", "remove_file")
 
 
@@ -33,16 +33,16 @@ class Fault:
 
     def install(self) -> None:
         """In the process of the run, before it begins."""
-        import skyrl_train.entrypoints.train as entry
+        import skyrl_train.entrypoints.run as entry
         from skyrl_train.training.checkpoint import FileSystem
-        from skyrl_train.training.rank_trainer import RankTrainer
+        from skyrl_train.training.policy_worker import PolicyWorker
 
         countdown = Countdown(self.after, self._happen)
         if self.place == "turn":
             entry._train = in_counted_tasks(entry._train, countdown)
         elif self.place == "update":
             for name in ("accumulate", "finish"):
-                countdown.before(RankTrainer, name)
+                countdown.before(PolicyWorker, name)
         else:
             for name in DISK:
                 countdown.before(FileSystem, name)

@@ -28,12 +28,6 @@ RAISED = -1  # the "exit code" of a run that ended with an exception
 
 
 def serve() -> None:
-    import skyrl_train.assembly
-    import skyrl_train.generators.gym
-    import skyrl_train.inference.engines.embedded.core
-    import skyrl_train.publication.shared_memory
-    import skyrl_train.trainer
-    import skyrl_train.training.local_backend  # noqa: F401
     from skyrl_train.config.compose import compose, to_yaml
 
     to_yaml(compose("quickstart", []))  # imports what it needs and fills its caches

@@ -13,27 +13,26 @@ import torch
 from rich.console import Console
 from scripted import ScriptedEngine, scripted_update
 
-from skyrl_train.assembly import trainer_class
+from skyrl_train.build.rollout import build_stages, value_stages
+from skyrl_train.build.trainer import trainer_class
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.evaluation.engines import OwnEngines
-from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.publisher import WeightPublisher
-from skyrl_train.rollout.dataset import load_dataset
-from skyrl_train.stage_factory import build_stages, value_stages
-from skyrl_train.trainer import PPOTrainer
-from skyrl_train.trainer_parts import TrainerParts
+from skyrl_train.rollout.data.dataset import load_dataset
+from skyrl_train.trainer import PPOTrainer, TrainerComponents
 from skyrl_train.training.actor_critic import ActorCritic
 from skyrl_train.training.backend import CriticBackend, Minibatch, TrainingBackend, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.types import GeneratorInput, GeneratorOutput, PauseMode
+from skyrl_train.weight_sync.syncer import WeightSyncer
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK=")
 
@@ -172,11 +171,13 @@ class Harness:
         rewarded = self.config.rollout.stages.reward.function is not None
         self.stages = build_stages(self.config, "", self.client.decode, reporter.attempt_failed) if rewarded else []
         self.stages += value_stages(self.config.trainer.algorithm, backend)
-        parts = TrainerParts(
+        parts = TrainerComponents(
             client=self.client,
             generator=self.generator,
             backend=backend,
-            publisher=WeightPublisher(self.client, ScriptedTransport(), PauseMode(self.config.generator.pause_mode)),
+            syncer=WeightSyncer(
+                self.client, ScriptedTransport(), backend.stage, PauseMode(self.config.generator.pause_mode)
+            ),
             dataset=dataset,
             checkpoints=CheckpointStore(self.run_folder.checkpoints, self.config.trainer.max_ckpts_to_keep),
             reporter=reporter,
@@ -189,8 +190,8 @@ class Harness:
 
     def _own_engines(self) -> OwnEngines:
         client = InferenceEngineClient([ScriptedEngine(free_running=True)], TOKENIZER)
-        publisher = WeightPublisher(client, ScriptedTransport(), PauseMode.KEEP)
-        return OwnEngines(EchoGenerator(client), client, publisher, self.backend.stage)
+        syncer = WeightSyncer(client, ScriptedTransport(), self.backend.stage, PauseMode.KEEP)
+        return OwnEngines(EchoGenerator(client), client, syncer)
 
     async def train(self) -> None:
         for stage in self.stages:
@@ -206,5 +207,5 @@ class Harness:
 
     @property
     def trained(self) -> list[int]:
-        """Every trained ordinal in the surviving history, in order."""
-        return [ordinal for row in self.rows for ordinal in row["ordinals"]]
+        """Every trained group index in the surviving history, in order."""
+        return [group_index for row in self.rows for group_index in row["group_indices"]]

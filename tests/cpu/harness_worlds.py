@@ -10,13 +10,12 @@ from harness import TOKENIZER
 from scripted import ScriptedEngine, scripted_update
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
+from skyrl_train.config.schema import GeneratorConfig, SamplingConfig
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import PauseMode, SamplingParams
-from skyrl_train.rollout.group import Sample
+from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.types import BatchMetadata, GeneratorInput, GeneratorOutput, PauseMode, Sample, TrajectoryID
 
 CURRENT = f"{__name__}:current"
 _agents: dict[str, Callable[..., Any]] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from scripted import ScriptedEngine
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.weight_sync.update import WeightUpdate
 
 
 class ReceivingEngine(ScriptedEngine):

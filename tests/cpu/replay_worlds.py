@@ -10,13 +10,14 @@ from typing import Any
 
 from scripted import ScriptedEngine, scripted_update
 
-from skyrl_train.concurrency import Signal
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import EngineCapabilities, PauseMode, SamplingParams
-from skyrl_train.inference.randomness import mix
+from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationRequest
 from skyrl_train.models.tiny import character_tokenizer
-from skyrl_train.rollout.group_json import from_line, to_line
+from skyrl_train.rollout.buffer import from_line, to_line
+from skyrl_train.runtime.concurrency import Signal
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import PauseMode
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK=")
 PARAMS = SamplingParams(max_tokens=24, min_tokens=3, seed=11)
@@ -68,7 +69,7 @@ async def world(
     it = World(engine, InferenceEngineClient([engine], TOKENIZER, engine_wait_timeout_s=0.01, **client))
     await it.client.start()
     await it.publish(version)
-    it.client.recordings.load(record)
+    it.client.replay_cache.load(record)
     it.recorded_tokens = tokens_in(record)
     try:
         yield it
@@ -78,7 +79,7 @@ async def world(
 
 def checkpoint(it: World) -> list[dict[str, Any]]:
     """The record as it comes back from a disk."""
-    return [from_line(to_line(session.to_json())) for session in it.client.recordings.snapshot()]
+    return [from_line(to_line(session.to_json())) for session in it.client.replay_cache.snapshot()]
 
 
 def tokens_in(record: Sequence[dict[str, Any]]) -> int:
@@ -111,7 +112,7 @@ class Program:
         for turn in range(self.turns):
             if self.before_turn is not None:
                 await self.before_turn(branch, turn)
-            seed = None if self.params.seed is None else mix(self.params.seed, branch, turn)
+            seed = None if self.params.seed is None else derive_seed(self.params.seed, branch, turn)
             params = replace(self.params, seed=seed)
             answers = await asyncio.gather(
                 *(
@@ -144,7 +145,7 @@ def content(got: dict[tuple[int, int, int], Generation]) -> dict[tuple[int, int,
 
 async def interrupted(it: World, program: Program, ticks: int) -> list[dict[str, Any]]:
     """The record of ``program`` after so many tokens of time; then the process is killed."""
-    it.client.recordings.begin(4, [program.session_id])
+    it.client.replay_cache.begin(4, [program.session_id])
     running = asyncio.create_task(program.run(it.client))
     left = ticks
 

@@ -8,25 +8,25 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema.data import DataConfig
-from skyrl_train.config.schema.failures import FailureConfig, FailurePolicy
+from skyrl_train.config.schema import DataConfig, FailureConfig, FailurePolicy
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import NoEngineError
-from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.rollout.buffer import RolloutBuffer
-from skyrl_train.rollout.dataloader import build_loader
-from skyrl_train.rollout.dataset import PromptDataset
+from skyrl_train.rollout.data.dataset import PromptDataset
+from skyrl_train.rollout.data.loader import build_loader
+from skyrl_train.rollout.dispatcher import Dispatcher
 from skyrl_train.rollout.filters import SignalFilter
-from skyrl_train.rollout.runner import GroupRunner
-from skyrl_train.rollout.staleness import StalenessManager
-from skyrl_train.rollout.stragglers import resolve_straggler_policy
-from skyrl_train.rollout.workers import GenerationWorkers
+from skyrl_train.rollout.group_generator import GroupGenerator
+from skyrl_train.rollout.staleness.manager import StalenessManager
+from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
+from skyrl_train.runtime.concurrency import Signal
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 PROMPTS = 10
 
 
-def ordinal_of(batch: GeneratorInput) -> int:
+def group_index_of(batch: GeneratorInput) -> int:
     return int(batch["trajectory_ids"][0].instance_id.rpartition("@")[2])
 
 
@@ -79,7 +79,7 @@ Play = Callable[[GeneratorInput], Awaitable[GeneratorOutput | None]]
 
 
 class ScriptedGenerator(GeneratorInterface):
-    """Plays a group as ``plays`` says for its ordinal, one entry per call and the last one from then on."""
+    """Plays a group as ``plays`` says for its group index, one entry per call and the last one from then on."""
 
     def __init__(self, engines: FakeEngines) -> None:
         self.engines = engines
@@ -88,11 +88,11 @@ class ScriptedGenerator(GeneratorInterface):
         self.seeds: list[tuple[int, ...]] = []
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        ordinal = ordinal_of(input_batch)
-        self.calls.append(ordinal)
+        group_index = group_index_of(input_batch)
+        self.calls.append(group_index)
         self.seeds.append(input_batch["batch_metadata"].seeds)
         await asyncio.sleep(0)
-        plays = self.plays.get(ordinal, [])
+        plays = self.plays.get(group_index, [])
         if plays:
             output = await (plays.pop(0) if len(plays) > 1 else plays[0])(input_batch)
             if output is not None:
@@ -131,14 +131,14 @@ class World:
         self.staleness = StalenessManager(
             batch_groups=b,
             max_staleness_steps=s,
-            pipeline_depth=depth,
+            generate_ahead_steps=depth,
             max_running=workers,
             total_steps=steps,
-            policy=resolve_straggler_policy(policy),
+            policy=resolve_staleness_policy(policy),
         )
         self.failed_attempts: list[tuple[str, str]] = []
         self.now = 0.0
-        self.runner = GroupRunner(
+        self.runner = GroupGenerator(
             self.generator,
             self.loader,
             self.engines,
@@ -152,13 +152,13 @@ class World:
             cancel_grace_s=0.05,
         )
         self.ended = 0
-        self.workers = GenerationWorkers(
+        self.workers = Dispatcher(
             self.runner,
             self.loader,
             self.staleness,
             self.buffer,
             self.failures,
-            policy_version=lambda: self.engines.policy_version,
+            admission_version=lambda group_index: self.engines.policy_version,
             changed=self.changed,
             signal_filter=None if max_filtered_share is None else SignalFilter(b, max_filtered_share),
             on_group_end=self._count_end,
@@ -189,19 +189,23 @@ class World:
         if fill:
             await self.workers.fill()
         await self.changed.wait_until(ready)
-        self.workers.raise_if_failed()
+        self.raise_if_failed()
         assert batch is not None
         self.staleness.assert_bound(batch)
         self.buffer.take(batch)
         self.staleness.train(batch)
-        self.loader.settle([group.ordinal for group in batch], "trained")
+        self.loader.settle([group.group_index for group in batch], "trained")
         self.staleness.advance()
         self.engines.policy_version += 1
-        self.staleness.published(self.engines.policy_version)
-        self.batches.append([group.ordinal for group in batch])
+        self.staleness.served(self.engines.policy_version)
+        self.batches.append([group.group_index for group in batch])
         self.trained += self.batches[-1]
         self.changed.notify()
         return self.batches[-1]
+
+    def raise_if_failed(self) -> None:
+        if self.workers.error is not None:
+            raise self.workers.error
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         await asyncio.wait_for(self.changed.wait_until(predicate), 30)
@@ -209,17 +213,17 @@ class World:
     def check_books(self) -> None:
         """Counts, ledger and buffer agree, and every issued prompt has exactly one place."""
         counts, loader = self.staleness.counts, self.loader
-        buffered = [group.ordinal for group in self.buffer]
+        buffered = [group.group_index for group in self.buffer]
         assert counts.submitted == (
             counts.running + counts.buffered + counts.trained + counts.failed + counts.filtered + counts.dropped
         )
         assert (counts.buffered, counts.trained) == (len(buffered), len(self.trained))
         assert (counts.failed, counts.filtered, counts.dropped) == (
-            len(loader.failed),
-            len(loader.filtered),
-            len(loader.dropped),
+            len(loader.ledger.failed),
+            len(loader.ledger.filtered),
+            len(loader.ledger.dropped),
         )
-        places = [*buffered, *self.trained, *loader.failed, *loader.filtered, *loader.dropped]
+        places = [*buffered, *self.trained, *loader.ledger.failed, *loader.ledger.filtered, *loader.ledger.dropped]
         assert len(set(places)) == len(places)
         assert set(places) <= set(range(counts.submitted))
         assert counts.submitted - len(places) == counts.running

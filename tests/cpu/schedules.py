@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.staleness import StalenessManager
-from skyrl_train.rollout.stragglers import resolve_straggler_policy
+from skyrl_train.rollout.staleness.manager import StalenessManager
+from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
 
 WAIT: Final = None
 SUPERSEDED: Final = "superseded"  # an event of something that is no more; misfortunes come with what happens only
@@ -44,7 +44,7 @@ class World:
     mean_ticks: float = 3.0  # of a group
     tail: float = 1.0  # sigma of the log-normal lengths
     step_ticks: float = 2.0
-    publication_ticks: float = 0.5
+    weight_sync_ticks: float = 0.5
     queued: float = 0.2  # of the groups: they begin later than they are admitted
     fails: float = 0.0  # of the groups
     filtered: float = 0.0  # of the groups
@@ -77,7 +77,7 @@ class World:
             mean_ticks=rng.choice((0.3, 1.0, 4.0)),
             tail=rng.choice((0.0, 1.0, 2.0, 3.0)),
             step_ticks=rng.choice((0.0, 0.3, 1.0)),
-            publication_ticks=rng.choice((0.0, 0.3, 3.0)),
+            weight_sync_ticks=rng.choice((0.0, 0.3, 3.0)),
             queued=rng.choice((0.0, 0.3)),
             fails=rng.choice((0.0, 0.0, 0.15)),
             filtered=rng.choice((0.0, 0.0, 0.4)),
@@ -93,7 +93,7 @@ class World:
 class Finished:
     """A group in the buffer."""
 
-    ordinal: int
+    group_index: int
     versions: tuple[int, ...]  # of its tokens
 
     @property
@@ -117,8 +117,8 @@ class Checkpoint:
     counts: dict[str, int]
     buffered: tuple[Finished, ...]
     settled: dict[int, str]
-    next_ordinal: int
-    recordings: dict[int, tuple[tuple[int, ...], float, str]]  # ordinal -> versions so far, ticks left, outcome
+    next_group_index: int
+    replay_cache: dict[int, tuple[tuple[int, ...], float, str]]  # group index -> versions so far, ticks left, outcome
 
 
 class Resume(Exception):
@@ -162,11 +162,11 @@ class Run:
         self.m = StalenessManager(
             batch_groups=sizes.b,
             max_staleness_steps=sizes.s,
-            pipeline_depth=sizes.d,
+            generate_ahead_steps=sizes.d,
             max_running=sizes.w,
             total_steps=sizes.steps,
-            policy=resolve_straggler_policy(sizes.policy),
-            steps_per_publication=sizes.k,
+            policy=resolve_staleness_policy(sizes.policy),
+            weight_sync_interval=sizes.k,
             overlap=sizes.overlap,
         )
         self.events: list[tuple[float, int, Callable[[], str | None]]] = []
@@ -176,17 +176,17 @@ class Run:
         self.delivering = False
         self.lacks: int | None = None  # groups that the trainer waits for
         self.trainer_is = "ready"  # or "waiting" for a notification, or "busy" for some time
-        self.buffer = {} if saved is None else {group.ordinal: group for group in saved.buffered}
+        self.buffer = {} if saved is None else {group.group_index: group for group in saved.buffered}
         self.settled = {} if saved is None else dict(saved.settled)
         self.outcomes = Counter(self.settled.values())
-        self.next_ordinal = 0 if saved is None else saved.next_ordinal
-        self.recordings = {} if saved is None else dict(saved.recordings)
+        self.next_group_index = 0 if saved is None else saved.next_group_index
+        self.replay_cache = {} if saved is None else dict(saved.replay_cache)
         known = self.settled.keys() | self.buffer.keys()
-        self.reissue = [ordinal for ordinal in range(self.next_ordinal) if ordinal not in known]
+        self.reissue = [group_index for group_index in range(self.next_group_index) if group_index not in known]
         self.served = 0 if saved is None else saved.step - 1
         if saved is not None:
             self._resume(saved)
-        self.m.published(self.served)
+        self.m.served(self.served)
         self._notify()
 
     def _resume(self, saved: Checkpoint) -> None:
@@ -195,7 +195,7 @@ class Run:
         all_fit, before = len(self.reissue) <= self.m.capacity(), self.fresh_starts
         self._admit()
         if all_fit:  # always, unless W or D have shrunk
-            assert not self.reissue and not self.recordings
+            assert not self.reissue and not self.replay_cache
             assert self.sizes.policy == "drop" or self.fresh_starts == before, "what was feasible when saved still is"
 
     def _live(self) -> None:
@@ -236,66 +236,66 @@ class Run:
     def _admit(self) -> None:
         while self.m.capacity() > 0:
             if self.reissue:
-                ordinal = self.reissue.pop(0)
+                group_index = self.reissue.pop(0)
             else:
-                ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
-            recording = self.recordings.pop(ordinal, None)
+                group_index, self.next_group_index = self.next_group_index, self.next_group_index + 1
+            recording = self.replay_cache.pop(group_index, None)
             if recording is not None and not self.m.may_admit(min(recording[0])):
                 self.fresh_starts += 1
                 recording = None
             if recording is None:
-                self._admit_afresh(ordinal)
+                self._admit_afresh(group_index)
             else:
                 versions, ticks, outcome = recording
-                self.m.admit(ordinal, min(versions))
-                self._generate(ordinal, Running(self.now + ticks, outcome, list(versions)))
+                self.m.admit(group_index, min(versions))
+                self._generate(group_index, Running(self.now + ticks, outcome, list(versions)))
 
-    def _admit_afresh(self, ordinal: int) -> None:
-        self.m.admit(ordinal, self.served)
+    def _admit_afresh(self, group_index: int) -> None:
+        self.m.admit(group_index, self.served)
         outcome = self.rng.choices(
             ("finished", "failed", "filtered"),
             (1 - self.world.fails - self.world.filtered, self.world.fails, self.world.filtered),
         )[0]
         ticks = self._length()
         if self.rng.random() < self.world.queued:
-            self._generate(ordinal, Running(self.now + ticks, outcome))
+            self._generate(group_index, Running(self.now + ticks, outcome))
         else:
-            self._generate(ordinal, Running(self.now + ticks, outcome, [self.served]))
+            self._generate(group_index, Running(self.now + ticks, outcome, [self.served]))
 
     def _length(self) -> float:
         return self.world.mean_ticks * self.rng.lognormvariate(0.0, self.world.tail)
 
-    def _generate(self, ordinal: int, group: Running) -> None:
-        self.running[ordinal] = group
-        self._at(group.ends - self.now, lambda: self._end(ordinal, group))
+    def _generate(self, group_index: int, group: Running) -> None:
+        self.running[group_index] = group
+        self._at(group.ends - self.now, lambda: self._end(group_index, group))
 
-    def _end(self, ordinal: int, group: Running) -> str | None:
-        if self.running.get(ordinal) is not group:
+    def _end(self, group_index: int, group: Running) -> str | None:
+        if self.running.get(group_index) is not group:
             return SUPERSEDED  # it was cancelled or started again
-        del self.running[ordinal]
+        del self.running[group_index]
         if group.outcome == "finished":
-            self.buffer[ordinal] = finished = Finished(ordinal, tuple(group.versions or [self.served]))
-            self.m.finish(ordinal, finished.oldest_version)
+            self.buffer[group_index] = finished = Finished(group_index, tuple(group.versions or [self.served]))
+            self.m.finish(group_index, finished.oldest_version)
         else:
-            self._settle(ordinal, group.outcome)
-            (self.m.fail if group.outcome == "failed" else self.m.filter)(ordinal)
+            self._settle(group_index, group.outcome)
+            (self.m.fail if group.outcome == "failed" else self.m.filter)(group_index)
         self._notify()
         return None
 
-    def _settle(self, ordinal: int, outcome: str) -> None:
-        assert ordinal not in self.settled, "nothing is settled twice"
-        self.settled[ordinal] = outcome
+    def _settle(self, group_index: int, outcome: str) -> None:
+        assert group_index not in self.settled, "nothing is settled twice"
+        self.settled[group_index] = outcome
         self.outcomes[outcome] += 1
 
     def _drop_overdue(self) -> None:
         overdue = self.m.overdue(self.buffer.values())
-        for ordinal in overdue.running:
-            del self.running[ordinal]
+        for group_index in overdue.running:
+            del self.running[group_index]
         for group in overdue.buffered:
-            del self.buffer[group.ordinal]
-        for ordinal in [*overdue.running, *(group.ordinal for group in overdue.buffered)]:
-            self._settle(ordinal, "dropped")
-            self.m.drop(ordinal)
+            del self.buffer[group.group_index]
+        for group_index in [*overdue.running, *(group.group_index for group in overdue.buffered)]:
+            self._settle(group_index, "dropped")
+            self.m.drop(group_index)
 
     # The trainer --------------------------------------------------------------------------------------------------
 
@@ -325,8 +325,8 @@ class Run:
             self._save()
             raise Resume
         for group in self.taken:
-            del self.buffer[group.ordinal]
-            self._settle(group.ordinal, "trained")
+            del self.buffer[group.group_index]
+            self._settle(group.group_index, "trained")
         self.m.train(self.taken)
         self.taken = []
 
@@ -335,13 +335,13 @@ class Run:
         chosen = self.m.select(free, committed=len(self.taken), at_least=at_least)
         wanted = self.world.b - len(self.taken) if at_least is None else at_least
         if chosen is None and len(free) >= wanted:
-            assert self.sizes.policy in ("wait", "burst", "drop"), (
+            assert self.sizes.policy in ("wait", "wait_batched", "drop"), (
                 "nothing waits for a straggler under the other policies"
             )
             self.waits += 1
         if chosen is not None:
             assert wanted <= len(chosen) <= self.world.b - len(self.taken)
-            assert list(chosen) == sorted(chosen, key=lambda group: group.ordinal)
+            assert list(chosen) == sorted(chosen, key=lambda group: group.group_index)
         return chosen
 
     def _consume(self, part: Sequence[Finished]) -> None:
@@ -350,7 +350,7 @@ class Run:
         for group in part:
             lag = (self.m.step - 1) - group.oldest_version
             self.lags.append(lag)
-            if self.sizes.policy in ("wait", "burst", "drop"):
+            if self.sizes.policy in ("wait", "wait_batched", "drop"):
                 assert lag <= self.m.max_staleness_steps
             if self.sizes.policy == "mask":
                 assert self.m.oldest_trained_version is not None
@@ -361,13 +361,13 @@ class Run:
                 self.wholly_masked += not trained
 
     def _publish(self) -> Trainer:
-        due, version = self.m.publication_due, self.m.step
+        due, version = self.m.weight_sync_due, self.m.step
         self.m.advance()
         if due:
             while self.delivering:
                 yield WAIT
             self.delivering = True
-            self._at(self.world.publication_ticks, lambda: self._served(version))
+            self._at(self.world.weight_sync_ticks, lambda: self._served(version))
             while self.delivering and not self.world.overlap:
                 yield WAIT
 
@@ -375,7 +375,7 @@ class Run:
         self.served, self.delivering = version, False
         for group in self.running.values():
             group.versions.append(version)
-        self.m.published(version)
+        self.m.served(version)
         self._notify()
 
     # What goes wrong ----------------------------------------------------------------------------------------------
@@ -387,18 +387,18 @@ class Run:
             counts=self.m.state_dict(),
             buffered=tuple(self.buffer.values()),
             settled=dict(self.settled),
-            next_ordinal=self.next_ordinal,
-            recordings={
-                **self.recordings,
+            next_group_index=self.next_group_index,
+            replay_cache={
+                **self.replay_cache,
                 **{o: (tuple(g.versions), g.ends - self.now, g.outcome) for o, g in self.running.items() if g.versions},
             },
         )
 
     def _misfortunes(self) -> None:
         if self.rng.random() < self.world.engine_loss:
-            for ordinal in [ordinal for ordinal in self.running if self.rng.random() < 0.5]:
-                group = self.running[ordinal]
-                self._generate(ordinal, Running(self.now + self._length(), group.outcome, [self.served]))
+            for group_index in [group_index for group_index in self.running if self.rng.random() < 0.5]:
+                group = self.running[group_index]
+                self._generate(group_index, Running(self.now + self._length(), group.outcome, [self.served]))
         if self.resizes_left and self.rng.random() < self.world.resize:
             self._resize()
         if self.kills_left and self.rng.random() < 0.03:
@@ -409,13 +409,13 @@ class Run:
         self.resizes_left -= 1
         bound = self.world.k - 1 + self.rng.randint(0, 5)
         depth = self.rng.uniform(0, bound - self.world.k + 1)
-        before = (self.m.max_staleness_steps, self.m.pipeline_depth, self.m.max_running)
+        before = (self.m.max_staleness_steps, self.m.generate_ahead_steps, self.m.max_running)
         workers = self.rng.choice((1, self.world.b, 20))
         try:
-            self.m.resize(max_staleness_steps=bound, pipeline_depth=depth, max_running=workers)
+            self.m.resize(max_staleness_steps=bound, generate_ahead_steps=depth, max_running=workers)
         except StalenessError:
-            assert self.sizes.policy in ("wait", "burst") and bound < before[0]
-            assert before == (self.m.max_staleness_steps, self.m.pipeline_depth, self.m.max_running)
+            assert self.sizes.policy in ("wait", "wait_batched") and bound < before[0]
+            assert before == (self.m.max_staleness_steps, self.m.generate_ahead_steps, self.m.max_running)
         else:
             self.sizes = replace(self.sizes, s=bound, d=depth, w=workers)
             self.largest_bound = max(self.largest_bound, bound)
@@ -445,5 +445,5 @@ class Run:
     def _check_end(self) -> None:
         c = self.m.counts
         assert c.trained == self.world.steps * self.world.b and c.running == c.buffered == 0
-        assert sorted(self.settled) == list(range(self.next_ordinal)), "nothing is lost"
-        assert c.submitted == self.next_ordinal
+        assert sorted(self.settled) == list(range(self.next_group_index)), "nothing is lost"
+        assert c.submitted == self.next_group_index

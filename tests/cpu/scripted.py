@@ -18,21 +18,21 @@ from skyrl_train.inference.interface import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
-    PauseMode,
     SamplingParams,
     StopReason,
     TokenChunk,
     TopLogprobs,
 )
-from skyrl_train.inference.randomness import mix
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
 
 EOS = 1
 
 
 def hashed_token(tokens: Sequence[int], seed: int, vocab: int = 50) -> int:
     """The next token: any of 0..vocab-1, decided by the sequence so far and the seed of the position."""
-    return mix(len(tokens), tokens[-1], seed) % vocab
+    return derive_seed(len(tokens), tokens[-1], seed) % vocab
 
 
 @dataclass(eq=False)

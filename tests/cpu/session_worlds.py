@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_train.endpoint.sessions import Session, TurnPlan
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.chat.messages import AssistantMessage, ToolCall
 from skyrl_train.inference.chat.requests import ChatChoice
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.requests import Generation
-from skyrl_train.inference.sessions import Session, TurnPlan
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 END, TOOLS = 5, 6

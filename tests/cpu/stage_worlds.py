@@ -13,9 +13,9 @@ from typing import Any
 
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import QuotaError, TrainingWorkerError
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.placement.base import Work
-from skyrl_train.rollout.reward_function import GroupToReward
+from skyrl_train.rollout.stages.reward import GroupToReward
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.workers.executors import Work
 
 
 def work(**arguments: Any) -> Work:
@@ -116,8 +116,8 @@ def sequence(*ids: int, mask: list[int] | None = None, rewards: list[float] | No
     )
 
 
-def group(*samples: Sample, ordinal: int = 7) -> RolloutGroup:
-    return RolloutGroup(ordinal, "p", "d", samples or (Sample((sequence(1, 2),)), Sample((sequence(3),))), 3)
+def group(*samples: Sample, group_index: int = 7) -> RolloutGroup:
+    return RolloutGroup(group_index, "p", "d", samples or (Sample((sequence(1, 2),)), Sample((sequence(3),))), 3)
 
 
 def decode(ids: Any) -> str:

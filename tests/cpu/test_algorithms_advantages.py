@@ -20,7 +20,7 @@ from skyrl_train.algorithms.advantages import (
     normalized_over_minibatch,
     rewards_of_trained_tokens,
 )
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
 
 reward = st.floats(-5, 5, allow_nan=False, width=32)

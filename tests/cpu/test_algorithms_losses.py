@@ -11,12 +11,10 @@ from algorithm_worlds import Batch, Token, batches, few, gradient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.covariance import token_draws
-from skyrl_train.algorithms.losses import POLICY_LOSSES, ppo_clip
-from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS, MinibatchTokens
-from skyrl_train.algorithms.tokens import MAX_LOG_RATIO, bounded_ratio
+from skyrl_train.algorithms.losses import POLICY_LOSSES, ppo_clip, token_draws
+from skyrl_train.algorithms.tokens import MAX_LOG_RATIO, MINIBATCH_STATISTICS, MinibatchTokens, bounded_ratio
 from skyrl_train.config.derive import clip_bounds
-from skyrl_train.config.schema.algorithm import AlgorithmConfig, CispoConfig, ClipCovConfig, KlCovConfig, SapoConfig
+from skyrl_train.config.schema import AlgorithmConfig, CispoConfig, ClipCovConfig, KlCovConfig, SapoConfig
 
 low_bounds, high_bounds = st.floats(0, 0.9), st.floats(0, 3)
 
@@ -124,7 +122,7 @@ def test_each_clipped_loss_has_bounds_of_its_own_unless_others_are_set(loss: str
 
 def of_minibatch(name: str, batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
     tokens = batch.tokens()
-    return MINIBATCH_FACTS.get(name)(
+    return MINIBATCH_STATISTICS.get(name)(
         MinibatchTokens(tokens.proximal_logprobs, tokens.behaviour_logprobs, tokens.advantages), config
     )
 

@@ -12,12 +12,17 @@ from algorithm_worlds import Batch, Token, batches, few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.minibatch import MinibatchTokens
-from skyrl_train.algorithms.off_policy.correction import OffPolicyCorrection, mismatch_metrics
-from skyrl_train.algorithms.off_policy.m2po import m2po_facts, m2po_rejected
-from skyrl_train.algorithms.off_policy.proximal import interpolated_logprobs
-from skyrl_train.algorithms.off_policy.rejections import rejected_tokens
-from skyrl_train.config.schema.algorithm import (
+from skyrl_train.algorithms.off_policy import (
+    Corrected,
+    OffPolicyCorrection,
+    interpolated_logprobs,
+    m2po_rejected,
+    m2po_statistics,
+    mismatch_metrics,
+    rejected_tokens,
+)
+from skyrl_train.algorithms.tokens import MinibatchTokens, TokenStatistics
+from skyrl_train.config.schema import (
     AlgorithmConfig,
     OffPolicyCorrectionConfig,
     RejectionConfig,
@@ -29,9 +34,13 @@ def log_r(token: Token) -> float:
     return token.proximal - token.behaviour
 
 
-def corrected(batch: Batch, **settings: object) -> OffPolicyCorrection:
+def corrected(batch: Batch, **settings: object) -> Corrected:
     config = AlgorithmConfig(off_policy_correction=OffPolicyCorrectionConfig(**settings))
     return OffPolicyCorrection(config)(batch.tokens())
+
+
+def statistics_of(result: Corrected, tokens: int) -> TokenStatistics:
+    return TokenStatistics.of(tokens, result.sums, result.maxima)
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -129,9 +138,11 @@ def test_a_log_prob_that_is_no_number_is_out_of_all_bounds() -> None:
 @given(batches, st.floats(0, 2))
 def test_m2po_rejects_as_few_tokens_as_bound_the_mean_second_moment(batch: Batch, limit: float) -> None:
     tokens = batch.tokens()
-    facts = m2po_facts(MinibatchTokens(tokens.proximal_logprobs, tokens.behaviour_logprobs, tokens.advantages), limit)
+    numbers = m2po_statistics(
+        MinibatchTokens(tokens.proximal_logprobs, tokens.behaviour_logprobs, tokens.advantages), limit
+    )
     moments = [log_r(t) ** 2 for t in batch.flat]
-    kept = [not r for r in m2po_rejected(batch.tokens(**facts)).tolist()]
+    kept = [not r for r in m2po_rejected(batch.tokens(**numbers)).tolist()]
     chosen = sorted(m for m, k in zip(moments, kept, strict=True) if k)
     assert not chosen or sum(chosen) / len(chosen) <= limit + 1e-12
     left = sorted(m for m, k in zip(moments, kept, strict=True) if not k)
@@ -178,7 +189,7 @@ def test_metrics_are_those_of_the_untruncated_ratio_and_count_what_each_rule_rej
     result = corrected(batch, token_tis_ratio_clip_high=cap, rejections=rules)
     ratios = torch.tensor([log_r(t) for t in batch.flat], dtype=torch.float64).exp().tolist()
     n = len(ratios)
-    found = mismatch_metrics(n, result.statistics.values())
+    found = mismatch_metrics(n, statistics_of(result, n).values())
     expected = {
         "off_policy/ratio_mean": sum(ratios) / n,
         "off_policy/ratio_max": max(ratios),
@@ -210,8 +221,8 @@ def test_no_split_between_sequences_changes_weights_rejections_or_metrics(batch:
     parts = [corrected(Batch(s), **settings) for s in (batch.sequences[:cut], batch.sequences[cut:]) if s]
     assert torch.equal(whole.kept, torch.cat([part.kept for part in parts]))
     torch.testing.assert_close(whole.weights, torch.cat([part.weights for part in parts]), rtol=1e-12, atol=0)
-    together = parts[0].statistics
-    for part in parts[1:]:
-        together.add(part.statistics)
-    assert together.tokens == whole.statistics.tokens
-    assert together.values() == pytest.approx(whole.statistics.values(), rel=1e-9, abs=1e-9)
+    together = TokenStatistics()
+    for part in parts:
+        together.add(statistics_of(part, len(part.weights)))
+    assert together.tokens == len(batch.flat)
+    assert together.values() == pytest.approx(statistics_of(whole, len(batch.flat)).values(), rel=1e-9, abs=1e-9)

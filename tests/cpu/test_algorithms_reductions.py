@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.off_policy.rejections import REJECTION_STATISTICS
-from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
+from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS
 from skyrl_train.algorithms.reductions import (
     REDUCTIONS,
     Reduction,
@@ -27,7 +26,7 @@ from skyrl_train.algorithms.reductions import (
     token_mean,
 )
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.objective import Objective
 

@@ -11,10 +11,9 @@ from algorithm_worlds import few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.advantages import STD_EPSILON, GroupRewards
-from skyrl_train.algorithms.kl_control import KlControl
-from skyrl_train.algorithms.rewards import overlong_penalty
-from skyrl_train.config.schema.algorithm import (
+from skyrl_train.algorithms.advantages import STD_EPSILON, GroupRewards, overlong_penalty
+from skyrl_train.algorithms.kl import KlControl
+from skyrl_train.config.schema import (
     AlgorithmConfig,
     KlControlConfig,
     KlControlType,
@@ -24,8 +23,8 @@ from skyrl_train.config.schema.algorithm import (
     RejectionLevel,
 )
 from skyrl_train.errors import GeneratorOutputError
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 
 def sample(length: int, reward: float, *, reference: float | None = None, **changes: object) -> Sample:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from training_worlds import backend, minibatch, weights
 
-from skyrl_train.config.schema.algorithm import (
+from skyrl_train.config.schema import (
     ClipCovConfig,
     KlCovConfig,
     ProximalPolicy,

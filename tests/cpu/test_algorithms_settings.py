@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,12 @@ from test_tutorials import blocks
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.minibatch import MINIBATCH_FACTS
-from skyrl_train.config import refusals
+from skyrl_train.algorithms.tokens import MINIBATCH_STATISTICS
+from skyrl_train.build.checks import check_import_paths, check_model_path, check_objective, known_names
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.errors import ConfigError, ModelError
-from skyrl_train.implementation_checks import check_import_paths, check_model_path, check_objective, known_names
 
 STREAMING = ("trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1")
 RULES = "off_policy_correction.rejections"
@@ -28,24 +29,15 @@ RULES = "off_policy_correction.rejections"
         (["advantage_batch_normalize=true", *STREAMING], "streaming_min_groups=null"),
         (["policy_loss_type=clip_cov", *STREAMING], "streaming_min_groups=null"),
         (["off_policy_correction.m2po_threshold=0.04", *STREAMING], "streaming_min_groups=null"),
-        (["policy_loss_type=kl_cov"], "update_epochs_per_batch=2"),
         (["policy_loss_type=dual_clip", "clip_ratio_c=0.9"], "must be more than 1"),
         (["loss_reduction=seq_mean_token_sum_norm"], r"max_seq_len=\d+"),
-        (["gamma=0.9"], "advantage_estimator=reinforce"),
         (["advantage_estimator=rloo", "generator.n_samples_per_prompt=1"], "n_samples_per_prompt=8"),
         (["advantage_estimator=maxrl", "kl_reward_coef=0.1"], "another estimator"),
         (["overlong.buffer_len=8"], r"max_response_len=\d+"),
-        (["overlong.max_response_len=8"], "overlong.buffer_len"),
-        (["overlong.buffer_len=8", "overlong.max_response_len=9", "overlong.penalty_factor=0"], "above 0"),
-        (["max_seq_len=8"], "max_seq_len=null"),
-        (["advantage_estimator=rloo", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
-        (["advantage_estimator=gae", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
-        ([f"{RULES}=[{{statistic:k3}}]"], "Set low, high, or both"),
         ([f"{RULES}=[{{statistic:k1,low:2,high:1}}]"], "Exchange them"),
         ([f"{RULES}=[{{statistic:ratio,high:0}}]"], "rejects every token"),
         ([f"{RULES}=[{{statistic:k3,level:sequence_mean,high:1,away_only:true}}]"], "Set level=token"),
         ([f"{RULES}=[{{statistic:k3,high:1}},{{statistic:k3,high:2}}]"], "same name"),
-        (["off_policy_correction.baseline_without_rejected=true"], "overlong.filter=true"),
         (
             [
                 "off_policy_correction.baseline_without_rejected=true",
@@ -54,33 +46,55 @@ RULES = "off_policy_correction.rejections"
             "proximal_policy=arrival",
         ),
         (["off_policy_correction.icepop_ratio_low=9"], "icepop_ratio_high"),
-        (["kl_ctrl.type=adaptive"], "kl_ctrl.type=fixed"),
         (["kl_reward_coef=-1"], "must be at least 0"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: list[str], remedy: str) -> None:
     keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
     with pytest.raises(ConfigError, match=remedy):
-        refusals.refuse(compose("quickstart", keys))
+        raise_errors(validate(compose("quickstart", keys)).errors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (["policy_loss_type=kl_cov"], "update_epochs_per_batch=2"),
+        (["gamma=0.9"], "advantage_estimator=reinforce"),
+        (["overlong.max_response_len=8"], "overlong.buffer_len"),
+        (["overlong.buffer_len=8", "overlong.max_response_len=9", "overlong.penalty_factor=0"], "above 0"),
+        (["max_seq_len=8"], "max_seq_len=null"),
+        (["advantage_estimator=rloo", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
+        (["advantage_estimator=gae", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
+        ([f"{RULES}=[{{statistic:k3}}]"], "Set low, high, or both"),
+        (["off_policy_correction.baseline_without_rejected=true"], "overlong.filter=true"),
+        (["kl_ctrl.type=adaptive"], "kl_ctrl.type=fixed"),
+    ],
+)
+def test_a_setting_without_effect_is_a_warning(settings: list[str], remedy: str) -> None:
+    keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
+    found = validate(compose("quickstart", keys))
+    assert found.errors == [] and any(re.search(remedy, warning) for warning in found.warnings), found
 
 
 def test_an_unknown_statistic_is_refused_by_its_name() -> None:
     rules = f"trainer.algorithm.{RULES}=[{{statistic:k3,high:1}},{{statistic:ration,high:2}}]"
     with pytest.raises(ConfigError, match=r"rejections\.statistic=ration is unknown\. Did you mean ratio"):
-        refusals.refuse(compose("quickstart", [rules]), known_names())
+        raise_errors(validate(compose("quickstart", [rules]), known_names()).errors)
 
 
 def test_rejections_alone_correct_a_run_with_older_tokens() -> None:
     rule = f"trainer.algorithm.{RULES}=[{{statistic:ratio,low:0.5,high:3}}]"
     uncorrected = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
-    refusals.refuse(compose("quickstart", ["trainer.mode=fully_async", uncorrected, rule]))
+    raise_errors(validate(compose("quickstart", ["trainer.mode=fully_async", uncorrected, rule])).errors)
 
 
 def test_a_loss_of_ones_own_that_needs_the_whole_minibatch_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(POLICY_LOSSES, "_entries", {**POLICY_LOSSES._entries, "own": POLICY_LOSSES.get("kl_cov")})
-    monkeypatch.setattr(MINIBATCH_FACTS, "_entries", {**MINIBATCH_FACTS._entries, "own": MINIBATCH_FACTS.get("kl_cov")})
+    monkeypatch.setattr(
+        MINIBATCH_STATISTICS, "_entries", {**MINIBATCH_STATISTICS._entries, "own": MINIBATCH_STATISTICS.get("kl_cov")}
+    )
     own = "trainer.algorithm.policy_loss_type=own"
     check_objective(compose("quickstart", ["trainer.mode=fully_async", own]))
     with pytest.raises(ConfigError, match="Set streaming_min_groups=null"):
@@ -93,7 +107,7 @@ def test_a_loss_of_ones_own_that_needs_the_whole_minibatch_is_refused_before_any
         "trainer.algorithm.advantage_estimator",
         "trainer.policy.optimizer_config.scheduler",
         "trainer.critic.optimizer_config.scheduler",
-        "trainer.fully_async.straggler_policy",
+        "trainer.fully_async.staleness_policy",
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused_before_a_model_is_loaded(key: str) -> None:

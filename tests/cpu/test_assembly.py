@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from skyrl_train import assembly
+from skyrl_train.build import trainer as assembly
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.rollout.dataset import load_dataset
+from skyrl_train.rollout.data.dataset import load_dataset
 
 
 @pytest.mark.parametrize("fails", ["trainer", "backend"])
 async def test_what_was_started_is_stopped_also_if_that_fails_and_the_first_error_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    overrides = [f"trainer.run_dir={tmp_path}", "generator.inference_engine.placement=thread", "trainer.trackers=[]"]
+    overrides = [f"trainer.run_dir={tmp_path}", "generator.inference_engine.executor=thread", "trainer.trackers=[]"]
     config = compose("quickstart", overrides)
     dataset = load_dataset(config.data, config.environment)
     plan = resolve(config, len(dataset))
@@ -46,7 +46,7 @@ async def test_what_was_started_is_stopped_also_if_that_fails_and_the_first_erro
         return built
 
     def backend(*arguments: object) -> Any:
-        return SimpleNamespace(close=lambda: stopped.append("backend"))
+        return SimpleNamespace(close=lambda: stopped.append("backend"), stage=None)
 
     monkeypatch.setattr(assembly, "build_client", client)
     monkeypatch.setattr(assembly, "build_backend", refuse if fails == "backend" else backend)

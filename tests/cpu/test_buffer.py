@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.buffer import RolloutBuffer, size_bytes
+from skyrl_train.rollout.buffer import RolloutBuffer, SpilledGroup, SpillFolder, size_bytes
 from skyrl_train.rollout.checkpoint import read_rollout_state, write_rollout_state
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.spill import SpilledGroup, SpillFolder
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 
-def group(ordinal: int, version: int = 0, tokens: int = 40, uid: str = "u") -> RolloutGroup:
-    rng = random.Random(ordinal)
+def group(group_index: int, version: int = 0, tokens: int = 40, uid: str = "u") -> RolloutGroup:
+    rng = random.Random(group_index)
     sequence = RolloutSequence.of_lists(
         prompt_token_ids=[rng.randrange(300, 50_000) for _ in range(5)],
         response_ids=[rng.randrange(300, 50_000) for _ in range(tokens)],
@@ -33,11 +32,11 @@ def group(ordinal: int, version: int = 0, tokens: int = 40, uid: str = "u") -> R
         rewards=[rng.random() for _ in range(tokens)],
         stop_reason="stop",
     )
-    return RolloutGroup(ordinal, uid, "s", (Sample((sequence,)), Sample((sequence, sequence))), 0, {"m": 0.1})
+    return RolloutGroup(group_index, uid, "s", (Sample((sequence,)), Sample((sequence, sequence))), 0, {"m": 0.1})
 
 
 def in_memory(buffer: RolloutBuffer) -> list[int]:
-    return sorted(entry.ordinal for entry in buffer if isinstance(entry, RolloutGroup))
+    return sorted(entry.group_index for entry in buffer if isinstance(entry, RolloutGroup))
 
 
 def files(folder: Path) -> list[str]:
@@ -48,14 +47,14 @@ def files(folder: Path) -> list[str]:
 async def test_beyond_the_limit_the_groups_with_the_latest_deadlines_go_to_the_disk(tmp_path: Path) -> None:
     buffer = RolloutBuffer(memory_bytes=3 * size_bytes(group(0)), folder=tmp_path / "spill")
     versions = {0: 5, 1: 2, 2: 7, 3: 2, 4: 1, 5: 7}
-    for ordinal, version in versions.items():
-        buffer.put(group(ordinal, version))
+    for group_index, version in versions.items():
+        buffer.put(group(group_index, version))
         await buffer.flushed()
     assert in_memory(buffer) == [1, 3, 4]
     assert files(tmp_path / "spill") == ["0", "2", "5"]
-    assert {entry.ordinal: entry.oldest_version for entry in buffer} == versions, "selection needs no file"
-    chosen = [entry for entry in buffer if entry.ordinal in (5, 1, 0)]
-    assert await buffer.load(chosen) == [group(entry.ordinal, versions[entry.ordinal]) for entry in chosen]
+    assert {entry.group_index: entry.oldest_version for entry in buffer} == versions, "selection needs no file"
+    chosen = [entry for entry in buffer if entry.group_index in (5, 1, 0)]
+    assert await buffer.load(chosen) == [group(entry.group_index, versions[entry.group_index]) for entry in chosen]
     buffer.take(chosen)
     assert in_memory(buffer) == [3, 4] and len(buffer) == 3
     del chosen
@@ -69,8 +68,8 @@ async def test_memory_stays_bounded_however_many_groups_wait(tmp_path: Path) -> 
     buffer = RolloutBuffer(limit, tmp_path)
     tracemalloc.start()
     try:
-        for ordinal in range(30):
-            buffer.put(group(ordinal, tokens=1500))
+        for group_index in range(30):
+            buffer.put(group(group_index, tokens=1500))
             assert buffer.memory_bytes <= limit + one
             await buffer.flushed()
         held, peak = tracemalloc.get_traced_memory()
@@ -106,8 +105,8 @@ async def test_a_slow_disk_blocks_nobody(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(SpillFolder, "write", slow)
     buffer = RolloutBuffer(0, tmp_path)
-    for ordinal in range(3):
-        buffer.put(group(ordinal))
+    for group_index in range(3):
+        buffer.put(group(group_index))
     assert await buffer.load(list(buffer)) == [group(0), group(1), group(2)], "what is being written is still there"
     buffer.take([group(1)])
     may_write.set()
@@ -122,10 +121,10 @@ async def test_groups_that_cannot_be_written_stay_in_memory(tmp_path: Path, capl
     (tmp_path / "file").write_text("")
     buffer = RolloutBuffer(0, tmp_path / "file" / "folder")
     with caplog.at_level(logging.ERROR):
-        for ordinal in range(3):
-            buffer.put(group(ordinal))
+        for group_index in range(3):
+            buffer.put(group(group_index))
             await buffer.flushed()
-    assert "group 0 cannot be put on the disk and stays in memory" in caplog.text
+    assert "group 0 cannot be written to disk and stays in memory" in caplog.text
     assert await buffer.load(list(buffer)) == [group(0), group(1), group(2)]
     buffer.take(list(buffer))
     assert buffer.memory_bytes == 0
@@ -144,10 +143,10 @@ async def test_groups_of_a_checkpoint_that_cannot_be_written_hold_no_others_up(t
 
 async def test_a_snapshot_can_be_written_after_its_groups_were_trained(tmp_path: Path) -> None:
     buffer = RolloutBuffer(size_bytes(group(0)), tmp_path / "spill")
-    for ordinal in range(4):
-        buffer.put(group(ordinal))
+    for group_index in range(4):
+        buffer.put(group(group_index))
     await buffer.flushed()
-    snapshot = buffer.snapshot()
+    snapshot = tuple(buffer)
     buffer.take(list(buffer))
     assert len(buffer) == 0 and len(files(tmp_path / "spill")) == 3
     write_rollout_state({}, snapshot, tmp_path)
@@ -157,7 +156,9 @@ async def test_a_snapshot_can_be_written_after_its_groups_were_trained(tmp_path:
     restored = RolloutBuffer(2 * size_bytes(group(0)), tmp_path / "other")
     await restored.restore(read_rollout_state(tmp_path)[1])
     assert in_memory(restored) == [0, 1], "the limit holds while a checkpoint is read"
-    assert sorted(await restored.load(list(restored)), key=lambda group: group.ordinal) == [group(o) for o in range(4)]
+    assert sorted(await restored.load(list(restored)), key=lambda group: group.group_index) == [
+        group(o) for o in range(4)
+    ]
 
 
 async def test_what_a_killed_run_has_left_in_the_folder_is_removed(tmp_path: Path) -> None:
@@ -182,32 +183,32 @@ def test_a_buffer_that_spills_holds_what_one_in_memory_holds(
     async def play() -> None:
         limit = fit * size_bytes(group(0))
         buffer, held = RolloutBuffer(limit, folder), dict[int, RolloutGroup]()
-        saved, ordinal = (buffer.snapshot(), dict(held)), 0
+        saved, group_index = (tuple(buffer), dict(held)), 0
         for event in events:
             if event == "put":
-                held[ordinal] = group(ordinal, version=rng.randrange(4))
-                buffer.put(held[ordinal])
-                ordinal += 1
+                held[group_index] = group(group_index, version=rng.randrange(4))
+                buffer.put(held[group_index])
+                group_index += 1
             elif event in ("take", "load"):
                 chosen = rng.sample(list(buffer), min(2, len(buffer)))
-                assert await buffer.load(chosen) == [held[entry.ordinal] for entry in chosen]
+                assert await buffer.load(chosen) == [held[entry.group_index] for entry in chosen]
                 if event == "take":
                     buffer.take(chosen)
                     for entry in chosen:
-                        del held[entry.ordinal]
+                        del held[entry.group_index]
             elif event == "flush":
                 await buffer.flushed()
                 assert buffer.memory_bytes <= limit
             elif event == "snapshot":
-                saved = (buffer.snapshot(), dict(held))
+                saved = (tuple(buffer), dict(held))
                 write_rollout_state({}, saved[0], folder)
             elif event == "restore" and (folder / "groups.jsonl").exists():
                 await buffer.aclose()
-                buffer, held = RolloutBuffer(limit, folder / str(ordinal)), dict(saved[1])
+                buffer, held = RolloutBuffer(limit, folder / str(group_index)), dict(saved[1])
                 await buffer.restore(read_rollout_state(folder)[1])
-            assert {entry.ordinal for entry in buffer} == held.keys()
-        assert {g.ordinal: g for g in await buffer.load(list(buffer))} == held
-        assert buffer.memory_bytes == sum(size_bytes(g) for g in held.values() if g.ordinal in in_memory(buffer))
+            assert {entry.group_index for entry in buffer} == held.keys()
+        assert {g.group_index: g for g in await buffer.load(list(buffer))} == held
+        assert buffer.memory_bytes == sum(size_bytes(g) for g in held.values() if g.group_index in in_memory(buffer))
         await buffer.aclose()
 
     asyncio.run(play())
@@ -222,9 +223,9 @@ def test_a_group_cannot_finish_twice() -> None:
 
 async def test_without_a_limit_everything_stays_in_memory() -> None:
     buffer = RolloutBuffer()
-    for ordinal in range(100):
-        buffer.put(group(ordinal, tokens=1))
-        buffer.take([group(ordinal, tokens=1)] if ordinal % 10 else [])
+    for group_index in range(100):
+        buffer.put(group(group_index, tokens=1))
+        buffer.take([group(group_index, tokens=1)] if group_index % 10 else [])
     assert in_memory(buffer) == list(range(0, 100, 10))
     assert buffer.memory_bytes == 10 * size_bytes(group(0, tokens=1))
 
@@ -233,7 +234,7 @@ async def test_a_run_whose_groups_wait_on_the_disk_trains_and_resumes_like_any_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "spill"
-    monkeypatch.setattr("skyrl_train.rollout_plane.RolloutBuffer", lambda *_, **__: RolloutBuffer(0, folder))
+    monkeypatch.setattr("skyrl_train.rollout.manager.RolloutBuffer", lambda *_, **__: RolloutBuffer(0, folder))
     overrides = ["trainer.mode=fully_async", "trainer.max_steps=8", "trainer.ckpt_interval=1"]
     stopped = Harness(tmp_path / "run", *overrides)
     spilled: list[int] = []

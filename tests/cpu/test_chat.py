@@ -132,7 +132,7 @@ def test_what_cannot_be_rendered_is_refused() -> None:
         ChatRenderer(TOKENIZERS["characters"], "").render([{"role": "user", "content": ""}])
 
 
-@pytest.mark.parametrize("statement", ["import skyrl_train.inference.chat", "import skyrl_train.rollout.dataset"])
+@pytest.mark.parametrize("statement", ["import skyrl_train.inference.chat", "import skyrl_train.rollout.data.dataset"])
 def test_importing_is_cheap(statement: str) -> None:
     heavy = "{'torch', 'transformers', 'renderers', 'datasets', 'pyarrow', 'skyrl_gym', 'reasoning_gym'}"
     program = f"{statement}; import sys; print(sorted({heavy} & set(sys.modules)))"

@@ -16,20 +16,15 @@ from hypothesis import strategies as st
 from scripted import ScriptedEngine, scripted_update, settle
 from test_chat_parsing import ARGUMENTS, TOOLS, hermes, join
 
+from skyrl_train.endpoint.sessions import Session
 from skyrl_train.errors import ConfigError, EngineError, RequestError, SessionError
-from skyrl_train.inference import chat_service
 from skyrl_train.inference.chat import ChatChoice, ChatEvent, ChatRequest
-from skyrl_train.inference.chat_service import ChatService
+from skyrl_train.inference.chat import service as chat_service
+from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import (
-    EngineCapabilities,
-    PauseMode,
-    SamplingParams,
-    StopReason,
-    StructuredOutput,
-)
+from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason, StructuredOutput
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
-from skyrl_train.inference.sessions import Session
+from skyrl_train.types import PauseMode
 
 QWEN = "Qwen/Qwen3-0.6B"
 ASK = ({"role": "user", "content": "Weather?"},)

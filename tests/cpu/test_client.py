@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from scripted import EOS, ScriptedEngine, hashed_token, scripted_update, settle
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.errors import ConfigError, EngineError, NoEngineError, PublicationError, RequestError
-from skyrl_train.inference import token_client
+from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RequestError, WeightSyncError
+from skyrl_train.inference import client as client_module
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import (
     InferenceEngineInput,
     InferenceEngineOutput,
-    PauseMode,
     SamplingParams,
     StructuredOutput,
 )
-from skyrl_train.inference.randomness import mix
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import PauseMode
 
 TOKENIZER: PreTrainedTokenizerFast = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK")
 
@@ -121,7 +121,7 @@ async def test_a_continued_request_is_the_prompt_plus_what_was_sampled_with_smal
     first, second, third = engine.requests
     assert second["prompt_token_ids"] == [[5, 6, 9, 9, 9]]
     assert second["sampling_params"] == dataclasses.replace(
-        first["sampling_params"], max_tokens=7, min_tokens=1, seed=mix(3, 0) + 3
+        first["sampling_params"], max_tokens=7, min_tokens=1, seed=derive_seed(3, 0) + 3
     )
     assert third == second
     engine.tick(7)
@@ -271,7 +271,7 @@ async def test_a_failed_update_leaves_the_engine_serving_what_it_had(phase: str,
         engine.fail[phase] = EngineError("scripted")
     else:
         engine.hang.add(phase)
-    with pytest.raises(PublicationError, match=phase):
+    with pytest.raises(WeightSyncError, match=phase):
         await publish(client, 1)
     assert client.policy_version == 0
     output = await client.generate(request(max_tokens=2))
@@ -338,7 +338,7 @@ async def test_an_abort_is_verified() -> None:
     task = asyncio.ensure_future(client.generate(request()))
     await settle()
     engine.ignores_abort = True
-    with pytest.raises(PublicationError, match="still holds 1 requests"):
+    with pytest.raises(WeightSyncError, match="still holds 1 requests"):
         await publish(client, 1, PauseMode.ABORT)
     assert client.policy_version == 0
     task.cancel()
@@ -365,7 +365,7 @@ async def test_the_gate_closes_before_the_engines_pause_and_opens_after_they_res
 async def test_the_pieces_of_a_stream_joined_are_the_whole_response(
     schedule: list[tuple[int, bool, bool]], stop: list[str], seed: int, largest: int
 ) -> None:
-    with patch.object(token_client, "_LARGEST_CHUNK", largest):
+    with patch.object(client_module, "_LARGEST_CHUNK", largest):
         await check_that_pieces_join(schedule, stop, seed, largest)
 
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.interface import PauseMode, SamplingParams
+from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationRequest
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.publisher import WeightPublisher, weights_of
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 
 
 class World:
@@ -27,15 +28,15 @@ class World:
 
     def __init__(self, folder: str) -> None:
         self.model = load_model(folder, "float32", "cpu")
-        self.engines = [EmbeddedEngine(folder, placement="thread", max_num_seqs=4, seed=index) for index in range(2)]
+        self.engines = [EmbeddedEngine(folder, executor="thread", max_num_seqs=4, seed=index) for index in range(2)]
         self.client = InferenceEngineClient(self.engines, load_tokenizer(folder), folder)
         self.transport = SharedMemoryTransport()
         self.version = -1
 
     async def publish(self, mode: PauseMode) -> None:
         self.version += 1
-        publisher = WeightPublisher(self.client, self.transport, mode)
-        await publisher.publish(weights_of(self.model.named_parameters()), self.version)
+        syncer = WeightSyncer(self.client, self.transport, weights_of(self.model.named_parameters), mode)
+        await syncer.sync(self.version)
 
     async def play(self, params: SamplingParams, events: list[Any], session: str) -> Generation:
         """Streams a response; after each piece the next event happens, if there is one."""

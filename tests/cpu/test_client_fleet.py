@@ -12,9 +12,10 @@ from test_fleet import Clock
 
 from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.fleet import EngineState, FleetLimits
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode, SamplingParams
+from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams
+from skyrl_train.inference.pool.fleet import EngineState, FleetLimits
 from skyrl_train.inference.requests import GenerationRequest
+from skyrl_train.types import PauseMode
 
 LIMITS = FleetLimits(max_failed_probes=2, max_restarts=2, backoff_s=1.0)
 

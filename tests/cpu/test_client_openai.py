@@ -10,8 +10,8 @@ from scripted import ScriptedEngine, settle
 from test_client import TOKENIZER, client_of, publish
 
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.dialects.errors import DialectError
-from skyrl_train.inference.interface import PauseMode
+from skyrl_train.inference.openai.errors import DialectError
+from skyrl_train.types import PauseMode
 
 MESSAGES = [{"role": "user", "content": "ab"}]
 

@@ -11,10 +11,11 @@ from scripted import ScriptedEngine, scripted_update, settle
 from test_client import publish, request
 from test_client_fleet import after, fleet_of
 
-from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError, PublicationError
+from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError, WeightSyncError
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.fleet import EngineState
-from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInput, PauseMode
+from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInput
+from skyrl_train.inference.pool.fleet import EngineState
+from skyrl_train.types import PauseMode
 
 
 class Slow(ScriptedEngine):
@@ -110,7 +111,7 @@ async def test_an_engine_that_did_not_say_whether_it_loaded_serves_only_after_it
     client, clock = fleet_of(engine, pause_timeout_s=0.01)
     await publish(client, 0)
     engine.block("load")
-    with pytest.raises(PublicationError, match="did not load"):
+    with pytest.raises(WeightSyncError, match="did not load"):
         await publish(client, 1)
     assert client.engines == [] and client.policy_version == 0
     engine._version = 1  # it did load, late
@@ -135,7 +136,7 @@ async def test_an_engine_that_cannot_resume_does_not_keep_requests_for_ever() ->
     client, clock = fleet_of(engine)
     await publish(client, 0)
     engine.fail["resume"] = EngineError("once")
-    with pytest.raises(PublicationError, match="resume"):
+    with pytest.raises(WeightSyncError, match="resume"):
         await publish(client, 1)
     engine.fail.clear()
     await after(client, clock, 1.0)

@@ -12,7 +12,7 @@ import torch
 from training_worlds import backend, build_small_model, minibatch, one_thread
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.training.compilation import compile_layers
+from skyrl_train.training.layers import compile_layers
 
 
 @pytest.fixture

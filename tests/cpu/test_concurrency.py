@@ -6,18 +6,18 @@ import asyncio
 
 from scripted import settle
 
-from skyrl_train.concurrency import Gate
+from skyrl_train.runtime.concurrency import Gate
 
 
 async def test_an_open_gate_holds_nobody_up() -> None:
-    await Gate().passed()
+    await Gate().wait_open()
 
 
 async def test_opening_lets_everybody_through_in_order_and_a_few_per_turn() -> None:
     gate, passed, per_turn = Gate(), [], []
 
     async def go(index: int) -> None:
-        await gate.passed()
+        await gate.wait_open()
         passed.append(index)
 
     gate.close()
@@ -37,7 +37,7 @@ async def test_a_gate_that_closes_again_keeps_those_that_are_not_through_and_los
     gate, passed = Gate(), []
 
     async def go(index: int) -> None:
-        await gate.passed()
+        await gate.wait_open()
         passed.append(index)
 
     gate.close()
@@ -56,14 +56,14 @@ async def test_a_gate_that_closes_again_keeps_those_that_are_not_through_and_los
 
 async def test_a_closed_gate_holds_until_it_opens_or_turns_away() -> None:
     gate = Gate()
-    assert await gate.passed()
+    assert await gate.wait_open()
     gate.close()
-    first = asyncio.create_task(gate.passed())
+    first = asyncio.create_task(gate.wait_open())
     await asyncio.sleep(0)
     assert gate.waiting == 1
-    gate.turn_away()
+    gate.abort_waiters()
     assert await first is False
-    second = asyncio.create_task(gate.passed())
+    second = asyncio.create_task(gate.wait_open())
     await asyncio.sleep(0)
     gate.open()
     gate.close()  # before its turn comes: it waits on
@@ -72,6 +72,6 @@ async def test_a_closed_gate_holds_until_it_opens_or_turns_away() -> None:
     assert (second.done(), gate.waiting) == (False, 1)
     gate.open()
     assert await second is True
-    third = asyncio.create_task(gate.passed())
+    third = asyncio.create_task(gate.wait_open())
     await third
     assert gate.waiting == 0

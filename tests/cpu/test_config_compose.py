@@ -14,9 +14,7 @@ from skyrl_train.config.compare import NOT_PART_OF_THE_RUN, differences, same_ru
 from skyrl_train.config.compose import compose, from_yaml, recipe_names, to_yaml
 from skyrl_train.config.keys import known_keys, nearest
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.schema.failures import FailurePolicy
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.trainer import TrainerMode
+from skyrl_train.config.schema import FailurePolicy, RunConfig, TrainerMode
 from skyrl_train.errors import ConfigError
 
 
@@ -48,7 +46,7 @@ def refusal(*args: str, recipes: Path | None = None) -> str:
 def test_every_recipe_composes_and_can_run_in_every_mode(name: str, mode: TrainerMode) -> None:
     config = compose(name, [f"trainer.mode={mode}"])
     assert type(config) is RunConfig
-    assert config.trainer.mode is mode
+    assert config.trainer.mode == mode
     assert resolve(config, dataset_len=1000).total_steps > 0
 
 
@@ -129,10 +127,7 @@ def test_an_unknown_key_in_a_recipe_is_named_too(recipes: Path) -> None:
         ("trainer.epochs=abc", "trainer.epochs (in the command line) must be an integer, got abc"),
         ("trainer.epochs=1.5", "must be an integer, got 1.5"),
         ("trainer.seed=null", "must be an integer, got null"),
-        (
-            "trainer.mode=asynchronous",
-            "must be one of sync, one_step_off, fully_async, partial_rollout, got asynchronous",
-        ),
+        ("trainer.resume=newest", "must be one of latest, never, got newest"),
         ("generator.verify_weights=3.5", "must be true or false, got 3.5"),
         ("trainer.trackers=tensorboard", "must be a list, each entry text, got tensorboard"),
         ("trainer.policy.optimizer_config.adam_betas=[0.9,x]", "a list, each entry a number, got [0.9,x]"),

@@ -13,33 +13,31 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.off_policy.weights import CORRECTIONS
+from skyrl_train.algorithms.off_policy import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
-from skyrl_train.config.keys import known_keys
+from skyrl_train.config.keys import _limits, _types
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import Plan, resolve
-from skyrl_train.config.refusals import CLOSED_NAMES, problems, refuse
-from skyrl_train.config.schema.model import ModelConfig
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.trainer import FullyAsyncConfig, TrainerMode
+from skyrl_train.config.schema import FullyAsyncConfig, ModelConfig, OneOf, RunConfig, TrainerMode
+from skyrl_train.config.validate import Validation, raise_errors, validate
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference.interface import PauseMode
 from skyrl_train.models.folder import DTYPES
-from skyrl_train.rollout.staleness import StalenessManager
-from skyrl_train.rollout.stragglers import resolve_straggler_policy
+from skyrl_train.rollout.staleness.manager import StalenessManager
+from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
+from skyrl_train.types import PauseMode
 
 BOUND, DEPTH, WORKERS, EVERY, OVERLAP, STREAMING, STRAGGLERS = (
     f"trainer.fully_async.{name}"
     for name in (
         "max_staleness_steps",
-        "pipeline_depth",
+        "generate_ahead_steps",
         "num_parallel_generation_workers",
-        "sync_every_steps",
-        "overlap_publication",
+        "weight_sync_interval",
+        "overlap_weight_sync",
         "streaming_min_groups",
-        "straggler_policy",
+        "staleness_policy",
     )
 )
 MINIBATCH = "trainer.policy_mini_batch_size"
@@ -63,25 +61,31 @@ def fully_async(*overrides: str) -> RunConfig:
     return settings("trainer.mode=fully_async", *overrides)
 
 
-def the_problem(config: RunConfig) -> str:
-    found = problems(config)
-    assert len(found) == 1, found
-    return found[0]
+def the_error(config: RunConfig) -> str:
+    (error,) = validate(config).errors
+    return error
+
+
+def the_warning(config: RunConfig) -> str:
+    found = validate(config)
+    assert found.errors == []
+    (warning,) = found.warnings
+    return warning
 
 
 def test_defaults_derive_depth_two_and_as_many_workers_as_are_ever_admitted() -> None:
     plan = resolve(fully_async(f"{MINIBATCH}=16", f"{BOUND}=4"), dataset_len=100)
-    assert (plan.max_staleness_steps, plan.pipeline_depth, plan.num_workers, plan.capacity) == (4, 2, 48, 48)
+    assert (plan.max_staleness_steps, plan.generate_ahead_steps, plan.num_workers, plan.capacity) == (4, 2, 48, 48)
 
 
 def test_a_bound_of_zero_leaves_no_depth() -> None:
     plan = resolve(fully_async(f"{MINIBATCH}=16", f"{BOUND}=0"), dataset_len=100)
-    assert (plan.max_staleness_steps, plan.pipeline_depth, plan.num_workers) == (0, 0, 16)
+    assert (plan.max_staleness_steps, plan.generate_ahead_steps, plan.num_workers) == (0, 0, 16)
 
 
 def test_sync_has_neither_bound_nor_depth_whatever_the_asynchronous_settings_say() -> None:
     plan = resolve(settings("trainer.mode=sync", f"{BOUND}=4", f"{DEPTH}=2", f"{WORKERS}=99"), dataset_len=100)
-    assert (plan.mode, plan.max_staleness_steps, plan.pipeline_depth) == (TrainerMode.sync, 0, 0)
+    assert (plan.mode, plan.max_staleness_steps, plan.generate_ahead_steps) == (TrainerMode.sync, 0, 0)
     assert plan.num_workers == plan.train_batch_size == plan.policy_mini_batch_size
 
 
@@ -108,27 +112,42 @@ def test_requests_are_as_long_as_the_limits_allow_within_the_model() -> None:
         ([f"{WORKERS}=15"], "Set it to 48, or to null"),
         ([f"{BOUND}=-1"], "must be at least 0"),
         ([f"{DEPTH}=-1"], "must be at least 0"),
-        ([f"{DEPTH}=inf"], "must be a finite number"),
-        ([f"{DEPTH}=5", f"{BOUND}=4"], "Set max_staleness_steps=5 or pipeline_depth=4"),
-        ([f"{DEPTH}=0.5", f"{BOUND}=0"], "Set max_staleness_steps=1 or pipeline_depth=0"),
+        ([f"{DEPTH}=inf"], "must be at least 0 and finite"),
+        ([f"{DEPTH}=5", f"{BOUND}=4"], "Set max_staleness_steps=5 or generate_ahead_steps=4"),
+        ([f"{DEPTH}=0.5", f"{BOUND}=0"], "Set max_staleness_steps=1 or generate_ahead_steps=0"),
         ([f"{EVERY}=0"], "must be at least 1"),
-        ([f"{EVERY}=4", f"{BOUND}=2"], "Set max_staleness_steps=3 or sync_every_steps=3 at most"),
-        ([f"{EVERY}=3", f"{DEPTH}=1.5", f"{BOUND}=3"], "Set max_staleness_steps=4 or pipeline_depth=1"),
-        ([f"{OVERLAP}=true", f"{BOUND}=0"], "Set pipeline_depth=1 and max_staleness_steps=1"),
-        ([f"{OVERLAP}=true", f"{DEPTH}=0.5"], "overlap_publication=false"),
-        ([f"{STRAGGLERS}=burst", f"{DEPTH}=0", f"{BOUND}=4"], "Set pipeline_depth=4 and max_staleness_steps=4"),
-        ([f"{STRAGGLERS}=burst", f"{DEPTH}=0", f"{BOUND}=0"], "Set pipeline_depth=1 and max_staleness_steps=1"),
-        ([f"{OVERLAP}=true", f"{DEPTH}=0", f"{STREAMING}=1"], "nothing to train on before the publication is over"),
-        ([f"{STREAMING}=0"], f"between 1 and {MINIBATCH}=16"),
+        ([f"{EVERY}=4", f"{BOUND}=2"], "Set max_staleness_steps=3 or weight_sync_interval=3 at most"),
+        ([f"{EVERY}=3", f"{DEPTH}=1.5", f"{BOUND}=3"], "Set max_staleness_steps=4 or generate_ahead_steps=1"),
+        ([f"{STREAMING}=0"], "must be at least 1"),
         ([f"{STREAMING}=17"], f"between 1 and {MINIBATCH}=16"),
         ([f"{STREAMING}=4", "trainer.update_epochs_per_batch=2"], "a second pass needs the whole minibatch"),
-        (["trainer.train_batch_size=32"], "trainer.train_batch_size=null"),
         ([UNCORRECTED], "tis_ratio_type=token"),
         ([UNCORRECTED], "allow_uncorrected=true"),
     ],
 )
 def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: str) -> None:
-    assert expected in the_problem(fully_async(*overrides))
+    assert expected in the_error(fully_async(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{OVERLAP}=true", f"{BOUND}=0"], "Set generate_ahead_steps=1 and max_staleness_steps=1"),
+        ([f"{OVERLAP}=true", f"{DEPTH}=0.5"], "overlap_weight_sync=false"),
+        (
+            [f"{STRAGGLERS}=wait_batched", f"{DEPTH}=0", f"{BOUND}=4"],
+            "Set generate_ahead_steps=4 and max_staleness_steps=4",
+        ),
+        (
+            [f"{STRAGGLERS}=wait_batched", f"{DEPTH}=0", f"{BOUND}=0"],
+            "Set generate_ahead_steps=1 and max_staleness_steps=1",
+        ),
+        ([f"{OVERLAP}=true", f"{DEPTH}=0", f"{STREAMING}=1"], "nothing to train on before the weight sync is over"),
+        (["trainer.train_batch_size=32"], "trainer.train_batch_size=null"),
+    ],
+)
+def test_a_setting_without_effect_in_asynchronous_training_is_a_warning(overrides: list[str], expected: str) -> None:
+    assert expected in the_warning(fully_async(*overrides))
 
 
 @pytest.mark.parametrize(
@@ -149,8 +168,8 @@ def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: st
         (["generator.sampling_params.temperature=0"], "Set temperature=1.0"),
         (["generator.sampling_params.temperature=-1"], "must be at least 0"),
         (["generator.sampling_params.temperature=nan"], "must be at least 0"),
-        (["generator.sampling_params.top_p=0"], "at most 1"),
-        (["generator.sampling_params.min_p=2"], "between 0 (off) and 1"),
+        (["generator.sampling_params.top_p=0"], "must be more than 0 and at most 1"),
+        (["generator.sampling_params.min_p=2"], "between 0 and 1"),
         (["generator.sampling_params.min_tokens=99"], "between 0 and max_tokens=64"),
         (["generator.sampling_params.top_p=0.9", UNCORRECTED], "another distribution"),
         (["generator.sampling_params.top_k=5", UNCORRECTED], "another distribution"),
@@ -163,16 +182,27 @@ def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: st
         (["trainer.policy.optimizer_config.lr=nan"], "must be more than 0"),
         (["trainer.policy.optimizer_config.adam_betas=[0.9]"], "two numbers in [0, 1)"),
         (["trainer.policy.optimizer_config.adam_betas=[0.9,1]"], "two numbers in [0, 1)"),
-        (["trainer.algorithm.eps_clip_low=1"], "must be less than 1"),
+        (["trainer.algorithm.eps_clip_low=1"], "must be at least 0 and less than 1"),
         (["trainer.algorithm.eps_clip_high=-0.1"], "must be at least 0"),
         (["trainer.policy.model.build.num_heads=0"], "must be at least 1"),
         (["trainer.policy.model.build.hidden_size=130"], "Set it to 132"),
         (["generator.inference_engine.max_model_len=600"], "exceeds the model's 512 positions"),
         (["generator.inference_engine.max_model_len=64"], "leaves no room for a prompt"),
         (["generator.pause_mode=kep"], "Did you mean keep?"),
-        (["generator.inference_engine.placement=thred"], "Did you mean thread?"),
+        (["generator.inference_engine.executor=thred"], "Did you mean thread?"),
         (["generator.inference_engine.backend=vlm"], "Did you mean vllm?"),
         (["generator.inference_engine.backend=vllm_remote"], "names 0 servers"),
+        (["generator.inference_engine.dtype=fp32"], "Known: float32, bfloat16"),
+        (["data.generate=0"], "data.generate=0"),
+    ],
+)
+def test_what_no_mode_can_do(overrides: list[str], expected: str) -> None:
+    assert expected in the_error(settings(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
         (
             ["generator.inference_engine.remote_urls=[http://a:1]"],
             "belongs to generator.inference_engine.backend=vllm_remote",
@@ -181,12 +211,12 @@ def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: st
             [
                 "generator.inference_engine.backend=vllm_remote",
                 "generator.inference_engine.remote_urls=[http://a:1]",
-                "generator.inference_engine.placement=ray",
+                "generator.inference_engine.executor=ray",
             ],
             "runs where it was started",
         ),
         (
-            ["generator.inference_engine.backend=vllm", "generator.inference_engine.placement=thread"],
+            ["generator.inference_engine.backend=vllm", "generator.inference_engine.executor=thread"],
             "use process or ray",
         ),
         (["generator.inference_engine.tensor_parallel_size=2"], "the embedded engine is not parallel"),
@@ -194,32 +224,31 @@ def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: st
             ["generator.inference_engine.engine_args={block_size: 16}"],
             "belongs to generator.inference_engine.backend=vllm",
         ),
-        (["generator.inference_engine.dtype=fp32"], "Known: float32, bfloat16"),
-        (["data.generate=0"], "data.generate=0"),
     ],
 )
-def test_what_no_mode_can_do(overrides: list[str], expected: str) -> None:
-    assert expected in the_problem(settings(*overrides))
+def test_a_setting_without_effect_in_any_mode_is_a_warning(overrides: list[str], expected: str) -> None:
+    assert expected in the_warning(settings(*overrides))
 
 
 def test_temperature_zero_is_fine_where_nothing_is_compared() -> None:
     greedy = ["generator.sampling_params.temperature=0", "generator.n_samples_per_prompt=1"]
-    assert problems(settings(*greedy, "trainer.algorithm.advantage_estimator=mine.Estimator")) == []
+    assert validate(settings(*greedy, "trainer.algorithm.advantage_estimator=mine.Estimator")).errors == []
 
 
 @pytest.mark.parametrize("overrides", [[], [f"{BOUND}=0", UNCORRECTED], ["generator.sampling_params.top_p=0.9"]])
 def test_what_is_corrected_or_on_policy_is_allowed(overrides: list[str]) -> None:
-    refuse(fully_async(*overrides))
+    assert validate(fully_async(*overrides)) == Validation([], [])
 
 
 def test_the_opt_in_allows_uncorrected_training() -> None:
-    refuse(fully_async(UNCORRECTED, "trainer.algorithm.off_policy_correction.allow_uncorrected=true"))
+    allowed = fully_async(UNCORRECTED, "trainer.algorithm.off_policy_correction.allow_uncorrected=true")
+    assert validate(allowed).errors == []
 
 
 def test_all_problems_come_in_one_message() -> None:
     config = fully_async(f"{DEPTH}=9", "trainer.policy.optimizer_config.lr=0", "generator.pause_mode=kep")
     with pytest.raises(ConfigError, match="3 settings cannot work") as error:
-        refuse(config)
+        raise_errors(validate(config).errors)
     for key in (DEPTH, "trainer.policy.optimizer_config.lr", "generator.pause_mode"):
         assert key in str(error.value)
 
@@ -231,25 +260,30 @@ def test_names_of_registries_are_checked_against_what_is_registered() -> None:
         "trainer.algorithm.off_policy_correction.tis_ratio_type": CORRECTIONS.names(),
         "trainer.trackers": ["tensorboard"],
     }
-    refuse(RunConfig(), names)
+    assert validate(RunConfig(), names).errors == []
     config = settings("trainer.trackers=[tensorbord,my.Tracker]", "trainer.algorithm.loss_reduction=token_men")
     with pytest.raises(ConfigError) as error:
-        refuse(config, names)
+        raise_errors(validate(config, names).errors)
     assert "Did you mean tensorboard?" in str(error.value)
     assert "Did you mean token_mean?" in str(error.value)
     assert "my.Tracker" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", sorted(CLOSED_NAMES))
-def test_an_import_path_is_in_no_closed_list(key: str) -> None:
-    (problem,) = [found for found in problems(settings(f"{key}=torch.bfloat16")) if "unknown" in found]
-    assert f"{key}=torch.bfloat16 is unknown." in problem
+def closed_choices() -> dict[str, tuple[str, ...]]:
+    """By setting, the values of those that take no import path."""
+    limits = {key: [limit for limit in _limits(kind) if isinstance(limit, OneOf)] for key, kind in _types().items()}
+    return {key: found[0].names for key, found in limits.items() if found and not found[0].import_path}
 
 
-def test_the_closed_lists_are_those_of_the_code_that_reads_them() -> None:
-    assert set(CLOSED_NAMES["generator.pause_mode"]) == set(PauseMode)
-    assert set(CLOSED_NAMES["trainer.policy.dtype"]) == set(DTYPES)
-    assert set(known_keys()) >= set(CLOSED_NAMES)
+@pytest.mark.parametrize("key", sorted(closed_choices()))
+def test_a_closed_choice_takes_no_import_path(key: str) -> None:
+    (error,) = [found for found in validate(settings(f"{key}=torch.bfloat16")).errors if "unknown" in found]
+    assert f"{key}=torch.bfloat16 is unknown." in error
+
+
+def test_the_choices_are_those_of_the_code_that_reads_them() -> None:
+    assert set(closed_choices()["generator.pause_mode"]) == set(PauseMode)
+    assert set(closed_choices()["trainer.policy.dtype"]) == set(DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +309,11 @@ def test_the_remedy_of_a_small_data_set_works() -> None:
         [f"{OVERLAP}=true", f"{DEPTH}=0.5", f"{STREAMING}=8"],
         [f"{STREAMING}=16", f"{BOUND}=0"],
         [f"{EVERY}=3", f"{BOUND}=2"],
-        ["trainer.fully_async.straggler_policy=drop", f"{BOUND}=0"],
+        ["trainer.fully_async.staleness_policy=drop", f"{BOUND}=0"],
     ],
 )
 def test_the_tightest_sizes_that_work_are_allowed(overrides: list[str]) -> None:
-    refuse(fully_async(*overrides))
+    assert validate(fully_async(*overrides)) == Validation([], [])
 
 
 @pytest.mark.parametrize(
@@ -293,7 +327,7 @@ def test_the_tightest_sizes_that_work_are_allowed(overrides: list[str]) -> None:
     ],
 )
 def test_what_partial_rollouts_cannot_do(overrides: list[str], expected: str) -> None:
-    assert expected in the_problem(settings("trainer.mode=partial_rollout", *overrides))
+    assert expected in the_error(settings("trainer.mode=partial_rollout", *overrides))
 
 
 @given(
@@ -319,14 +353,14 @@ def test_what_is_not_refused_is_what_the_staleness_manager_can_work_with(
     config.trainer.policy_mini_batch_size = minibatch
     config.trainer.fully_async = FullyAsyncConfig(
         max_staleness_steps=bound,
-        pipeline_depth=depth,
+        generate_ahead_steps=depth,
         num_parallel_generation_workers=workers,
-        sync_every_steps=k,
-        overlap_publication=overlap,
+        weight_sync_interval=k,
+        overlap_weight_sync=overlap,
         streaming_min_groups=streaming,
     )
-    if problems(config):
-        chosen = derive.pipeline_depth(config) if depth is None else depth
+    if validate(config).errors:
+        chosen = derive.generate_ahead_steps(config) if depth is None else depth
         assert (
             bound < max(0, chosen + k - 1)
             or chosen < 0
@@ -334,19 +368,18 @@ def test_what_is_not_refused_is_what_the_staleness_manager_can_work_with(
             or (workers is not None and workers < minibatch)
             or not 1 <= (streaming or minibatch) <= minibatch
             or streaming == 0
-            or (overlap and chosen * minibatch < (streaming or minibatch))
         )
         return
     plan = resolve(config, dataset_len=1000)
     manager = StalenessManager(
         batch_groups=minibatch,
         max_staleness_steps=plan.max_staleness_steps,
-        pipeline_depth=plan.pipeline_depth,
+        generate_ahead_steps=plan.generate_ahead_steps,
         max_running=plan.num_workers,
         total_steps=1000,
-        policy=resolve_straggler_policy("wait"),
-        steps_per_publication=plan.steps_per_publication,
-        overlap=plan.overlap_publication,
+        policy=resolve_staleness_policy("wait"),
+        weight_sync_interval=plan.weight_sync_interval,
+        overlap=plan.overlap_weight_sync,
     )
     assert minibatch <= manager.capacity() == min(plan.num_workers, plan.capacity)
 
@@ -440,8 +473,8 @@ def test_the_plan_shows_what_is_done_about_older_tokens() -> None:
 
 
 def test_the_description_says_what_gives_way() -> None:
-    assert "trained, corrected and counted" in described("trainer.fully_async.straggler_policy=accept")[1]
-    assert "never exceeded" in described("trainer.fully_async.straggler_policy=wait")[1]
+    assert "trained all the same, corrected and counted" in described("trainer.fully_async.staleness_policy=accept")[1]
+    assert "never exceeded" in described("trainer.fully_async.staleness_policy=wait")[1]
 
 
 def test_a_shortened_run_says_that_its_warm_up_is_longer() -> None:

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_worlds import backend, config, minibatch, same, weights
 
-from skyrl_train.algorithms.values import value_loss, value_metrics, value_statistics
+from skyrl_train.algorithms.losses import value_loss, value_metrics, value_statistics
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, HalfStepError
 from skyrl_train.training.actor_critic import CRITIC_FOLDER, ActorCritic
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.batch import MicroBatch
+from skyrl_train.training.critic_worker import can_pack
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
-from skyrl_train.training.value_model import can_pack
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
@@ -48,13 +48,13 @@ def test_a_pattern_that_matches_nothing_is_named_as_the_critics(folder: str) -> 
 
 
 def test_what_its_model_cannot_do_is_named_as_the_critics(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_train.training.activations.GradientCheckpointingLayer", str)  # no layer is one
+    monkeypatch.setattr("skyrl_train.training.layers.GradientCheckpointingLayer", str)  # no layer is one
     with pytest.raises(ConfigError, match=r"^trainer\.critic\.gradient_checkpointing=true: .* has no layers"):
         critic(folder, critic__gradient_checkpointing=True)
 
 
 def test_a_state_of_another_dtype_is_named_as_the_critics(folder: str) -> None:
-    wide, narrow = (critic(folder, critic__dtype=dtype)._trainer.optimizer for dtype in ("float32", "bfloat16"))
+    wide, narrow = (critic(folder, critic__dtype=dtype)._worker.optimizer for dtype in ("float32", "bfloat16"))
     assert narrow.check_state_dict(wide.state_dict()) == "other master weights (trainer.critic.dtype differs)"
 
 
@@ -230,10 +230,10 @@ def test_what_both_refuse_has_moved_nothing_and_what_one_refuses_says_so(folder:
     with pytest.raises(ConfigError, match="micro_batch_tokens"):
         both.accumulate(long)
     assert same(before, dict(both.named_weights()))
-    with pytest.raises(HalfStepError, match="the critic refused: of 6"):
+    with pytest.raises(HalfStepError, match="the critic rejected: of 6"):
         both.update(dataclasses.replace(batch, sequences=minibatch().sequences))
     ragged = dataclasses.replace(batch.sequences[1], behaviour_logprobs=torch.zeros(1))
-    with pytest.raises(HalfStepError, match=r"the policy refused: training sequence 0 .* ragged"):
+    with pytest.raises(HalfStepError, match=r"the policy rejected: training sequence 0 .* ragged"):
         both.update(dataclasses.replace(batch, sequences=[ragged]))
     with pytest.raises(GeneratorOutputError, match="ragged"):
         both.accumulate(dataclasses.replace(batch, sequences=[ragged]))
@@ -258,7 +258,7 @@ def test_values_are_computed_where_the_model_computes(folder: str, monkeypatch: 
     trained, sequences = off_zero(folder), minibatch().sequences
     expected = trained.forward_values(sequences)
     here = torch.device("cpu")
-    monkeypatch.setattr("skyrl_train.training.logprobs.compute_device", lambda model: here)
+    monkeypatch.setattr("skyrl_train.training.scorer.compute_device", lambda model: here)
     monkeypatch.setattr(type(trained.model), "device", property(lambda model: torch.device("meta")))
     assert all(map(torch.equal, trained.forward_values(sequences), expected))
 
@@ -269,7 +269,7 @@ def test_what_bfloat16_rounds_is_not_another_value(folder: str, monkeypatch: pyt
     def rounded(model: object, micro_batch: MicroBatch, then: object) -> torch.Tensor:
         return torch.full((3, 4), 3.0 if micro_batch.segments is None else 3.0 + 2**-6, dtype=torch.bfloat16)
 
-    monkeypatch.setattr("skyrl_train.training.value_model.scored_hidden", rounded)
+    monkeypatch.setattr("skyrl_train.training.critic_worker.scored_hidden", rounded)
     assert can_pack(critic(folder).model)
 
 

@@ -21,16 +21,15 @@ from skyrl_train.config import derive
 from skyrl_train.config.compare import same_run
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.validate import validate
 from skyrl_train.errors import GeneratorOutputError, StageError
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.rollout.buffer import size_bytes
-from skyrl_train.rollout.group import RolloutGroup, Sample
-from skyrl_train.rollout.group_json import decode_group, encode_group
-from skyrl_train.rollout.logprob_stages import ValueStage
+from skyrl_train.rollout.buffer import decode_group, encode_group, size_bytes
+from skyrl_train.rollout.stages.logprobs import ValueStage
 from skyrl_train.training.backend import CriticBackend, Minibatch, TrainingSequence
 from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.types import RolloutGroup, Sample
 
 GAE = "trainer.algorithm.advantage_estimator=gae"
 SHARDED = [GAE, "trainer.strategy=fsdp2"]
@@ -92,7 +91,7 @@ WHOLE = "trainer.algorithm.advantage_batch_normalize=false"
         ["trainer.mode=fully_async"],
         ["trainer.mode=partial_rollout", "generator.pause_mode=abort"],
         ["trainer.fully_async.streaming_min_groups=1", WHOLE],
-        ["trainer.fully_async.straggler_policy=wait", "rollout.buffer_memory_bytes=1"],
+        ["trainer.fully_async.staleness_policy=wait", "rollout.buffer_memory_bytes=1"],
     ],
     ids=lambda settings: settings[0].rpartition(".")[2],
 )
@@ -112,7 +111,7 @@ async def test_the_critic_trains_in_step_on_values_of_when_a_group_arrived(tmp_p
 
 
 async def test_values_in_the_buffer_outlive_a_checkpoint(tmp_path: Path) -> None:
-    settings = (GAE, "trainer.fully_async.straggler_policy=wait")
+    settings = (GAE, "trainer.fully_async.staleness_policy=wait")
     first = Harness(tmp_path, *settings, critic=ScriptedCritic())
     loop = asyncio.get_running_loop()
 
@@ -226,11 +225,6 @@ def test_a_group_without_values_is_refused_and_a_masked_one_needs_none() -> None
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [
-        (
-            ["trainer.critic.optimizer_config.lr=1e-3"],
-            "trainer.critic.optimizer_config with trainer.algorithm.advantage",
-        ),
-        (["trainer.algorithm.lambd=0.9"], "trainer.algorithm.lambd with"),
         ([GAE, "trainer.algorithm.lambd=1.5"], "must be between 0 and 1"),
         ([GAE, "trainer.algorithm.value_clip=0"], "trainer.algorithm.value_clip=0"),
         ([GAE, "trainer.critic.dtype=float16"], "trainer.critic.dtype=float16 is unknown"),
@@ -255,29 +249,44 @@ def test_a_group_without_values_is_refused_and_a_masked_one_needs_none() -> None
             [*SHARDED, "trainer.device=cuda", "trainer.critic.fsdp.ray_num_gpus=0.5"],
             "Set trainer.critic.fsdp.ray_num_gpus=1",
         ),
-        ([*SHARDED, "trainer.critic.fsdp.ray_num_gpus=1"], "Set trainer.critic.device=cuda"),
         ([*SHARDED, "trainer.critic.placement=worker"], "trainer.critic.placement=worker is unknown"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
+    found = validate(compose("quickstart", overrides)).errors
+    assert any(remedy in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (
+            ["trainer.critic.optimizer_config.lr=1e-3"],
+            "trainer.critic.optimizer_config with trainer.algorithm.advantage",
+        ),
+        (["trainer.algorithm.lambd=0.9"], "trainer.algorithm.lambd with"),
+        ([*SHARDED, "trainer.critic.fsdp.ray_num_gpus=1"], "Set trainer.critic.device=cuda"),
         ([GAE, COLOCATED], "set trainer.strategy=fsdp2"),
         ([*SHARDED, COLOCATED, "trainer.critic.device=cpu"], "Set trainer.critic.device=null"),
         ([*SHARDED, COLOCATED, "trainer.critic.fsdp.num_workers=4"], "Set trainer.fsdp.num_workers"),
         ([COLOCATED], "trainer.critic.placement with trainer.algorithm.advantage_estimator=grpo"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
-    found = problems(compose("quickstart", overrides))
-    assert any(remedy in problem for problem in found), found
+def test_a_setting_without_effect_is_a_warning_with_its_reason(overrides: list[str], remedy: str) -> None:
+    found = validate(compose("quickstart", overrides))
+    assert found.errors == [] and any(remedy in warning for warning in found.warnings), found
 
 
 def test_slices_of_the_tokens_and_the_policys_ranks_are_not_refused_and_make_no_other_run(tmp_path: Path) -> None:
     slices = "trainer.critic.fsdp.sequence_parallel_size=2"
-    assert problems(compose("quickstart", [*SHARDED, slices])) == []
+    assert validate(compose("quickstart", [*SHARDED, slices])).errors == []
     colocated = [*SHARDED, COLOCATED, "trainer.fsdp.sequence_parallel_size=2", "trainer.critic.fsdp.cpu_offload=true"]
-    assert problems(compose("quickstart", colocated)) == []
+    assert validate(compose("quickstart", colocated)).errors == []
     assert same_run(
         compose("quickstart", colocated), compose("quickstart", [*SHARDED, slices, "trainer.critic.device=cuda"])
     )
     build_model_folder(dataclasses.replace(SMALL, num_heads=1), tmp_path / "one_head", seed=0)
-    found = problems(compose("quickstart", [*colocated, f"trainer.critic.model.path={tmp_path / 'one_head'}"]))
+    found = validate(compose("quickstart", [*colocated, f"trainer.critic.model.path={tmp_path / 'one_head'}"])).errors
     assert len(found) == 1 and "does not divide the critic's 1 attention heads" in found[0]
 
 
@@ -292,9 +301,9 @@ def test_the_plan_shows_the_critic_and_what_it_holds() -> None:
     assert "critic" not in resolve(compose("quickstart", []), 512).describe()
     slices = "trainer.critic.fsdp.sequence_parallel_size=2"
     own = resolve(compose("quickstart", [*SHARDED, slices, "trainer.critic.fsdp.cpu_offload=true"]), 512)
-    assert "2 Ray actors of its own with 1 CPUs each, 2 share each micro-batch, state in main memory)" in own.describe()
+    assert "2 separate Ray actors with 1 CPUs each, 2 share each micro-batch, state in main memory)" in own.describe()
     on_gpus = resolve(compose("quickstart", [*SHARDED, "trainer.critic.device=cuda"]), 512)
-    assert "on cuda, 2 Ray actors of its own with 1 CPUs and 1 GPUs each)" in on_gpus.describe()
+    assert "on cuda, 2 separate Ray actors with 1 CPUs and 1 GPUs each)" in on_gpus.describe()
     assert "on top of each rank, and " in on_gpus.describe() and "where the critic is" in on_gpus.describe()
     assert "on cpu, in the policy's ranks)" in resolve(compose("quickstart", [*SHARDED, COLOCATED]), 512).describe()
     assert derive.critic_trainer(config.trainer).policy.optimizer_config.lr == 5e-6

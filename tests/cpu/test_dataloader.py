@@ -14,18 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.concurrency import Signal
-from skyrl_train.config.schema.data import DataConfig
+from skyrl_train.config.schema import DataConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, DataError
-from skyrl_train.rollout import streaming
-from skyrl_train.rollout.dataloader import PromptLoader, build_loader
-from skyrl_train.rollout.dataset import PromptDataset
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.ledger import OUTCOMES
-from skyrl_train.rollout.records import RecordMaker
-from skyrl_train.rollout.samplers import SampledPrompts, Sampler
-from skyrl_train.rollout.streaming import StreamingPrompts
+from skyrl_train.rollout.data import streaming
+from skyrl_train.rollout.data.dataset import PromptDataset, RecordMaker
+from skyrl_train.rollout.data.ledger import OUTCOMES
+from skyrl_train.rollout.data.loader import PromptLoader, build_loader
+from skyrl_train.rollout.data.samplers import SampledPrompts, Sampler
+from skyrl_train.rollout.data.streaming import StreamingPrompts
+from skyrl_train.runtime.concurrency import Signal
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 SEED = 3
 
@@ -34,9 +33,9 @@ def dataset(size: int) -> PromptDataset:
     return PromptDataset(tuple(PromptRecord(f"p{row}", [], data_source="ab"[row % 2]) for row in range(size)))
 
 
-def group(ordinal: int, uid: str = "u", reward: float = 0.5) -> RolloutGroup:
+def group(group_index: int, uid: str = "u", reward: float = 0.5) -> RolloutGroup:
     sequence = RolloutSequence.of_lists([1], [2], [1], [-0.5], [0], [reward], "stop")
-    return RolloutGroup(ordinal, uid, "s", (Sample((sequence,)),), submitted_version=0)
+    return RolloutGroup(group_index, uid, "s", (Sample((sequence,)),), submitted_version=0)
 
 
 class LeastRewarded(Sampler):
@@ -48,8 +47,8 @@ class LeastRewarded(Sampler):
         self.seen = [0] * len(dataset)
         self.drawn = 0
 
-    def row(self, ordinal: int) -> int:
-        assert ordinal == self.drawn, "asked twice, or out of order"
+    def row(self, group_index: int) -> int:
+        assert group_index == self.drawn, "asked twice, or out of order"
         self.drawn += 1
         return min(
             range(len(self.seen)), key=lambda row: (self.totals[row] / max(self.seen[row], 1), self.seen[row], row)
@@ -85,10 +84,10 @@ class History:
     def __init__(self, make: Callable[[], PromptLoader], rng: random.Random) -> None:
         self.make = make
         self.rng = rng
-        self.flying: dict[int, str] = {}  # ordinal -> uid
+        self.flying: dict[int, str] = {}  # group index -> uid
         self.buffered: dict[int, str] = {}
-        self.settled: dict[int, tuple[str, str]] = {}  # ordinal -> (uid, outcome)
-        self.known: dict[int, str] = {}  # of every ordinal that the saved history has issued
+        self.settled: dict[int, tuple[str, str]] = {}  # group index -> (uid, outcome)
+        self.known: dict[int, str] = {}  # of every group index that the saved history has issued
         self.loader = make()
         self.changed = Signal()
         self.save()
@@ -98,7 +97,7 @@ class History:
 
     @property
     def issued(self) -> dict[int, str]:
-        return {**self.flying, **self.buffered, **{ordinal: uid for ordinal, (uid, _) in self.settled.items()}}
+        return {**self.flying, **self.buffered, **{group_index: uid for group_index, (uid, _) in self.settled.items()}}
 
     async def crash(self) -> None:
         await self.loader.aclose()
@@ -111,42 +110,42 @@ class History:
     async def issue(self) -> bool:
         await self.changed.wait_until(lambda: self.loader.ready)
         ended = self.loader.ended
-        ordinal = self.loader.issue()
-        assert (ordinal is None) == ended
-        if ordinal is None:
+        group_index = self.loader.issue()
+        assert (group_index is None) == ended
+        if group_index is None:
             return False
-        uid = self.loader.record(ordinal).uid
-        assert ordinal not in self.issued, "issued twice"
-        assert self.known.get(ordinal, uid) == uid, "an ordinal has become another prompt"
-        self.flying[ordinal] = uid
+        uid = self.loader.record(group_index).uid
+        assert group_index not in self.issued, "issued twice"
+        assert self.known.get(group_index, uid) == uid, "a group index has become another prompt"
+        self.flying[group_index] = uid
         return True
 
     def settle(self, outcome: str) -> None:
         pool = self.rng.choice([pool for pool in (self.flying, self.buffered) if pool])
-        ordinal = self.rng.choice(sorted(pool))
-        uid = pool.pop(ordinal)
-        self.settled[ordinal] = (uid, outcome)
-        learned = [group(ordinal, uid, self.rng.random())] if outcome in ("trained", "filtered") else []
-        self.loader.settle([ordinal], outcome, learned)
+        group_index = self.rng.choice(sorted(pool))
+        uid = pool.pop(group_index)
+        self.settled[group_index] = (uid, outcome)
+        learned = [group(group_index, uid, self.rng.random())] if outcome in ("trained", "filtered") else []
+        self.loader.settle([group_index], outcome, learned)
 
     async def play(self, events: list[str], to_the_end: int) -> list[str]:
-        """Plays ``events``, then goes on without crashes to ordinal ``to_the_end``; returns the uids by ordinal."""
+        """Plays ``events``, then goes on without crashes to group index ``to_the_end``; returns the uids by group index."""
         await self.loader.start(self.changed.notify)
         for event in events:
             if event == "issue":
                 await self.issue()
             elif event == "finish" and self.flying:
-                ordinal = self.rng.choice(sorted(self.flying))
-                self.buffered[ordinal] = self.flying.pop(ordinal)
+                group_index = self.rng.choice(sorted(self.flying))
+                self.buffered[group_index] = self.flying.pop(group_index)
             elif event in OUTCOMES and self.flying | self.buffered:
                 self.settle(event)
             elif event == "checkpoint":
                 self.save()
             elif event == "crash":
                 await self.crash()
-            for ordinal, uid in (self.flying | self.buffered).items():
-                assert self.loader.record(ordinal).uid == uid
-        while self.loader.frontier < to_the_end:
+            for group_index, uid in (self.flying | self.buffered).items():
+                assert self.loader.record(group_index).uid == uid
+        while self.loader.ledger.frontier < to_the_end:
             if not (len(self.issued) < to_the_end and await self.issue()) and not self.flying | self.buffered:
                 break
             self.settle("trained")
@@ -154,8 +153,8 @@ class History:
             self.settle("trained")
         await self.loader.aclose()
         assert sorted(self.settled) == list(range(len(self.settled)))
-        assert self.loader.frontier == len(self.settled)
-        return [self.settled[ordinal][0] for ordinal in sorted(self.settled)]
+        assert self.loader.ledger.frontier == len(self.settled)
+        return [self.settled[group_index][0] for group_index in sorted(self.settled)]
 
 
 EVENTS = st.lists(
@@ -199,14 +198,14 @@ def test_every_prompt_has_one_surviving_outcome_with_a_stream(
 
 async def test_after_a_resume_a_curriculum_goes_on_with_the_rows_and_the_knowledge_it_had() -> None:
     loader = loader_of("curriculum")
-    uids = {
-        ordinal: loader.record(ordinal).uid for ordinal in [loader.issue() for _ in range(6)] if ordinal is not None
-    }
-    for ordinal in (0, 2, 3):
-        loader.settle([ordinal], "trained", [group(ordinal, uids[ordinal], reward=0.1 * (ordinal + 1))])
+    uids = {index: loader.record(index).uid for index in [loader.issue() for _ in range(6)] if index is not None}
+    for group_index in (0, 2, 3):
+        loader.settle([group_index], "trained", [group(group_index, uids[group_index], reward=0.1 * (group_index + 1))])
     resumed = loader_of("curriculum")
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())), buffered=[4])
-    assert [resumed.record(ordinal).uid for ordinal in (1, 4, 5)] == [uids[ordinal] for ordinal in (1, 4, 5)]
+    assert [resumed.record(group_index).uid for group_index in (1, 4, 5)] == [
+        uids[group_index] for group_index in (1, 4, 5)
+    ]
     assert [resumed.issue(), resumed.issue()] == [1, 5]
     rest = [[loader.issue() for _ in range(8)], [resumed.issue() for _ in range(8)]]
     assert rest[0] == rest[1]
@@ -219,10 +218,10 @@ async def test_a_sampler_that_fails_to_learn_stops_the_next_issue_and_not_the_st
             raise KeyError("notes")
 
     loader = PromptLoader(SampledPrompts(dataset(4), Forgetful(dataset(4), 0)), 0)
-    ordinal = loader.issue()
-    assert ordinal == 0
+    group_index = loader.issue()
+    assert group_index == 0
     loader.settle([0], "trained", [group(0, "p0")])
-    assert loader.frontier == 1
+    assert loader.ledger.frontier == 1
     assert loader.ready
     with pytest.raises(DataError, match="failed in observe") as caught:
         loader.issue()
@@ -231,8 +230,8 @@ async def test_a_sampler_that_fails_to_learn_stops_the_next_issue_and_not_the_st
 
 def test_rows_of_numpy_go_into_a_checkpoint() -> None:
     class Drawing(Sampler):
-        def row(self, ordinal: int) -> int:
-            return np.random.default_rng(ordinal).integers(4)  # type: ignore[return-value]
+        def row(self, group_index: int) -> int:
+            return np.random.default_rng(group_index).integers(4)  # type: ignore[return-value]
 
     loader = PromptLoader(SampledPrompts(dataset(4), Drawing(dataset(4), 0)), 0)
     assert loader.issue() == 0
@@ -245,13 +244,13 @@ def test_rows_of_numpy_go_into_a_checkpoint() -> None:
 @pytest.mark.parametrize("row", [-1, 4, None, 1.0])
 def test_a_sampler_that_chooses_no_row_is_named(row: int) -> None:
     class Astray(Sampler):
-        def row(self, ordinal: int) -> int:
+        def row(self, group_index: int) -> int:
             return row
 
     loader = PromptLoader(SampledPrompts(dataset(4), Astray(dataset(4), 0)), 0)
     with pytest.raises(DataError, match=rf"Astray chose row {row} of a data set of 4 prompts"):
         loader.issue()
-    assert loader.state_dict()["ledger"]["next"] == 0, "an ordinal without a row must not be issued"
+    assert loader.state_dict()["ledger"]["next"] == 0, "a group index without a row must not be issued"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from skyrl_train.config.schema.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.schema import DataConfig, EnvironmentConfig
+from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.rollout.dataset import PromptDataset, PromptRecord, check_alphabet, load_dataset
+from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, load_dataset
 
 ROWS = [
     {
@@ -121,7 +122,7 @@ def test_no_prompts_at_all_are_refused(generate: int) -> None:
 
 
 def test_an_unknown_environment_is_refused_before_any_file_is_read() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'run_length'"):
+    with pytest.raises(ConfigError, match="Did you mean run_length"):
         load_dataset(DataConfig(train_data=["absent.jsonl"]), EnvironmentConfig(env_class="runlength"))
 
 
@@ -146,8 +147,8 @@ def test_an_environment_that_makes_no_prompts_needs_files() -> None:
         ("env.jsonl", b'{"prompt": "a", "env_class": 3}\n', "env_class must be a string"),
         ("name.jsonl", b'{"prompt": "a", "env_class": "gsm9k"}\n', "env_class of prompt '0-.*cannot be used"),
         ("twice.jsonl", b'{"prompt": "a", "uid": 1}\n{"prompt": "b", "uid": "1"}\n', "same uid '1'"),
-        ("rows.csv", b"prompt\na\n", r"'\.csv' is not read"),
-        ("bare", b"", "'no suffix' is not read"),
+        ("rows.csv", b"prompt\na\n", r"'\.csv' is not supported"),
+        ("bare", b"", "no suffix.' is not supported"),
         ("torn.parquet", b"PAR1", "not a readable parquet file"),
     ],
 )

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.errors import EngineError, PublicationError
-from skyrl_train.inference.delta_weights import Chain, Link, apply_delta, changes
-from skyrl_train.inference.receivers import WeightReceiver
-from skyrl_train.inference.weight_update import TensorSpec
-from skyrl_train.publication.delta import MAX_DELTAS, DeltaTransport
+from skyrl_train.errors import EngineError, WeightSyncError
+from skyrl_train.weight_sync.delta import MAX_DELTAS, Chain, DeltaTransport, Link, apply_delta, changes
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.update import TensorSpec
 
 CPU = torch.device("cpu")
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), 1.0, -1.5]
@@ -66,7 +65,7 @@ def test_a_delta_is_applied_to_the_version_that_it_builds_on_only() -> None:
     damaged = contents[:-1] + bytes([contents[-1] ^ 1])
     with pytest.raises(EngineError, match="checksum"):
         apply_delta(staging, specs, link_of(contents), damaged, 3)
-    with pytest.raises(EngineError, match="does not fit"):
+    with pytest.raises(EngineError, match="does not match"):
         apply_delta(staging, {}, link_of(contents), contents, 3)
     assert not staging.any()
 
@@ -119,7 +118,7 @@ def test_a_version_that_is_not_newer_is_refused_at_the_trainer(
     with closing(DeltaTransport(str(tmp_path))) as transport:
         transport.gather(weights.items(), 3)
         for version in (2, 3):
-            with pytest.raises(PublicationError, match="in order"):
+            with pytest.raises(WeightSyncError, match="in order"):
                 transport.gather(weights.items(), version)
         transport.gather(weights.items(), 4)
 
@@ -164,7 +163,7 @@ def test_a_new_full_file_begins_before_a_joiner_reads_more_than_two_copies(
 def test_a_failure_leaves_nothing_to_build_on(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     with closing(DeltaTransport(str(tmp_path), "float32")) as transport, closing(WeightReceiver(CPU)) as receiver:
         receiver.open_update(transport.gather(weights.items(), 0))
-        with pytest.raises(PublicationError, match="weight_folder"):
+        with pytest.raises(WeightSyncError, match="weight_folder"):
             transport.gather(iter(_failing(weights)), 1)
         update = transport.gather(weights.items(), 1)
         assert len(Chain.parse(update).links) == 1
@@ -193,5 +192,5 @@ class _failing:
 def test_what_is_no_chain_is_refused(tmp_path: Path, weights: dict[str, torch.Tensor], location: str) -> None:
     with closing(DeltaTransport(str(tmp_path))) as transport, closing(WeightReceiver(CPU)) as receiver:
         update = dataclasses.replace(transport.gather(weights.items(), 0), location=location)
-        with pytest.raises(EngineError, match="ublish again"):
+        with pytest.raises(EngineError, match="ync the weights again"):
             receiver.open_update(update)

@@ -20,13 +20,13 @@ from dialect_answers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_train.endpoint.dialects import anthropic as dialect
+from skyrl_train.endpoint.dialects.anthropic import content_blocks
+from skyrl_train.endpoint.sessions.messages import canonical_messages
 from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
-from skyrl_train.inference.dialects import anthropic_messages as dialect
-from skyrl_train.inference.dialects.anthropic_messages_blocks import content_blocks
-from skyrl_train.inference.dialects.errors import DialectError
-from skyrl_train.inference.dialects.fields import Support, object_schema
 from skyrl_train.inference.interface import StructuredOutput
-from skyrl_train.inference.sessions.canonical import canonical_messages
+from skyrl_train.inference.openai.body import Support, body_schema, field_table
+from skyrl_train.inference.openai.errors import DialectError
 
 USER = {"role": "user", "content": "hi"}
 PLAIN: dict[str, Any] = {"model": "policy", "max_tokens": 5, "messages": [USER]}
@@ -138,7 +138,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"max_tokens": "5"}, "max_tokens", "integer"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "array"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be '"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "text only"),
         (
@@ -166,7 +166,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"top_p": 0}, "top_p", "above 0"),
         ({"stop_sequences": [""]}, "stop_sequences[0]", "not be empty"),
         ({"container": "c"}, "container", "not supported"),
-        ({"colour": "red"}, "colour", "no field"),
+        ({"colour": "red"}, "colour", "not a field"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], param: str, says: str) -> None:
@@ -190,7 +190,7 @@ def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], param
     ],
 )
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
-    body = dialect.error(DialectError("Do this instead.", status=status))
+    body = dialect.error_body(DialectError("Do this instead.", status=status))
     assert body == {"type": "error", "error": {"type": kind, "message": "Do this instead."}}
 
 
@@ -303,28 +303,31 @@ def test_counting_takes_the_prompt_alone() -> None:
         dialect.parse_count({"model": "policy", "messages": [USER], "temperature": 1})
 
 
-@given(damaged(RICH) | st.dictionaries(st.sampled_from([field.name for field in dialect.FIELDS]), ANY_JSON))
+@given(
+    damaged(RICH)
+    | st.dictionaries(st.sampled_from([field.name for field in field_table(dialect.MessagesBody)]), ANY_JSON)
+)
 def test_any_json_is_a_request_or_a_dialect_error(body: dict[str, Any]) -> None:
     call = parsed(dialect, body)
     if isinstance(call, DialectError):
         assert call.status == 400 and call.message
-        assert dialect.error(call)["error"]["type"] == "invalid_request_error"
+        assert dialect.error_body(call)["error"]["type"] == "invalid_request_error"
     else:
         json.dumps(list(call.request.messages))
 
 
 def test_null_is_the_same_as_nothing() -> None:
-    optional = {field.name: None for field in dialect.FIELDS if not field.required}
+    optional = {field.name: None for field in field_table(dialect.MessagesBody) if not field.required}
     assert dialect.parse({**PLAIN, **optional}) == dialect.parse(PLAIN)
 
 
 def test_every_field_says_why_or_how() -> None:
-    assert [field.name for field in dialect.FIELDS if not field.note] == []
+    assert [field.name for field in field_table(dialect.MessagesBody) if not field.note] == []
 
 
 def test_every_field_is_in_the_schema_unless_it_is_refused() -> None:
-    served = {field.name for field in dialect.FIELDS if field.support is not Support.REFUSED}
-    assert set(object_schema(dialect.FIELDS)["properties"]) == served
+    served = {field.name for field in field_table(dialect.MessagesBody) if field.support is not Support.REJECTED}
+    assert set(body_schema(dialect.MessagesBody)["properties"]) == served
 
 
 def same(message: Any, sampled: AssistantMessage) -> bool:

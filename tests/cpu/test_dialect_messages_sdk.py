@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from dialect_world import ADMIN_KEY, World, serving
 
-from skyrl_train.inference.dialects import anthropic_messages as dialect
+from skyrl_train.endpoint.dialects import anthropic as dialect
+from skyrl_train.inference.openai.body import field_table
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -74,10 +75,10 @@ def keys_of(params: Any) -> frozenset[str]:
 
 
 def test_the_table_has_every_field_that_the_client_can_send() -> None:
-    fields = {field.name for field in dialect.FIELDS}
+    fields = {field.name for field in field_table(dialect.MessagesBody)}
     assert keys_of(anthropic.types.message_create_params.MessageCreateParamsStreaming) <= fields
     counted = keys_of(anthropic.types.MessageCountTokensParams) - {"user_profile_id", "workspace_id"}
-    assert counted <= {field.name for field in dialect.COUNT_FIELDS}
+    assert counted <= {field.name for field in field_table(dialect.CountTokensBody)}
 
 
 BLOCKS = {

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.inference.chat.messages import AssistantMessage
-from skyrl_train.inference.dialects import openai_chat
-from skyrl_train.inference.dialects.errors import DialectError, openai_error
-from skyrl_train.inference.dialects.fields import Support
 from skyrl_train.inference.interface import StructuredOutput
+from skyrl_train.inference.openai import chat as openai_chat
+from skyrl_train.inference.openai.body import Support, field_table
+from skyrl_train.inference.openai.errors import DialectError, openai_error
 
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
@@ -63,7 +63,7 @@ def refusal(**fields: Any) -> DialectError:
 def test_the_table_has_every_field_that_the_openai_client_can_send() -> None:
     params = pytest.importorskip("openai.types.chat.completion_create_params")
     sent = get_type_hints(params.CompletionCreateParamsStreaming).keys()
-    assert sent <= {entry.name for entry in openai_chat.FIELDS}
+    assert sent <= {entry.name for entry in field_table(openai_chat.ChatCompletionBody)}
 
 
 def test_what_is_asked_for_arrives() -> None:
@@ -82,7 +82,7 @@ def test_what_is_asked_for_arrives() -> None:
 
 
 def test_null_is_the_same_as_nothing() -> None:
-    optional = {entry.name: None for entry in openai_chat.FIELDS if not entry.required}
+    optional = {entry.name: None for entry in field_table(openai_chat.ChatCompletionBody) if not entry.required}
     assert openai_chat.parse({**ASK, **optional}) == openai_chat.parse(ASK)
 
 
@@ -231,5 +231,5 @@ def test_a_stream_shows_usage_and_tokens_where_asked_for() -> None:
 
 
 def test_every_field_says_why_or_how() -> None:
-    assert [entry.name for entry in openai_chat.FIELDS if not entry.note] == []
-    assert {entry.support for entry in openai_chat.FIELDS} == set(Support)
+    assert [entry.name for entry in field_table(openai_chat.ChatCompletionBody) if not entry.note] == []
+    assert {entry.support for entry in field_table(openai_chat.ChatCompletionBody)} == set(Support)

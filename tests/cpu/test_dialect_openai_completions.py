@@ -11,11 +11,12 @@ from dialect_answers import ANY_JSON, damaged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.inference.dialects import openai_completions
-from skyrl_train.inference.dialects.dialect import ResponseContext
-from skyrl_train.inference.dialects.errors import DialectError
-from skyrl_train.inference.dialects.tokens import TokenTexts
 from skyrl_train.inference.interface import StopReason
+from skyrl_train.inference.openai import completions as openai_completions
+from skyrl_train.inference.openai.body import field_table
+from skyrl_train.inference.openai.dialect import ResponseContext
+from skyrl_train.inference.openai.errors import DialectError
+from skyrl_train.inference.openai.tokens import TokenTexts
 from skyrl_train.inference.requests import Generation, GenerationChunk
 
 ASK: dict[str, Any] = {"model": "policy", "prompt": "hi"}
@@ -33,7 +34,7 @@ def generation(text: str = "a€", token_ids: list[int] = EURO) -> Generation:
 def test_the_table_has_every_field_that_the_openai_client_can_send() -> None:
     params = pytest.importorskip("openai.types.completion_create_params")
     sent = get_type_hints(params.CompletionCreateParamsStreaming).keys()
-    assert sent <= {entry.name for entry in openai_completions.FIELDS}
+    assert sent <= {entry.name for entry in field_table(openai_completions.CompletionBody)}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import Any
 
@@ -21,13 +20,13 @@ from dialect_answers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_train.endpoint.dialects import responses as dialect
+from skyrl_train.endpoint.dialects.responses import ResponseHistory, parse_with_history
 from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from skyrl_train.inference.chat.requests import ChatChoice
-from skyrl_train.inference.dialects import openai_responses as dialect
-from skyrl_train.inference.dialects.errors import DialectError
-from skyrl_train.inference.dialects.fields import Support, object_schema
-from skyrl_train.inference.dialects.openai_responses_history import ResponseHistories, ResponseHistory, SessionResponses
 from skyrl_train.inference.interface import StructuredOutput
+from skyrl_train.inference.openai.body import Support, body_schema, field_table
+from skyrl_train.inference.openai.errors import DialectError, openai_error
 
 USER = {"role": "user", "content": "hi"}
 PLAIN: dict[str, Any] = {"model": "policy", "input": "hi"}
@@ -121,8 +120,8 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/x.png"}
     [
         ({"input": None}, "input", "required"),
         ({"input": []}, "input", "at least 1"),
-        ({"input": 7}, "input", "array"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "must be one of"),
+        ({"input": 7}, "input", "string"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "must be '"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "text only"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "sent again in full"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "required"),
@@ -138,20 +137,20 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/x.png"}
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt", "no templates"),
         ({"metadata": {"n": 1}}, "metadata", "strings"),
-        ({"include": ["everything"]}, "include[0]", "must be one of"),
+        ({"include": ["everything"]}, "include[0]", "must be '"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "required"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "ask for it"),
         ({"reasoning": {"context": "current_turn"}}, "reasoning.context", "as they were sampled"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "stream: true"),
-        ({"colour": "red"}, "colour", "no field"),
+        ({"colour": "red"}, "colour", "not a field"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(DialectError, match=says) as refused:
         parse(**changes)
     assert (refused.value.param, refused.value.status) == (param, 400)
-    assert dialect.error(refused.value)["error"]["param"] == param
+    assert openai_error(refused.value)["error"]["param"] == param
 
 
 def body_of(choice: ChatChoice, **changes: Any) -> dict[str, Any]:
@@ -285,7 +284,7 @@ def test_a_failure_inside_a_stream_ends_it_with_what_was_done() -> None:
 
 
 def test_earlier_messages_come_between_the_instructions_and_the_input() -> None:
-    call = parse(instructions="Be brief.", input="next").behind([USER, AssistantMessage("yes").to_openai()])
+    call = parse(instructions="Be brief.", input="next").continuing([USER, AssistantMessage("yes").to_openai()])
     assert [message["content"] for message in call.request.messages] == ["Be brief.", "hi", "yes", "next"]
     kept = call.conversation(AssistantMessage("ok"))
     assert [message["content"] for message in kept] == ["hi", "yes", "next", "ok"]
@@ -301,21 +300,9 @@ def test_a_history_holds_the_latest_responses_only() -> None:
         history.conversation("resp_0")
 
 
-def test_a_history_goes_with_its_session() -> None:
-    class Session:
-        pass
-
-    histories, session = ResponseHistories(), Session()
-    histories.of(session).keep("resp_1", ())
-    assert len(histories.of(session)) == 1 and len(histories.of(Session())) == 0
-    del session
-    gc.collect()
-    assert len(histories) == 0
-
-
 def test_nothing_is_kept_before_the_end_of_a_stream() -> None:
     history = ResponseHistory()
-    stream = SessionResponses(history).parse({**PLAIN, "stream": True}).stream(context())
+    stream = parse_with_history({**PLAIN, "stream": True}, history).stream(context())
     *pieces, last = events_of(choice_of(AssistantMessage("ab")), list(deltas_of(AssistantMessage("ab"), 1)))
     for event in pieces:
         stream.event(event)
@@ -324,28 +311,31 @@ def test_nothing_is_kept_before_the_end_of_a_stream() -> None:
     assert [message["content"] for message in history.conversation("resp_abc123")] == ["hi", "ab"]
 
 
-@given(damaged(RICH) | st.dictionaries(st.sampled_from([field.name for field in dialect.FIELDS]), ANY_JSON))
+@given(
+    damaged(RICH)
+    | st.dictionaries(st.sampled_from([field.name for field in field_table(dialect.ResponsesBody)]), ANY_JSON)
+)
 def test_any_json_is_a_request_or_a_dialect_error(body: dict[str, Any]) -> None:
     call = parsed(dialect, body)
     if isinstance(call, DialectError):
         assert call.status == 400 and call.message
-        assert dialect.error(call)["error"]["type"] == "invalid_request_error"
+        assert openai_error(call)["error"]["type"] == "invalid_request_error"
     else:
         json.dumps([list(call.request.messages), call.stream(context()).opened()[0].data])
 
 
 def test_null_is_the_same_as_nothing() -> None:
-    optional = {field.name: None for field in dialect.FIELDS if not field.required}
+    optional = {field.name: None for field in field_table(dialect.ResponsesBody) if not field.required}
     assert dialect.parse({**PLAIN, **optional}) == dialect.parse(PLAIN)
 
 
 def test_every_field_says_why_or_how() -> None:
-    assert [field.name for field in dialect.FIELDS if not field.note] == []
+    assert [field.name for field in field_table(dialect.ResponsesBody) if not field.note] == []
 
 
 def test_every_field_is_in_the_schema_unless_it_is_refused() -> None:
-    served = {field.name for field in dialect.FIELDS if field.support is not Support.REFUSED}
-    assert set(object_schema(dialect.FIELDS)["properties"]) == served
+    served = {field.name for field in field_table(dialect.ResponsesBody) if field.support is not Support.REJECTED}
+    assert set(body_schema(dialect.ResponsesBody)["properties"]) == served
 
 
 def sampled(message: AssistantMessage) -> dict[str, Any]:

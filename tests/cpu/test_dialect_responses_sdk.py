@@ -11,7 +11,8 @@ import pydantic
 import pytest
 from dialect_world import ADMIN_KEY, World, serving
 
-from skyrl_train.inference.dialects import openai_responses as dialect
+from skyrl_train.endpoint.dialects import responses as dialect
+from skyrl_train.inference.openai.body import field_table
 
 openai = pytest.importorskip("openai")
 
@@ -83,7 +84,7 @@ def keys_of(params: Any) -> frozenset[str]:
 
 def test_the_table_has_every_field_that_the_client_can_send() -> None:
     sent = keys_of(openai.types.responses.response_create_params.ResponseCreateParamsStreaming)
-    assert sent <= {field.name for field in dialect.FIELDS}
+    assert sent <= {field.name for field in field_table(dialect.ResponsesBody)}
 
 
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}

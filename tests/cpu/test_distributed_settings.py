@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.refusals import problems
-from skyrl_train.entrypoints.train import train_restarting
+from skyrl_train.config.validate import Validation, validate
+from skyrl_train.entrypoints.run import StopRequest, train_restarting
 from skyrl_train.errors import CheckpointError, TrainingWorkerError
 
 FSDP = "trainer.strategy=fsdp2"
 KL = "trainer.algorithm.kl_loss_coef=0.1"
 REFERENCE = "rollout.stages.reference"
-COLOCATED = f"{REFERENCE}.placement=colocated"
-WORKERS = f"{REFERENCE}.placement=workers"
+COLOCATED = f"{REFERENCE}.executor=colocated"
+WORKERS = f"{REFERENCE}.executor=workers"
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,6 @@ WORKERS = f"{REFERENCE}.placement=workers"
         ([FSDP, "trainer.device=cuda:1"], "Set trainer.device=cuda"),
         ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0.5"], "Set trainer.fsdp.ray_num_gpus=1"),
         ([FSDP, "trainer.device=cuda", "trainer.fsdp.ray_num_gpus=0"], "Set trainer.fsdp.ray_num_gpus=1"),
-        ([FSDP, "trainer.fsdp.ray_num_gpus=1"], "Set trainer.device=cuda"),
         (
             [FSDP, "trainer.fsdp.num_workers=3", "trainer.fsdp.sequence_parallel_size=2"],
             "Set trainer.fsdp.num_workers=4",
@@ -47,15 +46,34 @@ WORKERS = f"{REFERENCE}.placement=workers"
         ([FSDP, "trainer.max_restarts=-1"], "trainer.max_restarts=-1: must be at least 0"),
         (
             [FSDP, "trainer.device=cuda", KL],
-            "Set rollout.stages.reference.placement=workers",
+            "Set rollout.stages.reference.executor=workers",
         ),
         (
-            ["trainer.device=cuda", KL, "rollout.stages.reference.placement=ray"],
+            ["trainer.device=cuda", KL, "rollout.stages.reference.executor=ray"],
             "Set rollout.stages.reference.ray_num_gpus=1",
         ),
+        (["rollout.stages.reference.num_workers=0"], "rollout.stages.reference.num_workers=0: must be at least 1"),
+        (
+            [FSDP, "trainer.device=cuda", "generator.weight_transport=cuda_ipc"],
+            "Set generator.weight_transport=shared_memory",
+        ),
+        ([KL, COLOCATED], "Set rollout.stages.reference.executor=process, or trainer.strategy=fsdp2"),
+        ([KL, WORKERS, f"{REFERENCE}.device=cuda:1"], f"Set {REFERENCE}.device=cuda"),
+        (["trainer.device=cuda:1", KL, f"{REFERENCE}.executor=ray"], f"Set {REFERENCE}.device=cuda"),
+        (["trainer.device=cuda", KL, WORKERS, f"{REFERENCE}.ray_num_gpus=0.5"], "which NCCL does not allow"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
+    assert any(remedy in problem for problem in validate(compose("quickstart", overrides)).errors)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ([FSDP, "trainer.fsdp.ray_num_gpus=1"], "Set trainer.device=cuda"),
         (["trainer.fsdp.num_workers=4"], "trainer.fsdp.num_workers with trainer.strategy=local"),
         (
-            [KL, "rollout.stages.reference.placement=workers", "trainer.fsdp.shard_size=2"],
+            [KL, "rollout.stages.reference.executor=workers", "trainer.fsdp.shard_size=2"],
             "trainer.fsdp.shard_size with trainer.strategy=local",
         ),
         (
@@ -63,16 +81,10 @@ WORKERS = f"{REFERENCE}.placement=workers"
             "trainer.critic.fsdp.cpu_offload with trainer.strategy=local",
         ),
         (
-            ["rollout.stages.reference.placement=ray", "rollout.stages.reference.max_parallel=2"],
-            "rollout.stages.reference.placement, rollout.stages.reference.max_parallel without a term",
-        ),
-        (["rollout.stages.reference.num_workers=0"], "rollout.stages.reference.num_workers=0: must be at least 1"),
-        (
-            [FSDP, "trainer.device=cuda", "generator.weight_transport=cuda_ipc"],
-            "Set generator.weight_transport=shared_memory",
+            ["rollout.stages.reference.executor=ray", "rollout.stages.reference.max_parallel=2"],
+            "rollout.stages.reference.executor, rollout.stages.reference.max_parallel without a term",
         ),
         (["trainer.max_restarts=1"], "Set trainer.max_restarts=0, or trainer.strategy=fsdp2"),
-        ([KL, COLOCATED], "Set rollout.stages.reference.placement=process, or trainer.strategy=fsdp2"),
         ([FSDP, KL, COLOCATED, "rollout.stages.reference.device=cpu"], "Set rollout.stages.reference.device=null"),
         (
             [FSDP, KL, COLOCATED, "rollout.stages.reference.max_parallel=2"],
@@ -80,26 +92,37 @@ WORKERS = f"{REFERENCE}.placement=workers"
         ),
         ([KL, "rollout.stages.reference.cpu_offload=true"], "Set rollout.stages.reference.cpu_offload=null"),
         ([KL, WORKERS, f"{REFERENCE}.max_parallel=2"], f"Set {REFERENCE}.max_parallel=1"),
-        ([KL, WORKERS, f"{REFERENCE}.device=cuda:1"], f"Set {REFERENCE}.device=cuda"),
-        (["trainer.device=cuda:1", KL, f"{REFERENCE}.placement=ray"], f"Set {REFERENCE}.device=cuda"),
         ([KL, WORKERS, f"{REFERENCE}.ray_num_gpus=1"], f"or {REFERENCE}.ray_num_gpus=0"),
-        (["trainer.device=cuda", KL, WORKERS, f"{REFERENCE}.ray_num_gpus=0.5"], "which NCCL refuses"),
-        ([KL, f"{REFERENCE}.num_workers=4"], f"Set {REFERENCE}.placement=workers, or leave it out"),
-        ([KL, f"{REFERENCE}.ray_num_gpus=1"], f"Set {REFERENCE}.placement=ray or workers, or leave it out"),
+        ([KL, f"{REFERENCE}.num_workers=4"], f"Set {REFERENCE}.executor=workers, or leave it out"),
+        ([KL, f"{REFERENCE}.ray_num_gpus=1"], f"Set {REFERENCE}.executor=ray or workers, or leave it out"),
         (
             [FSDP, KL, COLOCATED, f"{REFERENCE}.ray_num_cpus=2"],
             f"{REFERENCE}.ray_num_cpus with {COLOCATED}, so nothing",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
-    assert any(remedy in problem for problem in problems(compose("quickstart", overrides)))
-    assert problems(compose("quickstart", [FSDP, "trainer.fsdp.num_workers=3", "trainer.max_restarts=2"])) == []
-    reference = [KL, "rollout.stages.reference.placement=workers"]
-    assert problems(compose("quickstart", [FSDP, "trainer.device=cuda", *reference])) == []
-    assert problems(compose("quickstart", [*reference, "trainer.max_restarts=1"])) == []
-    assert problems(compose("quickstart", [*reference, "trainer.fsdp.cpu_offload=true"])) == [], "the reference's"
-    assert problems(compose("quickstart", [FSDP, KL, COLOCATED, "trainer.device=cuda"])) == []
+def test_a_setting_without_effect_is_a_warning_with_its_reason(overrides: list[str], remedy: str) -> None:
+    found = validate(compose("quickstart", overrides))
+    assert found.errors == [] and any(remedy in warning for warning in found.warnings), found
+
+
+def test_settings_that_work_together_have_neither_errors_nor_warnings() -> None:
+    reference = [KL, "rollout.stages.reference.executor=workers"]
+    for overrides in (
+        [FSDP, "trainer.fsdp.num_workers=3", "trainer.max_restarts=2"],
+        [FSDP, "trainer.device=cuda", *reference],
+        [*reference, "trainer.max_restarts=1"],
+        [*reference, "trainer.fsdp.cpu_offload=true"],  # the reference's workers have it too
+        [FSDP, KL, COLOCATED, "trainer.device=cuda"],
+    ):
+        assert validate(compose("quickstart", overrides)) == Validation([], []), overrides
+
+
+def test_workers_on_the_cpu_reserve_no_gpus() -> None:
+    sharded = compose("quickstart", [FSDP, "trainer.fsdp.ray_num_gpus=1"])
+    assert derive.fsdp_num_gpus(sharded.trainer) == 0
+    reference = compose("quickstart", [KL, WORKERS, f"{REFERENCE}.ray_num_gpus=1"])
+    assert derive.reference_num_gpus(reference) == 0
 
 
 def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:
@@ -132,13 +155,13 @@ def test_the_plan_counts_a_reference_that_lies_where_the_policy_does(device: str
 @pytest.mark.parametrize(
     ("overrides", "where"),
     [
-        ([], "in a process of its own, on cpu, {} of weights"),
+        ([], "in a separate process, on cpu, {} of weights"),
         (
-            [f"{REFERENCE}.placement=thread", f"{REFERENCE}.max_parallel=3", f"{REFERENCE}.device=cuda:1"],
+            [f"{REFERENCE}.executor=thread", f"{REFERENCE}.max_parallel=3", f"{REFERENCE}.device=cuda:1"],
             "a copy in each of 3 threads of this process, on cuda:1, {} of weights each",
         ),
         (
-            [f"{REFERENCE}.placement=ray", f"{REFERENCE}.device=cuda", f"{REFERENCE}.ray_num_gpus=0.5"],
+            [f"{REFERENCE}.executor=ray", f"{REFERENCE}.device=cuda", f"{REFERENCE}.ray_num_gpus=0.5"],
             "in a Ray actor of 1 CPUs and 0.5 GPUs, on cuda, {} of weights",
         ),
         (
@@ -165,13 +188,13 @@ class Runs:
         self.started: list[int] = []  # workers that each run was given
         self.closed = 0
         self.screen = io.StringIO()
-        self.asked_to_stop = threading.Event()
+        self.stop = StopRequest()
 
     def go(self, max_restarts: int) -> tuple[bool, int]:
         config = compose("quickstart", [FSDP, f"trainer.max_restarts={max_restarts}"])
         workers: Any = ["engine process"]
         screen = Console(file=self.screen, width=200)
-        return train_restarting(self._train, config, self._reporter, workers, screen, self.asked_to_stop)
+        return train_restarting(self._train, config, self._reporter, workers, screen, self.stop)
 
     def _train(self, reporter: Any, workers: Sequence[Any]) -> bool:
         self.started.append(len(workers))
@@ -203,7 +226,7 @@ class TestRestarts:
 
     def test_and_not_when_it_was_asked_to_stop(self) -> None:
         runs = Runs([TrainingWorkerError("ended by the same signal"), None])
-        runs.asked_to_stop.set()
+        runs.stop.request()
         with pytest.raises(TrainingWorkerError, match="the same signal"):
             runs.go(max_restarts=5)
         assert len(runs.started) == runs.closed == 1

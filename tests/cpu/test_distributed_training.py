@@ -30,20 +30,23 @@ from training_worlds import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_train.config.schema.algorithm import ClipCovConfig, KlCovConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import ClipCovConfig, KlCovConfig, TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
-from skyrl_train.inference.shared_weights import SharedMemoryReceiver
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.disk import DiskTransport
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
-from skyrl_train.training.distributed.shares import PackedSequences, share_out
-from skyrl_train.training.distributed.worker import ModelSettings, Refused, Returned, Role, TrainingWorker
-from skyrl_train.training.frozen_policy import FrozenPolicy, TokensToScore
+from skyrl_train.training.collectives import AgreedError
+from skyrl_train.training.distributed.worker import (
+    ModelSettings,
+    PackedSequences,
+    Role,
+    TrainingWorker,
+)
 from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.training.reference import FrozenPolicy, TokensToScore
+from skyrl_train.weight_sync.disk import DiskTransport
+from skyrl_train.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 
 ray = pytest.importorskip("ray")
 
@@ -51,9 +54,10 @@ from distributed_worlds import FSDP, one_rank, same_processes  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
 
 from skyrl_train.training.distributed import ray_backend, worker_group  # noqa: E402
-from skyrl_train.training.distributed.ray_backend import RayBackend  # noqa: E402
-from skyrl_train.training.distributed.reference import ShardedReference  # noqa: E402
-from skyrl_train.training.distributed.worker_group import Seat, WorkerGroup  # noqa: E402
+from skyrl_train.training.distributed.ray_backend import RayBackend, share_out  # noqa: E402
+from skyrl_train.training.distributed.worker_group import RankLocation, WorkerGroup  # noqa: E402
+from skyrl_train.training.reference import ShardedReference  # noqa: E402
+from skyrl_train.workers.messages import Call, Result  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
@@ -312,7 +316,7 @@ class TestWeights:
         for version in (1, 2, 3):  # the third takes the place of the first
             fresh.update(minibatch(version, version, LENGTHS))
             update = fresh.stage(transport, version)
-            assert f"/{fresh.group.seats[0].pid}/" in update.location
+            assert f"/{fresh.group.locations[0].pid}/" in update.location
             assert same(weights(fresh), {name: w.clone() for name, w in receiver.open_update(update).items()})
 
     def test_are_exported_as_a_folder_that_transformers_opens(self, fresh: RayBackend, tmp_path: Path) -> None:
@@ -332,10 +336,10 @@ class TestCheckpoints:
         assert fresh.update(minibatch(2, 2, LENGTHS)) == after
         alone = a_rank(folder)
         try:
-            assert alone.load(POLICY, saved) == Returned(None)
-            assert all(torch.equal(value(alone.weight(name)), weight) for name, weight in then.items())
+            alone.load(POLICY, saved)
+            assert all(torch.equal(alone.weight(name), weight) for name, weight in then.items())
             batch = minibatch(2, 2, LENGTHS)
-            assert value(alone.update(POLICY, PackedSequences.of(batch.sequences), batch)) == pytest.approx(
+            assert alone.update(POLICY, PackedSequences.of(batch.sequences), batch) == pytest.approx(
                 after, rel=1e-5, abs=1e-5
             )
         finally:
@@ -359,11 +363,11 @@ class TestCheckpoints:
         build_model_folder(dataclasses.replace(SMALL, num_layers=1), tmp_path / "other", seed=1)
         other = a_rank(str(tmp_path / "other"))
         try:
-            refused = other.load(POLICY, first_policy)
+            with pytest.raises(AgreedError, match=r"has 'optimizer\.model\.layers\.1") as caught:
+                other.load(POLICY, first_policy)
         finally:
             other.leave()
-        assert isinstance(refused, Refused) and isinstance(refused.error, CheckpointError)
-        assert "has 'optimizer.model.layers.1" in str(refused.error)
+        assert isinstance(caught.value.error, CheckpointError)
 
     def test_only_the_latest_snapshot_can_be_written(self, fresh: RayBackend, tmp_path: Path) -> None:
         early = fresh.snapshot()
@@ -435,11 +439,12 @@ class ScriptedRank:
     def __init__(self, calls: list[str], first: Callable[[str], None] = lambda method: None) -> None:
         self._calls, self._first = calls, first
 
-    def __getattr__(self, method: str) -> SimpleNamespace:
-        def remote(*arguments: object) -> object:
-            self._first(method)
-            self._calls.append(method)
-            return ray.put(Returned(None))
+    @property
+    def answer(self) -> SimpleNamespace:
+        def remote(call: Call) -> object:
+            self._first(call.method)
+            self._calls.append(call.method)
+            return ray.put(Result(call.id))
 
         return SimpleNamespace(remote=remote)
 
@@ -481,7 +486,7 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
         def _start(self, trainer: TrainerConfig, key: str) -> None:
             self._calling = lock  # type: ignore[assignment]
             self._actors = [ScriptedRank(calls[0], first), ScriptedRank(calls[1])]
-            self.seats = two_ranks.group.seats
+            self.locations = two_ranks.group.locations
 
     group = Group(settings(), FSDP)
     group.call_alike("stage")
@@ -497,7 +502,7 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
             r"num_workers=9, each with 0.5 CPU, need more than the 3 that other .* or trainer.fsdp.ray_num_cpus",
         ),
         ({"fsdp__num_workers": 7}, r"num_workers=7, each with 0.5 CPU, need more than the 3 "),  # but fewer than 4
-        ({"fsdp__ray_num_gpus": 1.0}, r"num_workers=2, each with 1 GPU, need more than the 0 "),
+        ({"device": "cuda", "fsdp__ray_num_gpus": 1.0}, r"num_workers=2, each with 1 GPU, need more than the 0 "),
     ],
 )
 def test_what_the_only_machine_does_not_have_is_refused_without_waiting(
@@ -508,15 +513,15 @@ def test_what_the_only_machine_does_not_have_is_refused_without_waiting(
 
 
 def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    seat, store = object(), object()
+    location, store = object(), object()
 
-    def get(calls: list[object], timeout: float) -> list[Seat]:
+    def get(calls: list[object], timeout: float) -> list[RankLocation]:
         if calls == [store]:
             raise RayActorError
-        return [Seat("127.0.0.1", 1)]
+        return [RankLocation("127.0.0.1", 1)]
 
     actor = SimpleNamespace(
-        seat=SimpleNamespace(remote=lambda: seat), host_store=SimpleNamespace(remote=lambda *arguments: store)
+        location=SimpleNamespace(remote=lambda: location), answer=SimpleNamespace(remote=lambda call: store)
     )
     monkeypatch.setattr(worker_group, "ray", SimpleNamespace(get=get, kill=lambda actor: None))
     monkeypatch.setattr(worker_group, "connect", lambda: None)
@@ -530,7 +535,7 @@ def test_restarts_that_were_asked_for_are_not_asked_for_again(monkeypatch: pytes
     monkeypatch.setattr(worker_group, "connect", lambda: None)
     monkeypatch.setattr(WorkerGroup, "_start", lambda *arguments: None)
     group = WorkerGroup(settings(max_restarts=2), FSDP)
-    group.seats = [Seat("127.0.0.1", 1)]
+    group.locations = [RankLocation("127.0.0.1", 1)]
     told = str(group._broken({0: RayActorError()}, "finish"))
     assert "set trainer.max_restarts" not in told
     assert "trainer.max_restarts=2" in told and "give the same command" in told
@@ -540,9 +545,11 @@ class TestDeaths:
     """Last: it ends the group."""
 
     def test_a_worker_that_is_killed_is_named_with_its_node(self, two_ranks: RayBackend) -> None:
-        seat = two_ranks.group.seats[1]
-        os.kill(seat.pid, signal.SIGKILL)
-        with pytest.raises(TrainingWorkerError, match=rf"rank 1 \(of 2, node {seat.node}, pid {seat.pid}\) ended"):
+        location = two_ranks.group.locations[1]
+        os.kill(location.pid, signal.SIGKILL)
+        with pytest.raises(
+            TrainingWorkerError, match=rf"rank 1 \(of 2, node {location.node}, pid {location.pid}\) ended"
+        ):
             two_ranks.update(minibatch(lengths=LENGTHS))
         with pytest.raises(TrainingWorkerError, match=r"rank 1 .* or set trainer\.max_restarts to have that done"):
             two_ranks.snapshot()
@@ -580,11 +587,6 @@ def a_rank(folder: str, **changes: object) -> TrainingWorker:
     return one_rank(trainer, policy=ModelSettings(folder, trainer, 10, 1.0, 0))
 
 
-def value(outcome: Returned | Refused):  # type: ignore[no-untyped-def]
-    assert isinstance(outcome, Returned), outcome
-    return outcome.value
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
 def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
@@ -592,10 +594,10 @@ def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_p
     alone, batch = local(str(path)), minibatch(lengths=LENGTHS)
     rank = a_rank(str(path))
     try:
-        metrics = value(rank.update(POLICY, PackedSequences.of(batch.sequences), batch))
+        metrics = rank.update(POLICY, PackedSequences.of(batch.sequences), batch)
         assert metrics == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
         for name, weight in weights(alone).items():
-            torch.testing.assert_close(value(rank.weight(name)), weight, atol=1e-6, rtol=0)
+            torch.testing.assert_close(rank.weight(name), weight, atol=1e-6, rtol=0)
     finally:
         rank.leave()
 
@@ -605,9 +607,9 @@ def test_bfloat16_rounds_the_weights_that_compute_and_are_published(folder: str,
     rank = a_rank(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
     alone = local(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
     try:
-        assert value(rank.weight("lm_head.weight")).dtype == torch.bfloat16
+        assert rank.weight("lm_head.weight").dtype == torch.bfloat16
         batch = minibatch(lengths=LENGTHS)
-        metrics = value(rank.update(POLICY, PackedSequences.of(batch.sequences), batch))
+        metrics = rank.update(POLICY, PackedSequences.of(batch.sequences), batch)
         assert metrics["loss/policy"] == pytest.approx(alone.update(batch)["loss/policy"], abs=5e-3)
     finally:
         rank.leave()
@@ -616,8 +618,9 @@ def test_bfloat16_rounds_the_weights_that_compute_and_are_published(folder: str,
 def test_a_model_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     worker = one_rank(settings())
     try:
-        held = worker.hold(POLICY, ModelSettings(str(tmp_path), settings(), 10, 1.0, 0))
-        assert isinstance(held, Refused) and isinstance(held.error, ModelError)
+        with pytest.raises(AgreedError) as caught:
+            worker.hold(POLICY, ModelSettings(str(tmp_path), settings(), 10, 1.0, 0))
+        assert isinstance(caught.value.error, ModelError)
     finally:
         worker.leave()
 

@@ -15,8 +15,8 @@ from skyrl_train.errors import RequestError
 from skyrl_train.inference.engines.embedded import core as core_module
 from skyrl_train.inference.engines.embedded.cache import SlotCache
 from skyrl_train.inference.engines.embedded.runner import CachedRunner, RecomputeRunner, make_runner
-from skyrl_train.inference.interface import PauseMode
-from skyrl_train.inference.randomness import segment_seed
+from skyrl_train.runtime.seeds import segment_seed
+from skyrl_train.types import PauseMode
 
 few_examples = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 PROMPT = st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=14)
@@ -168,7 +168,7 @@ def test_a_bad_prompt_is_refused_and_hurts_nobody_else(prompt: list[int], word: 
     assert len(driver.responses[good].tokens) == 5
 
 
-def test_before_the_first_publication_requests_are_refused() -> None:
+def test_before_the_first_weight_sync_requests_are_refused() -> None:
     driver = Driver(tiny_model(), publish=False)
     assert driver.core.policy_version == -1
     with pytest.raises(RequestError, match="no weights yet"):

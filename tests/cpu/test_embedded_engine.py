@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.engines.embedded.hosts import ThreadHost
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.workers.thread import ThreadLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = 400  # tokens: a request that does not end while a test looks away
@@ -51,8 +52,8 @@ async def publish(engine: EmbeddedEngine, folder: str, transport: SharedMemoryTr
     await engine.resume()
 
 
-async def started(folder: str, transport: SharedMemoryTransport, placement: str) -> EmbeddedEngine:
-    engine = EmbeddedEngine(folder, placement=placement, max_num_seqs=8)
+async def started(folder: str, transport: SharedMemoryTransport, executor: str) -> EmbeddedEngine:
+    engine = EmbeddedEngine(folder, executor=executor, max_num_seqs=8)
     await engine.start()
     with pytest.raises(RequestError, match="no weights yet"):
         await engine.generate(request())
@@ -282,7 +283,7 @@ async def test_teardown_leaves_no_thread_and_no_descriptor_and_fails_what_is_pen
         return names, len(list(Path("/proc/self/fd").iterdir()))
 
     async def life(version: int) -> None:
-        engine = EmbeddedEngine(folder, placement="thread", max_num_seqs=2)
+        engine = EmbeddedEngine(folder, executor="thread", max_num_seqs=2)
         with pytest.raises(EngineDeadError, match="start"):
             await engine.generate(request())
         await engine.start()
@@ -306,27 +307,27 @@ async def test_teardown_leaves_no_thread_and_no_descriptor_and_fails_what_is_pen
 async def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, folder: str) -> None:
     threads = threading.active_count()
     with pytest.raises(EngineDeadError, match="not a model"):
-        await EmbeddedEngine(str(tmp_path), placement="thread").start()
+        await EmbeddedEngine(str(tmp_path), executor="thread").start()
     with pytest.raises(EngineDeadError, match="max_model_len=100000"):
-        await EmbeddedEngine(folder, placement="thread", max_model_len=100_000).start()
+        await EmbeddedEngine(folder, executor="thread", max_model_len=100_000).start()
     with pytest.raises(EngineDeadError, match=r"dtype[^.]*\.$"):
-        await EmbeddedEngine(folder, placement="thread", dtype="int3").start()
-    with pytest.raises(ConfigError, match="placement"):
-        EmbeddedEngine(folder, placement="cloud")
+        await EmbeddedEngine(folder, executor="thread", dtype="int3").start()
+    with pytest.raises(ConfigError, match="executor"):
+        EmbeddedEngine(folder, executor="cloud")
     assert threading.active_count() <= threads + 1  # asyncio's own pool may have grown
 
 
 async def test_a_start_that_is_cancelled_leaves_no_error_that_nobody_reads(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(self: ThreadHost, *_: object) -> None:
+    async def never(self: ThreadLink, *_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(ThreadHost, "start", never)
+    monkeypatch.setattr(ThreadLink, "start", never)
     unread: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
     try:
-        start = asyncio.create_task(EmbeddedEngine(folder, placement="thread").start())
+        start = asyncio.create_task(EmbeddedEngine(folder, executor="thread").start())
         await asyncio.sleep(0)
         start.cancel()
         await asyncio.wait([start])

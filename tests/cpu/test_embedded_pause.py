@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.engines.embedded.messages import Call, Close, Command, Event, Method, Reply
-from skyrl_train.inference.engines.embedded.worker import Worker
-from skyrl_train.inference.interface import PauseMode
-from skyrl_train.inference.randomness import segment_seed
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.engines.embedded.engine_loop import EngineLoop
+from skyrl_train.runtime.seeds import segment_seed
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
+from skyrl_train.workers.messages import Call, Message, Result
 
 PROMPT, BEFORE, LENGTH = [3, 5, 8], 6, 16
 DTYPES = [torch.float32, torch.bfloat16]
@@ -271,15 +271,17 @@ def test_whoever_resumes_the_engine_hears_of_it_before_its_next_step() -> None:
     driver.pause(PauseMode.KEEP)
     sampled: dict[int, int] = {}  # call -> tokens when it was answered
 
-    commands: list[list[Command]] = [[Call(7, Method.RESUME)], [Close()]]
+    batches: list[list[Message]] = [[Call(1, "start", (None,))], [Call(7, "resume")]]
 
     class Script:
-        def receive(self, block: bool) -> list[Command]:
-            return commands.pop(0)
+        def receive(self, block: bool) -> list[Message]:
+            if not batches:
+                raise EOFError
+            return batches.pop(0)
 
-        def send(self, events: list[Event]) -> None:
-            sampled.update({e.call_id: driver.core.generated_tokens for e in events if isinstance(e, Reply)})
+        def send(self, messages: list[Message]) -> None:
+            sampled.update({m.id: driver.core.generated_tokens for m in messages if isinstance(m, Result)})
 
-    Worker(lambda: driver.core, Script()).run()
+    EngineLoop(Script(), lambda settings: driver.core).run()
     assert sampled[7] == 0
     assert driver.core.generated_tokens > 0

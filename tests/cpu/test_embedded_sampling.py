@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.inference.engines.embedded.sampling import SamplingRows, process, sample, seed_bits, uniforms
-from skyrl_train.inference.randomness import segment_seed
+from skyrl_train.runtime.seeds import segment_seed
 
 Row = dict[str, float]
 

@@ -13,16 +13,16 @@ import harness
 import pytest
 from harness import TOKENIZER, Harness
 from scripted import ScriptedEngine, scripted_update
-from test_modes import SlowEngine, ordinal_of
+from test_modes import SlowEngine, group_index_of
 
 from skyrl_train.errors import EngineError, RolloutError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.fleet import EngineState, FleetLimits
-from skyrl_train.inference.interface import EngineCapabilities, PauseMode
-from skyrl_train.rollout.records import RecordMaker
-from skyrl_train.rollout.streaming import StreamingPrompts
+from skyrl_train.inference.interface import EngineCapabilities
+from skyrl_train.inference.pool.fleet import EngineState, FleetLimits
+from skyrl_train.rollout.data.dataset import RecordMaker
+from skyrl_train.rollout.data.streaming import StreamingPrompts
 from skyrl_train.training.backend import Minibatch
+from skyrl_train.types import GeneratorInput, GeneratorOutput, PauseMode
 
 FIRST_FAILURE = ("trainer.failures.on_rollout_failure=raise", "trainer.failures.max_rollout_retries=0")
 
@@ -38,7 +38,7 @@ async def test_groups_that_finish_within_the_step_that_was_resumed_are_kept_by_t
     first.backend.before_update = stop
     await first.train()
     second = Harness(tmp_path, "trainer.mode=sync", "trainer.max_steps=8")
-    second.generator.before = lambda batch: asyncio.Event().wait() if ordinal_of(batch) == 11 else None
+    second.generator.before = lambda batch: asyncio.Event().wait() if group_index_of(batch) == 11 else None
     training = asyncio.ensure_future(second.train())
     await second.trainer.changed.wait_until(lambda: len(second.trainer.rollout.buffer) == 3)
     second.trainer.request_stop()
@@ -66,8 +66,8 @@ async def test_what_ends_between_the_last_row_and_a_stop_is_reported_by_the_resu
             raise ValueError("scripted")
 
     def before(batch: GeneratorInput) -> Any:
-        ordinal = ordinal_of(batch)
-        return ninth() if ordinal == 9 else asyncio.Event().wait() if ordinal >= 8 else None
+        group_index = group_index_of(batch)
+        return ninth() if group_index == 9 else asyncio.Event().wait() if group_index >= 8 else None
 
     def rewards(output: GeneratorOutput) -> None:
         ids = output["trajectory_ids"]
@@ -80,14 +80,14 @@ async def test_what_ends_between_the_last_row_and_a_stop_is_reported_by_the_resu
     await h.trainer.changed.wait_until(lambda: h.trainer.global_step == 2)
     go.set()
     await h.trainer.changed.wait_until(
-        lambda: bool(h.trainer.rollout.prompts.failed or h.trainer.rollout.prompts.filtered)
+        lambda: bool(h.trainer.rollout.prompts.ledger.failed or h.trainer.rollout.prompts.ledger.filtered)
     )
     h.trainer.request_stop()
     await training
     again = Harness(tmp_path, setting)
     again.generator.after = rewards
     await again.train()
-    reported = [o for row in again.rows for key in ("ordinals", f"{what}_ordinals") for o in row[key]]
+    reported = [o for row in again.rows for key in ("group_indices", f"{what}_group_indices") for o in row[key]]
     assert sorted(reported) == list(range(33))
 
 
@@ -104,14 +104,14 @@ async def test_a_stop_before_the_last_whole_batches_of_a_stream_leaves_them_to_b
     monkeypatch.setattr(
         harness, "load_dataset", lambda *_: Counted([rows], RecordMaker("prompt", "run_length"), epochs=1)
     )
-    settings = (f"data.train_data=[{rows}]", "trainer.fully_async.pipeline_depth=3", "trainer.max_steps=30")
+    settings = (f"data.train_data=[{rows}]", "trainer.fully_async.generate_ahead_steps=3", "trainer.max_steps=30")
     h = Harness(tmp_path / "run", *settings)
     loop = asyncio.get_running_loop()
 
     def stop_when_all_is_generated(minibatch: Minibatch) -> None:
         async def generated() -> None:
             await h.trainer.changed.wait_until(
-                lambda: h.trainer.rollout.workers.exhausted and len(h.trainer.rollout.buffer) == 15
+                lambda: h.trainer.rollout.dispatcher.exhausted and len(h.trainer.rollout.buffer) == 15
             )
             h.trainer.request_stop()
 
@@ -138,7 +138,7 @@ async def test_a_part_that_does_not_close_hides_no_error_and_keeps_no_other_part
         raise OSError("scripted: the generator does not close")
 
     def fail(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 9:
+        if group_index_of(batch) == 9:
             raise ValueError("the first cause")
 
     h.engine.teardown = observed  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ async def test_a_snapshot_that_fails_does_not_hide_why_it_was_taken(tmp_path: Pa
     h = Harness(tmp_path, *FIRST_FAILURE)
 
     def fail(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 9:
+        if group_index_of(batch) == 9:
             raise ValueError("the first cause")
 
     def no_memory() -> dict[str, object]:
@@ -220,7 +220,7 @@ async def test_one_step_off_does_not_publish_under_the_requests_that_a_stop_leav
     assert set(running_at_load) == {0}
     again = Harness(tmp_path, "trainer.mode=one_step_off")
     await again.train()
-    assert sorted(again.trained) == list(range(32)) and max(row["async/lag_max"] for row in again.rows) <= 1
+    assert sorted(again.trained) == list(range(32)) and max(row["staleness/max"] for row in again.rows) <= 1
 
 
 # Fleets that sleep -----------------------------------------------------------------------------------------------------

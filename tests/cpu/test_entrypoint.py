@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.memory import Machine
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.entrypoints.train import main
 from skyrl_train.environments.base import Environment, EnvironmentStep
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 HERE = __name__
 TINY = [
@@ -31,7 +32,7 @@ TINY = [
     "trainer.trackers=[]",
     "trainer.policy.model.build.hidden_size=32",
     "generator.n_samples_per_prompt=2",
-    "generator.inference_engine.placement=thread",
+    "generator.inference_engine.executor=thread",
     "data.generate=8",
 ]
 
@@ -68,7 +69,7 @@ def test_sigterm_before_training_begins_is_as_ctrl_c(
             cleaned_up.append(True)
         return False
 
-    monkeypatch.setattr("skyrl_train.entrypoints.train._train", starting)
+    monkeypatch.setattr("skyrl_train.entrypoints.run._train", starting)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what would end the tests
     try:
         assert main([*TINY, f"trainer.run_dir={tmp_path}"]) == 130
@@ -97,8 +98,8 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> t
         ("trainer.mode=asink", "fully_async"),
         ("trainer.fully_async.num_parallel_generation_workers=1", "num_parallel_generation_workers"),
         ("trainer.fully_async.max_staleness_steps=-1", "max_staleness_steps"),
-        ("trainer.fully_async.pipeline_depth=9", "pipeline_depth"),
-        ("trainer.train_batch_size=3", "train_batch_size"),
+        ("trainer.fully_async.generate_ahead_steps=9", "generate_ahead_steps"),
+        ("trainer.fully_async.streaming_min_groups=3", "streaming_min_groups"),
         ("trainer.max_steps=0", "max_steps"),
         ("trainer.algorithm.policy_loss_type=ppo_klip", "ppo_clip"),
         ("data.train_data=[nowhere.jsonl]", "nowhere.jsonl"),
@@ -184,7 +185,7 @@ def test_a_generator_with_nan_rewards_ends_the_run_naming_the_field(
 def test_a_refusal_after_the_engines_processes_have_started_leaves_no_traceback_and_no_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    process = "generator.inference_engine.placement=process"
+    process = "generator.inference_engine.executor=process"
     code, text = run(tmp_path, capfd, process, "generator.name=nowhere:Generator")
     assert code == 2
     assert "generator.name" in text
@@ -230,7 +231,7 @@ def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
     [
         ("generator.name", [], "package.module:Class or file.py:Class"),
         ("environment.env_class", ["data.train_data=[prompts.jsonl]"], "package.module:Class or file.py:Class"),
-        ("trainer.fully_async.straggler_policy", [], "package.module:Class or file.py:Class"),
+        ("trainer.fully_async.staleness_policy", [], "package.module:Class or file.py:Class"),
         ("rollout.stages.reward.function", [], "package.module:function or file.py:function"),
         ("+generator.kwargs.agent", ["generator.name=harness"], "package.module:function or file.py:function"),
     ],
@@ -260,4 +261,45 @@ def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, capfd: pyte
     assert code == 0
     assert "D=1" in text
     assert "S=4" in text
+    assert not (tmp_path / "run").exists()
+
+
+NO_EFFECT = ("trainer.algorithm.gamma=0.9", "trainer.fsdp.num_workers=4", "generator.inference_engine.ray_num_gpus=1")
+
+
+def warnings_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("warning: ")]
+
+
+def test_a_setting_without_effect_is_a_warning_and_the_run_trains(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(tmp_path, capfd, *NO_EFFECT)
+    assert code == 0
+    assert (tmp_path / "run" / "policy").is_dir()
+    warned = warnings_in(text)
+    assert len(warned) == 3 and all(any(key.partition("=")[0] in line for line in warned) for key in NO_EFFECT)
+    assert text.index("warning: ") < text.index("Starting: ")
+
+
+def test_dry_run_prints_the_warnings_and_strict_makes_them_errors(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(tmp_path, capfd, "--dry-run", *NO_EFFECT)
+    assert code == 0 and len(warnings_in(text)) == 3
+    code, text = run(tmp_path, capfd, "--dry-run", "--strict", *NO_EFFECT)
+    assert code == 2 and "3 settings cannot work" in text
+    assert run(tmp_path, capfd, "--dry-run", "--strict")[0] == 0
+
+
+def test_a_plan_beyond_this_machines_memory_is_a_warning_and_with_strict_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_train.entrypoints.run.this_machine", lambda gpus: Machine(2**20))
+    code, text = run(tmp_path, capfd, "--dry-run")
+    assert code == 0
+    (warning,) = warnings_in(text)
+    assert "memory does not suffice: Training on cpu" in warning and "there are 0.0 GiB" in warning
+    code, text = run(tmp_path, capfd, "--strict")
+    assert code == 2 and "Training on cpu" in text
     assert not (tmp_path / "run").exists()

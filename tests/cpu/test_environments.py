@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.environments.base import Environment, EnvironmentStep
-from skyrl_train.environments.guess_number import GuessNumber
-from skyrl_train.environments.positional_match import positional_match
 from skyrl_train.environments.registry import register_environment, registered_environments, resolve_environment
-from skyrl_train.environments.run_length import RunLength
+from skyrl_train.environments.toy_tasks import GuessNumber, RunLength, positional_match
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.tiny import character_tokenizer
 
@@ -202,15 +200,15 @@ def test_a_kwarg_goes_wherever_it_is_a_parameter() -> None:
 @pytest.mark.parametrize(
     ("env_class", "kwargs", "message"),
     [
-        ("run_lenght", {}, "Did you mean 'run_length'"),
+        ("run_lenght", {}, "Did you mean run_length"),
         ("no.such.module:Class", {}, "cannot be imported"),
         (f"{__name__}:Missing", {}, "cannot be imported"),
         (f"{__name__}:NoEnvironment", {}, "lacks init, close, get_metrics"),
-        ("run_length", {"max_cuont": 3}, "Did you mean 'max_count'"),
-        ("skyrl_gym:gsm9k", {}, "Did you mean 'gsm8k'"),
-        ("reasoning_gym:chain_sums", {}, "Did you mean 'chain_sum'"),
-        ("reasoning_gym:chain_sum", {"min_term": 2}, "Did you mean 'min_terms'"),
-        ("reasoning_gym:chain_sum", {"min_terms": 9, "max_terms": 2}, "refuses"),
+        ("run_length", {"max_cuont": 3}, "Did you mean max_count"),
+        ("skyrl_gym:gsm9k", {}, "Did you mean gsm8k"),
+        ("reasoning_gym:chain_sums", {}, "Did you mean chain_sum"),
+        ("reasoning_gym:chain_sum", {"min_term": 2}, "Did you mean min_terms"),
+        ("reasoning_gym:chain_sum", {"min_terms": 9, "max_terms": 2}, "rejects"),
     ],
 )
 def test_what_cannot_be_resolved_is_refused_with_the_remedy(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema.data import EnvironmentConfig
+from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError, DataError
 

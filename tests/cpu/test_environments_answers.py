@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.environments.answers import (
+from skyrl_train.environments.final_answer import (
+    MathAnswer,
+    NumericAnswer,
     last_boxed,
     last_number,
     marked_answer,
     normalize_math,
-    normalize_question_answer,
     same_math,
     to_number,
 )
-from skyrl_train.environments.final_answer import MathAnswer, NumericAnswer
+from skyrl_train.environments.search_answer import normalize_question_answer
 from skyrl_train.errors import DataError
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.episode import Episode
-from skyrl_train.environments.registry import ClassFactory
+from skyrl_train.environments.registry import environment_factory
 from skyrl_train.errors import RolloutError
 
 
@@ -48,7 +48,7 @@ class QuickRecorder(Recorder):
 
 def episode(cls: type[Recorder], **extras: Any) -> tuple[Episode, list[tuple[str, int]]]:
     calls: list[tuple[str, int]] = []
-    return Episode(ClassFactory("recorder", cls, {}), {"calls": calls, **extras}, "prompt-7"), calls
+    return Episode(environment_factory("recorder", cls, {}), {"calls": calls, **extras}, "prompt-7"), calls
 
 
 def fail() -> None:

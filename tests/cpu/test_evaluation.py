@@ -13,25 +13,21 @@ import torch
 from evaluation_worlds import OneTurn, World, forever, prompts_of
 from scripted import settle
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import EngineError, EvaluationError, RolloutError
 from skyrl_train.evaluation.engines import OwnEngines
-from skyrl_train.evaluation.metrics import (
-    EvaluationResult,
-)
 from skyrl_train.evaluation.runner import Evaluation
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.randomness import mix
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.publisher import WeightPublisher, weights_of
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
-from skyrl_train.rollout.group import RolloutGroup
-from skyrl_train.rollout.reward_stage import with_rewards
+from skyrl_train.rollout.stages.reward import with_rewards
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import GeneratorInput, GeneratorOutput, PauseMode, RolloutGroup
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 
 # Samples ------------------------------------------------------------------------------------------------------------
 
@@ -41,8 +37,8 @@ async def evaluate(world: World) -> dict[str, Any]:
     await world.begin()
     await world.train_step(1)
     await world.evaluation.finish()
-    (result,) = world.results
-    return result.row
+    ((_, row),) = world.results
+    return dict(row)
 
 
 async def test_requests_say_that_they_are_an_evaluation_and_merge_the_sampling_parameters() -> None:
@@ -73,7 +69,10 @@ async def test_two_versions_are_measured_with_the_same_random_numbers_which_trai
         seeds[batch["batch_metadata"].global_step][uid, trajectory.repetition_id] = batch["batch_metadata"].seeds[0]
     assert seeds[1] == seeds[2] and len(set(seeds[1].values())) == 6
     training = {
-        mix(0, ordinal, number, attempt) for ordinal in range(50) for number in range(3) for attempt in range(2)
+        derive_seed(0, group_index, number, attempt)
+        for group_index in range(50)
+        for number in range(3)
+        for attempt in range(2)
     }
     assert not training & set(seeds[1].values())
 
@@ -159,7 +158,7 @@ async def test_rewards_of_a_function_apart_from_the_generator_count_here_too() -
     seen: list[tuple[int, int]] = []
 
     async def score(group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
-        seen.append((group.ordinal, len(group.samples)))
+        seen.append((group.group_index, len(group.samples)))
         if record.uid == "p1":
             raise RolloutError("scripted: no reward")
         return replace(group, samples=with_rewards(group.samples, [0.25] * (len(group.samples) - 1) + [1.0]))
@@ -186,7 +185,7 @@ async def test_a_single_token_of_another_version_is_an_error_and_leaves_no_row(p
 
     world.generator.after = spoil
     await world.begin()
-    with pytest.raises(EvaluationError, match="version 0 met tokens of version 1"):
+    with pytest.raises(EvaluationError, match="version 0 got tokens of version 1"):
         await world.evaluation.finish()
     assert world.results == [] and isinstance(world.evaluation.error, EvaluationError)
     assert len(world.generator.inputs) <= 2, "it is not tried again"
@@ -215,7 +214,7 @@ async def test_weights_that_are_published_in_the_middle_are_noticed() -> None:
     world.generator.before = lambda batch: released.wait()
     await world.begin()
     await settle()
-    await world.publisher.publish(weights_of(()), 1)  # without asking hold()
+    await world.syncer.sync(1)  # without asking hold()
     released.set()
     with pytest.raises(EvaluationError, match="bug"):
         await world.evaluation.hold()
@@ -225,14 +224,14 @@ async def test_a_version_that_the_engines_do_not_hold_is_not_evaluated_on_them()
     world = World()
     await world.begin()
     await world.evaluation.served(3)
-    with pytest.raises(EvaluationError, match="hold policy version 0"):
+    with pytest.raises(EvaluationError, match="serve policy version 0"):
         await world.evaluation.finish()
 
 
 # The run's engines --------------------------------------------------------------------------------------------------
 
 
-async def test_the_next_publication_waits_while_generation_goes_on() -> None:
+async def test_the_next_weight_sync_waits_while_generation_goes_on() -> None:
     world = World(interval=2)
     released = asyncio.Event()
     world.generator.before = lambda batch: released.wait()
@@ -316,7 +315,7 @@ async def test_it_says_what_it_waits_for_and_when_it_moves() -> None:
 # Engines of its own -------------------------------------------------------------------------------------------------
 
 
-async def test_with_engines_of_its_own_publications_do_not_wait_and_versions_do_not_mix() -> None:
+async def test_with_engines_of_its_own_weight_sync_do_not_wait_and_versions_do_not_mix() -> None:
     world = World(own=True, interval=2)
     released = asyncio.Event()
     world.generator.before = lambda batch: released.wait()
@@ -362,18 +361,16 @@ async def test_its_engines_sample_from_the_weights_of_the_step_that_was_due_howe
     folder = str(tmp_path / "model")
     build_model_folder(BuildModelConfig(hidden_size=32, num_layers=1), Path(folder), seed=0)
     model = load_model(folder, "float32", "cpu")
-    client = InferenceEngineClient([EmbeddedEngine(folder, placement="thread")], load_tokenizer(folder), folder)
+    client = InferenceEngineClient([EmbeddedEngine(folder, executor="thread")], load_tokenizer(folder), folder)
     await client.start()
     world = World(prompts_of("a"), own=True)
-    publisher = WeightPublisher(client, SharedMemoryTransport(), PauseMode.KEEP)
+    syncer = WeightSyncer(client, SharedMemoryTransport(), weights_of(model.named_parameters), PauseMode.KEEP)
     generator = OneTurn(client)
     evaluation = Evaluation(
         world.config,
-        OwnEngines(
-            generator, client, publisher, lambda transport, version: transport.gather(model.named_parameters(), version)
-        ),
+        OwnEngines(generator, client, syncer),
         prompts_of("a"),
-        sink=world,
+        reporter=world,
         changed=world.changed,
     )
     sampled: dict[int, list[float]] = {}
@@ -484,10 +481,10 @@ async def test_after_a_resume_only_what_has_no_row_is_evaluated_again(
 async def test_a_result_that_cannot_be_written_ends_the_run() -> None:
     world = World()
 
-    def full(result: EvaluationResult) -> None:
+    def full(*result: object) -> None:
         raise OSError("scripted: the disk is full")
 
-    world.evaluation._sink.evaluated = full  # type: ignore[method-assign]
+    world.evaluation._reporter.evaluated = full  # type: ignore[method-assign]
     await world.begin()
     await world.train_step(1)
     woken = asyncio.ensure_future(world.changed.wait_until(lambda: world.evaluation.error is not None))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from skyrl_train.config import derive
 from skyrl_train.config.compare import same_run
-from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema.data import EnvironmentConfig
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import EnvironmentConfig, RunConfig
+from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.evaluation.metrics import (
@@ -29,11 +29,10 @@ from skyrl_train.evaluation.metrics import (
     passed,
     powers_up_to,
 )
-from skyrl_train.evaluation.schedule import EvaluationSchedule
+from skyrl_train.evaluation.runner import EvaluationSchedule
 from skyrl_train.observability.metrics import spec_of
-from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.reporter import Reporter, Tracker
 from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.observability.tracking import Tracker
 
 # Figures ------------------------------------------------------------------------------------------------------------
 
@@ -166,6 +165,10 @@ def result_of(version: int, reward: float = 1.0) -> EvaluationResult:
     return EvaluationResult(version, (EvaluatedPrompt("a", "s", (sample(reward),)),), seconds=1.0)
 
 
+def report(reporter: Reporter, result: EvaluationResult) -> None:
+    reporter.evaluated(result.version, result.row, result.metrics, result.headline)
+
+
 def test_a_result_reaches_its_file_the_trackers_and_the_screen_under_its_step(tmp_path: Path) -> None:
     config = RunConfig()
     config.trainer.trackers = [f"{__name__}.Remembering"]
@@ -173,7 +176,7 @@ def test_a_result_reaches_its_file_the_trackers_and_the_screen_under_its_step(tm
     with RunFolder(tmp_path, config) as folder:
         reporter = Reporter(config, folder, Console(file=screen, width=200), total_steps=9)
         reporter.begin(0)
-        reporter.evaluated(result_of(3, reward=0.5))
+        report(reporter, result_of(3, reward=0.5))
         reporter.close()
     (row,) = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert (row["step"], row["policy_version"], row["eval/pass@1"], row["eval/s/reward"]) == (3, 3, 0.0, 0.5)
@@ -190,7 +193,7 @@ def test_a_resumed_run_forgets_evaluations_of_steps_that_are_gone_and_knows_the_
             reporter.begin(resumed_at)
             assert reporter.evaluated_steps == known
             for version in versions:
-                reporter.evaluated(result_of(version))
+                report(reporter, result_of(version))
             rows = folder.read_evaluations()
             reporter.close()
     assert [row["step"] for row in rows] == [2, 4, 6]
@@ -241,8 +244,6 @@ HARNESS = ("generator.name=harness", "generator.kwargs.endpoint.port=8000", "gen
     ("overrides", "message"),
     [
         (["interval=-1"], "trainer.eval.interval=-1"),
-        (["interval=0", "before_train=true"], "Set the interval"),
-        (["interval=0", "num_engines=1"], "num_engines=1 without trainer.eval.interval"),
         (["num_engines=-1"], "at least 0"),
         (["generate=0"], "trainer.eval.generate=0"),
         (["n_samples_per_prompt=0"], "trainer.eval.n_samples_per_prompt=0"),
@@ -261,24 +262,38 @@ HARNESS = ("generator.name=harness", "generator.kwargs.endpoint.port=8000", "gen
 )
 def test_settings_that_cannot_work_are_refused_with_what_to_set(overrides: list[str], message: str) -> None:
     config = settings("trainer.eval.interval=2", *(f"trainer.eval.{override}" for override in overrides))
-    found = problems(config)
+    found = validate(config).errors
     assert any(message in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["interval=0", "before_train=true"], "Set the interval"),
+        (["interval=0", "num_engines=1"], "num_engines=1 without trainer.eval.interval"),
+    ],
+)
+def test_an_evaluation_without_an_interval_is_a_warning(overrides: list[str], message: str) -> None:
+    config = settings("trainer.eval.interval=2", *(f"trainer.eval.{override}" for override in overrides))
+    found = validate(config)
+    assert found.errors == [] and any(message in warning for warning in found.warnings), found
+    assert derive.num_evaluation_engines(config) == 0
 
 
 def test_the_runs_engines_must_hold_what_is_due() -> None:
     batches = ("trainer.policy_mini_batch_size=4", "trainer.train_batch_size=8")
-    (problem,) = problems(settings("trainer.eval.interval=3", *batches))
+    (problem,) = validate(settings("trainer.eval.interval=3", *batches)).errors
     assert "trainer.eval.interval=4" in problem and "trainer.eval.num_engines=1" in problem
-    assert problems(settings("trainer.eval.interval=4", *batches)) == []
-    assert problems(settings("trainer.eval.interval=3", "trainer.eval.num_engines=1", *batches)) == []
+    assert validate(settings("trainer.eval.interval=4", *batches)).errors == []
+    assert validate(settings("trainer.eval.interval=3", "trainer.eval.num_engines=1", *batches)).errors == []
 
 
 def test_an_evaluation_with_engines_of_its_own_needs_a_port_and_servers_of_its_own() -> None:
     own = ("trainer.eval.interval=2", "trainer.eval.num_engines=1")
-    assert "Leave the port out" in problems(settings(*own, *HARNESS))[0]
-    assert problems(settings("trainer.eval.interval=2", *HARNESS)) == []
+    assert "Leave the port out" in validate(settings(*own, *HARNESS)).errors[0]
+    assert validate(settings("trainer.eval.interval=2", *HARNESS)).errors == []
     remote = ("generator.inference_engine.backend=vllm_remote", "generator.inference_engine.remote_urls=[http://a]")
-    assert "those of the evaluation last" in problems(settings(*own, *remote))[0]
+    assert "the last ones for the evaluation" in validate(settings(*own, *remote)).errors[0]
 
 
 def test_when_and_where_it_evaluates_may_change_on_a_resume_but_not_what_a_row_means() -> None:

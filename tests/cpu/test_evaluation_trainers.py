@@ -10,8 +10,8 @@ import pytest
 from harness import EchoGenerator, Harness
 
 from skyrl_train.errors import EvaluationError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
-from skyrl_train.rollout.reward_function import GroupToReward
+from skyrl_train.rollout.stages.reward import GroupToReward
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 MODES = ["sync", "one_step_off", "fully_async", "partial_rollout"]
 EVALUATION = ["trainer.eval.interval=3", "trainer.eval.before_train=true", "trainer.eval.generate=3"]
@@ -69,7 +69,7 @@ def rewards_training_only(group: GroupToReward) -> list[float]:
 async def test_a_reward_that_fails_in_an_evaluation_is_named_by_its_row(tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"prompt": "1"}\n{"prompt": "2", "uid": "asked"}\n')
-    data = ["trainer.eval.interval=8", "trainer.eval.generate=0", f"trainer.eval.eval_data=[{held_out}]"]
+    data = ["trainer.eval.interval=8", f"trainer.eval.eval_data=[{held_out}]"]
     reward = "rollout.stages.reward.function=test_evaluation_trainers:rewards_training_only"
     h = Harness(tmp_path / "run", reward, *data)
     await h.train()
@@ -78,8 +78,8 @@ async def test_a_reward_that_fails_in_an_evaluation_is_named_by_its_row(tmp_path
     assert failed.startswith(f"evaluation of version 8, {prompt}: an attempt failed: its reward function failed")
 
 
-async def test_with_rare_publications_the_last_policy_is_published_to_be_measured(tmp_path: Path) -> None:
-    overrides = ["trainer.fully_async.sync_every_steps=3", "trainer.fully_async.overlap_publication=true"]
+async def test_with_rare_weight_sync_the_last_policy_is_published_to_be_measured(tmp_path: Path) -> None:
+    overrides = ["trainer.fully_async.weight_sync_interval=3", "trainer.fully_async.overlap_weight_sync=true"]
     h = Harness(tmp_path, *overrides, *EVALUATION)
     await h.train()
     assert steps(h) == [0, 3, 6, 8]
@@ -132,9 +132,9 @@ async def test_a_token_of_another_version_ends_the_run_with_what_was_trained(tmp
             versions[0][-1] += 1
 
     h.generator.after = spoil
-    with pytest.raises(EvaluationError, match="version 3 met tokens of version 4"):
+    with pytest.raises(EvaluationError, match="version 3 got tokens of version 4"):
         await h.train()
-    assert steps(h) == [0] and h.trainer.parts.checkpoints.latest() is not None
+    assert steps(h) == [0] and h.trainer.components.checkpoints.latest() is not None
 
 
 async def test_failing_evaluations_never_stop_training(tmp_path: Path) -> None:

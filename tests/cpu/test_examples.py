@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "async"
 SHORT = [
     "trainer.max_steps=2",
     "trainer.policy_mini_batch_size=4",
-    "generator.inference_engine.placement=thread",
+    "generator.inference_engine.executor=thread",
 ]
 
 

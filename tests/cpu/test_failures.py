@@ -20,24 +20,23 @@ from rollout_worlds import (
     end_the_program,
     fail,
     fine,
+    group_index_of,
     hang,
     ignore_cancellation,
-    ordinal_of,
     output_of,
     return_late,
 )
 from scripted import ScriptedEngine, settle
 from training_worlds import backend, build_small_model, one_thread
 
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import EngineError, GeneratorOutputError, NoEngineError, RolloutActorError, RolloutError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
-from skyrl_train.inference.fleet import FleetLimits
-from skyrl_train.inference.recordings import Recordings
-from skyrl_train.observability.step_metrics import step_metrics
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.group_json import decode_group, encode_group
+from skyrl_train.inference.pool.fleet import FleetLimits
+from skyrl_train.inference.replay import ReplayCache
+from skyrl_train.rollout.buffer import decode_group, encode_group
+from skyrl_train.step_metrics import step_metrics
 from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.types import GeneratorInput, GeneratorOutput, RolloutGroup, RolloutSequence, Sample
 
 # Generators that misbehave --------------------------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ async def test_what_goes_wrong_always_gives_its_seat_to_the_next_prompt(bad: str
     async with World(rollout_timeout_s=0.05) as w:
         w.generator.plays[2] = [play]
         assert await w.step(fill=True) == [0, 1, 3, 4]
-        assert w.loader.failed == [2] and w.generator.calls.count(2) == 2
+        assert w.loader.ledger.failed == [2] and w.generator.calls.count(2) == 2
         assert all(reason in told for _, told in w.failed_attempts)
         w.check_books()
 
@@ -96,7 +95,7 @@ async def test_a_group_that_comes_back_after_its_time_is_thrown_away() -> None:
     async with World(rollout_timeout_s=0.05) as w:
         w.generator.plays[1] = [return_late, fine]
         await w.workers.fill()
-        late = next(group for group in w.buffer if group.ordinal == 1)
+        late = next(group for group in w.buffer if group.group_index == 1)
         assert isinstance(late, RolloutGroup)
         assert [sample.reward for sample in late.samples] == [0.0, 1.0], "of the attempt that came in time"
 
@@ -113,7 +112,7 @@ async def test_fewer_samples_than_asked_for_stop_the_workers_by_name() -> None:
         w.generator.plays[1] = [one_short]
         await w.workers.fill()
         with pytest.raises(GeneratorOutputError, match="response_ids has 1 entries for 2 trajectories"):
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
         assert w.generator.calls.count(1) == 1, "another attempt would not mend it"
 
 
@@ -148,8 +147,8 @@ async def test_numbers_of_other_libraries_are_metrics(metrics: dict[str, float])
 
         w.generator.plays[1] = [measure]
         await w.workers.fill()
-        w.workers.raise_if_failed()
-        group = next(group for group in w.buffer if group.ordinal == 1)
+        w.raise_if_failed()
+        group = next(group for group in w.buffer if group.group_index == 1)
         assert isinstance(group, RolloutGroup)
         assert decode_group(encode_group(group)).metrics == group.metrics == {k: float(v) for k, v in metrics.items()}
 
@@ -164,7 +163,7 @@ async def test_metrics_that_are_no_numbers_stop_the_workers_by_name(metrics: Any
         w.generator.plays[1] = [measure]
         await w.workers.fill()
         with pytest.raises(GeneratorOutputError, match="rollout_metrics"):
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
 
 
 async def test_a_version_that_the_engines_do_not_serve_yet_stops_the_workers() -> None:
@@ -175,16 +174,16 @@ async def test_a_version_that_the_engines_do_not_serve_yet_stops_the_workers() -
 
         w.generator.plays[1] = [counts_steps]
         await w.workers.fill()
-        with pytest.raises(GeneratorOutputError, match="names version 1, but the engines serve 0"):
-            w.workers.raise_if_failed()
+        with pytest.raises(GeneratorOutputError, match="contains version 1, but the engines serve 0"):
+            w.raise_if_failed()
 
 
 async def test_more_failures_than_the_budget_stop_the_workers_with_the_last_reason() -> None:
     async with World(max_failed_rollouts=2, max_rollout_retries=0) as w:
-        w.generator.plays.update({ordinal: [fail] for ordinal in range(20)})
+        w.generator.plays.update({group_index: [fail] for group_index in range(20)})
         await w.workers.fill()
         with pytest.raises(RolloutError, match=r"3 rollouts .*max_failed_rollouts = 2.*scripted") as caught:
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
         assert isinstance(caught.value.__cause__, RolloutError)
         assert isinstance(caught.value.__cause__.__cause__, ValueError), "the traceback of the generator's own error"
         w.check_books()
@@ -195,8 +194,8 @@ async def test_with_raise_the_first_failure_stops_the_workers_and_its_prompt_sta
         w.generator.plays[1] = [fail]
         await w.workers.fill()
         with pytest.raises(RolloutError, match="scripted"):
-            w.workers.raise_if_failed()
-        assert w.loader.failed == [] and w.loader.frontier == 0, "a resumed run generates it again"
+            w.raise_if_failed()
+        assert w.loader.ledger.failed == [] and w.loader.ledger.frontier == 0, "a resumed run generates it again"
 
 
 # Failed groups that keep their seat (mask) ----------------------------------------------------------------------------
@@ -206,11 +205,11 @@ async def test_a_masked_failure_keeps_its_seat_without_a_token() -> None:
     async with World(on_rollout_failure=MASK, max_rollout_retries=0) as w:
         w.generator.plays[1] = [fail]
         await w.workers.fill()
-        (failed,) = (group for group in w.buffer if group.ordinal == 1)
+        (failed,) = (group for group in w.buffer if group.group_index == 1)
         assert isinstance(failed, RolloutGroup)
         assert failed.masked and failed.samples == (Sample(()), Sample(())) and failed.uid == w.loader.record(1).uid
         assert await w.step() == [0, 1, 2, 3], "the step has its groups, and the prompt counts as trained"
-        assert w.workers.failed_and_masked == 1 and w.loader.failed == []
+        assert w.workers.failed_and_masked == 1 and w.loader.ledger.failed == []
         w.check_books()
 
 
@@ -224,19 +223,19 @@ async def test_masked_failures_spend_the_same_budget_also_over_a_resume() -> Non
         w.generator.plays.update({0: [fail], 1: [fail]})
         await w.workers.fill()
         with pytest.raises(RolloutError, match=r"4 rollouts .*max_failed_rollouts = 3"):
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
 
 
-def failed_group(ordinal: int = 1) -> RolloutGroup:
-    return RolloutGroup(ordinal, "u", "test", (Sample(()), Sample(())), 3, masked=True)
+def failed_group(group_index: int = 1) -> RolloutGroup:
+    return RolloutGroup(group_index, "u", "test", (Sample(()), Sample(())), 3, masked=True)
 
 
-def finished_group(ordinal: int = 0) -> RolloutGroup:
+def finished_group(group_index: int = 0) -> RolloutGroup:
     samples = (
         Sample((RolloutSequence.of_lists([2], [3, 4], [1, 1], [-1.0, -2.0], [2, 3], [0.0, r], "stop"),))
         for r in (0.0, 1.0)
     )
-    return RolloutGroup(ordinal, "v", "test", tuple(samples), 2)
+    return RolloutGroup(group_index, "v", "test", tuple(samples), 2)
 
 
 def test_a_failed_group_adds_nothing_to_a_minibatch_but_its_place() -> None:
@@ -276,7 +275,7 @@ def test_a_step_of_nothing_but_failures_trains_nothing_and_has_metrics(tmp_path:
         generated_tokens=0,
     )
     assert "reward/mean" not in full, "nobody was rewarded; 0 would be a lie"
-    assert full["async/lag_max"] == 0
+    assert full["staleness/max"] == 0
 
 
 def test_the_rewards_of_a_step_are_those_of_what_was_sampled() -> None:
@@ -316,7 +315,7 @@ async def test_a_group_that_lost_its_engines_is_generated_again_when_one_is_back
         await w.until(lambda: len(w.buffer) == 3)
         await settle()
         assert w.generator.calls.count(2) == 1, "without an engine it is not worth beginning"
-        assert any("it waits for an engine" in line for line in w.workers.describe())
+        assert any("waits for an engine" in line for line in w.workers.describe())
         w.engines.join()
         assert await w.step() == [0, 1, 2, 3]
         assert (w.runner.engine_failures, w.runner.retries, w.failed_attempts) == (1, 0, []), (
@@ -332,7 +331,7 @@ async def test_more_lost_groups_than_allowed_stop_the_workers_with_the_engines_r
         w.generator.plays.update({1: [lose_engines(w), fine], 2: [lose_engines(w), fine]})
         await w.workers.fill()
         with pytest.raises(NoEngineError, match=r"scripted death.*max_engine_failures = 1"):
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
 
 
 async def test_engines_that_never_come_back_spend_the_budget_and_not_for_ever() -> None:
@@ -341,7 +340,7 @@ async def test_engines_that_never_come_back_spend_the_budget_and_not_for_ever() 
         w.generator.plays[1] = [lose_engines(w)]
         await w.workers.fill()
         with pytest.raises(NoEngineError, match="max_engine_failures = 5"):
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
         assert w.generator.calls.count(1) == 1 and w.runner.engine_failures == 6
 
 
@@ -370,13 +369,13 @@ async def test_any_other_failure_of_an_engine_stops_the_workers_as_it_is() -> No
         w.generator.plays[1] = [broken_engine]
         await w.workers.fill()
         with pytest.raises(EngineError, match=r"^scripted$"):
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
 
 
-# Recordings -----------------------------------------------------------------------------------------------------------
+# ReplayCache -----------------------------------------------------------------------------------------------------------
 
 
-class NotedRecordings(Recordings):
+class NotedReplayCache(ReplayCache):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[object, ...]] = []
@@ -392,24 +391,24 @@ class NotedRecordings(Recordings):
 
 async def test_sessions_are_recorded_by_attempt_and_until_the_group_has_ended() -> None:
     async with World(max_engine_failures=1) as w:
-        recordings = w.runner._recordings = NotedRecordings()
+        replay_cache = w.runner._replay_cache = NotedReplayCache()
         w.generator.plays[0] = [fail, lose_engines(w), fine]
         running = asyncio.create_task(w.runner.run(0))
         await asyncio.wait_for(w.engines.awaited.wait(), 10)
         w.engines.join()
         await running
-        assert recordings.calls == [("begin", 0, 0), ("begin", 0, 1), ("begin", 0, 1), ("end", 0)]
+        assert replay_cache.calls == [("begin", 0, 0), ("begin", 0, 1), ("begin", 0, 1), ("end", 0)]
 
 
 async def test_a_resumed_group_goes_on_with_the_attempt_that_was_recorded() -> None:
     async with World(max_rollout_retries=1) as w:
-        recordings = w.runner._recordings = NotedRecordings()
-        recordings.begin(0, ["p0@0_0"], 1)
+        replay_cache = w.runner._replay_cache = NotedReplayCache()
+        replay_cache.begin(0, ["p0@0_0"], 1)
         w.generator.plays[0] = [fail]
         with pytest.raises(RolloutError):
             await w.runner.run(0)
         assert w.generator.calls == [0], "it was its second attempt, and there is no third"
-        assert recordings.calls[1:] == [("begin", 0, 1), ("end", 0)]
+        assert replay_cache.calls[1:] == [("begin", 0, 1), ("end", 0)]
 
 
 # A whole trainer ------------------------------------------------------------------------------------------------------
@@ -435,9 +434,9 @@ async def test_a_filtered_run_trains_or_filters_every_prompt_once_also_when_it_w
     await first.train()
     second = Harness(tmp_path, *overrides)
     await second.train()
-    trained, filtered = second.trained, second.trainer.rollout.prompts.filtered
+    trained, filtered = second.trained, second.trainer.rollout.prompts.ledger.filtered
     assert len(trained) == 32 and filtered, "some groups of this generator have no signal, and every step is full"
-    places = [*trained, *filtered, *(group.ordinal for group in second.trainer.rollout.buffer)]
+    places = [*trained, *filtered, *(group.group_index for group in second.trainer.rollout.buffer)]
     assert sorted(places) == list(range(len(places)))
     for minibatch in (*first.backend.minibatches, *second.backend.minibatches):
         assert all(bool(s.advantages[s.loss_mask].abs().max() > 0) for s in minibatch.sequences)
@@ -449,7 +448,7 @@ async def test_a_filtered_run_with_depth_zero_is_the_filtered_synchronous_one(tm
     runs = []
     for folder, overrides in (
         ("sync", ["trainer.mode=sync"]),
-        ("async", ["trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.pipeline_depth=0"]),
+        ("async", ["trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.generate_ahead_steps=0"]),
     ):
         h = Harness(tmp_path / folder, "trainer.algorithm.dynamic_sampling=filter", *overrides)
         await h.train()
@@ -476,7 +475,7 @@ async def test_a_masked_failure_costs_a_step_one_group_and_nothing_else(tmp_path
     h = Harness(tmp_path, "trainer.failures.on_rollout_failure=mask")
 
     def fail_always(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 3:
+        if group_index_of(batch) == 3:
             raise ValueError("scripted")
 
     h.generator.before = fail_always
@@ -493,19 +492,19 @@ async def test_a_run_outlives_the_loss_of_its_only_engine(tmp_path: Path) -> Non
     h.client._pool.fleet._limits = FleetLimits(backoff_s=0.05)
 
     def die(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 13 and engine.calls.count("start") == 1:
+        if group_index_of(batch) == 13 and engine.calls.count("start") == 1:
             engine.die()
 
     h.generator.before = die
     await h.client.start()  # the supervisor starts dead engines again
     await h.train()
     assert h.trained == list(range(32)) and h.trainer.rollout.staleness.counts.failed == 0
-    assert engine.calls.count("start") == 2 and h.trainer.rollout.runner.engine_failures >= 1
+    assert engine.calls.count("start") == 2 and h.trainer.rollout.group_generator.engine_failures >= 1
 
 
 async def test_a_run_stops_although_a_generator_ignores_its_cancellation(tmp_path: Path) -> None:
     h = Harness(tmp_path)
-    h.trainer.rollout.runner._cancel_grace_s = 0.05
+    h.trainer.rollout.group_generator._cancel_grace_s = 0.05
     called = asyncio.Event()
 
     def before(batch: GeneratorInput) -> object:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling
+from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling
 from skyrl_train.errors import ConfigError, RolloutError
 from skyrl_train.rollout.filters import (
     SignalFilter,
@@ -22,8 +22,8 @@ from skyrl_train.rollout.filters import (
     mask_without_signal,
     replace_without_signal,
 )
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 
 def sample(reward: float, tokens: int = 1) -> Sample:
@@ -33,14 +33,14 @@ def sample(reward: float, tokens: int = 1) -> Sample:
     )
 
 
-def group(ordinal: int, *rewards: float, masked: bool = False) -> RolloutGroup:
-    return RolloutGroup(ordinal, str(ordinal), "test", tuple(map(sample, rewards)), 0, masked=masked)
+def group(group_index: int, *rewards: float, masked: bool = False) -> RolloutGroup:
+    return RolloutGroup(group_index, str(group_index), "test", tuple(map(sample, rewards)), 0, masked=masked)
 
 
 LOUD, QUIET = (0.0, 1.0), (1.0, 1.0)
 rewards = st.floats(-10, 10, width=64)
 batches = st.lists(st.booleans(), min_size=1, max_size=12).map(
-    lambda kinds: [group(ordinal, *(LOUD if loud else QUIET)) for ordinal, loud in enumerate(kinds)]
+    lambda kinds: [group(group_index, *(LOUD if loud else QUIET)) for group_index, loud in enumerate(kinds)]
 )
 
 
@@ -99,8 +99,8 @@ def test_the_run_stops_at_the_first_group_with_which_the_window_holds_too_many(l
 
 def test_the_error_says_how_many_of_how_many_and_what_to_do() -> None:
     signal_filter = SignalFilter(1, 0.5)
-    for ordinal in range(33):
-        signal_filter.keeps(group(ordinal, *QUIET))
+    for group_index in range(33):
+        signal_filter.keeps(group(group_index, *QUIET))
     with pytest.raises(RolloutError, match=r"33 of the last 64 groups .*n_samples_per_prompt.*dynamic_sampling=none"):
         signal_filter.check()
 
@@ -117,21 +117,21 @@ def test_groups_without_signal_give_their_place_to_copies_of_those_with(batch: l
         return
     assert all(map(has_signal, result))
     assert all(after is before for before, after in zip(batch, result, strict=True) if has_signal(before))
-    copies = Counter(after.ordinal for after in result)
-    counts = [copies[before.ordinal] for before in batch if has_signal(before)]
+    copies = Counter(after.group_index for after in result)
+    counts = [copies[before.group_index] for before in batch if has_signal(before)]
     assert max(counts) - min(counts) <= 1, "no group weighs more than another by more than one copy"
 
 
 def test_which_groups_are_copied_is_decided_by_the_seed_alone() -> None:
-    batch = [group(ordinal, *(LOUD if ordinal % 2 else QUIET)) for ordinal in range(12)]
-    drawn = {tuple(g.ordinal for g in replace_without_signal(batch, seed)) for seed in range(20)}
+    batch = [group(group_index, *(LOUD if group_index % 2 else QUIET)) for group_index in range(12)]
+    drawn = {tuple(g.group_index for g in replace_without_signal(batch, seed)) for seed in range(20)}
     assert len(drawn) > 10
     assert replace_without_signal(batch, 7) == replace_without_signal(batch, 7)
 
 
 def test_each_step_draws_anew_and_a_repeated_step_draws_the_same() -> None:
     algorithm = AlgorithmConfig(dynamic_sampling=DynamicSampling.replace)
-    batch = [group(ordinal, *(LOUD if ordinal % 2 else QUIET)) for ordinal in range(12)]
+    batch = [group(group_index, *(LOUD if group_index % 2 else QUIET)) for group_index in range(12)]
     steps = [groups_to_train(batch, algorithm, seed=3, step=step) for step in (1, 1, 2)]
     assert steps[0] == steps[1] != steps[2]
 
@@ -160,7 +160,7 @@ def test_a_masked_group_trains_no_token_and_still_counts_in_the_denominator() ->
 @given(batches)
 def test_masking_changes_nothing_but_the_groups_without_signal(batch: list[RolloutGroup]) -> None:
     result = mask_without_signal(batch)
-    assert [g.ordinal for g in result] == [g.ordinal for g in batch]
+    assert [g.group_index for g in result] == [g.group_index for g in batch]
     assert [g.masked for g in result] == [not has_signal(g) for g in batch]
     assert [g.samples for g in result] == [g.samples for g in batch]
 
@@ -176,7 +176,7 @@ def test_without_a_setting_everything_trains_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (["trainer.algorithm.max_filtered_share=1.0"], "generate for ever"),
+        (["trainer.algorithm.max_filtered_share=1.0"], "must be more than 0 and less than 1"),
         (["trainer.algorithm.max_filtered_share=0"], "max_filtered_share"),
         (
             ["trainer.algorithm.dynamic_sampling=filter", "trainer.failures.on_rollout_failure=mask"],

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.inference.fleet import EngineState, Fleet, FleetLimits
-from skyrl_train.inference.router import Router
+from skyrl_train.inference.pool.fleet import EngineState, Fleet, FleetLimits
+from skyrl_train.inference.pool.router import Router
 
 LIMITS = FleetLimits(max_failed_probes=3, max_restarts=2, backoff_s=1.0, max_backoff_s=8.0, stable_s=100.0)
 
@@ -76,7 +76,7 @@ def test_restarts_wait_longer_each_time_and_end() -> None:
     assert waits == [1.0, 2.0]
     fleet.died(0, "killed")
     assert fleet.next_due_at() is None
-    assert not fleet.hopeful
+    assert not fleet.may_serve
 
 
 def test_a_long_healthy_life_gives_all_restarts_back() -> None:
@@ -137,11 +137,11 @@ def test_whatever_happens_only_a_caught_up_engine_is_healthy_and_restarts_stay_w
                 fleet.missed_update(0, "again")
         if fleet.state(0) is EngineState.HEALTHY:
             assert current
-        assert fleet.record(0).restarts <= LIMITS.max_restarts
+        assert fleet.record(0).recent_restarts <= LIMITS.max_restarts
         # Whoever is down is either planned to come back or given up for good.
         if fleet.state(0) in (EngineState.DEAD, EngineState.STALE):
             planned = fleet.next_due_at() is not None
-            assert planned or fleet.record(0).restarts == LIMITS.max_restarts
+            assert planned or fleet.record(0).recent_restarts == LIMITS.max_restarts
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.advantages import STD_EPSILON
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
-from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.validation import to_samples
-from skyrl_train.observability.step_metrics import step_metrics
 from skyrl_train.rollout.checkpoint import read_rollout_state, write_rollout_state
-from skyrl_train.rollout.counts import RolloutCounts
-from skyrl_train.rollout.group import RolloutGroup
+from skyrl_train.rollout.staleness.manager import RolloutCounts
+from skyrl_train.step_metrics import step_metrics
 from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.types import RolloutGroup, TrajectoryID
 
 
 @st.composite

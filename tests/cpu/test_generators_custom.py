@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from skyrl_train.generators.base import (
-    BatchMetadata,
-    GenerationClient,
-    GeneratorInput,
-    GeneratorInterface,
-    GeneratorOutput,
-    TrajectoryID,
-)
+from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.validation import to_samples
+from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 
 
 class ShortAnswers(GeneratorInterface):
     """Asks once and rewards brevity."""
 
-    def __init__(self, client: GenerationClient) -> None:
+    def __init__(self, client: RequestClient) -> None:
         self.client = client
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

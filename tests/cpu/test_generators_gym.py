@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema.data import EnvironmentConfig
-from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
-from skyrl_train.config.schema.inference_engine import InferenceEngineConfig
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingConfig
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.errors import ConfigError, EngineError, RolloutError
-from skyrl_train.generators.base import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, SamplingParams
-from skyrl_train.inference.randomness import mix
 from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 
 TOKENIZER = character_tokenizer("0123456789?+-!=>abcdef")
 EOS = TOKENIZER.eos_token_id
@@ -179,7 +177,7 @@ async def test_each_turn_of_each_trajectory_has_its_own_seed_and_its_session() -
     client = ScriptedClient(lambda text, seed: "a.")
     await generator(client, QUICK, max_turns=2).generate(batch(QUICK, [{}, {}]))
     asked = {(r["session_ids"][0], r["sampling_params"].seed) for r in client.requests}  # type: ignore[index]
-    assert asked == {(f"p_{i}", mix(100 + i, turn)) for i in range(2) for turn in range(2)}
+    assert asked == {(f"p_{i}", derive_seed(100 + i, turn)) for i in range(2) for turn in range(2)}
 
 
 async def test_without_seeds_the_request_keeps_its_own() -> None:
@@ -302,5 +300,5 @@ async def test_skyrl_gyms_own_environments_play_several_turns() -> None:
 
 
 def test_an_unknown_environment_is_refused_before_anything_runs() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'run_length'"):
+    with pytest.raises(ConfigError, match="Did you mean run_length"):
         generator(ScriptedClient(lambda text, seed: "a."), "runlength")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import GeneratorOutputError, NonFiniteRewardError
 from skyrl_train.generators import validation
-from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.validation import to_samples
+from skyrl_train.types import TrajectoryID
 
 ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")
 LISTS = ("prompt_token_ids", "response_ids", "rewards", *ALIGNED)
@@ -240,7 +240,7 @@ def test_lists_of_plain_numbers_get_the_verdict_that_looking_at_each_number_give
 
     at_once = verdict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "_at_once", lambda fields, row, stop_reason: None)
+        patch.setattr(validation, "_convert_arrays", lambda fields, row, stop_reason: None)
         assert verdict() == at_once
 
 

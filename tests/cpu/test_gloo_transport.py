@@ -16,19 +16,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.fleet import FleetLimits
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.receivers import WeightReceiver
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.interface import InferenceEngineInput
+from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication import process_group
-from skyrl_train.publication.process_group import GlooTransport
-from skyrl_train.publication.publisher import WeightPublisher, weights_of
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync import process_group
+from skyrl_train.weight_sync.process_group import GlooTransport
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
+from skyrl_train.weight_sync.update import WeightUpdate
 
 CPU = torch.device("cpu")
 
@@ -49,27 +50,27 @@ async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival
     model = load_model(folder, "float32", "cpu")
     engines = [EmbeddedEngine(folder, max_model_len=128) for _ in range(2)]
     client = InferenceEngineClient(engines, load_tokenizer(folder), folder, limits=FleetLimits(max_restarts=0))
-    publisher = WeightPublisher(client, gloo(bucket_bytes=10_000), PauseMode.KEEP)
+    syncer = WeightSyncer(client, gloo(bucket_bytes=10_000), weights_of(model.named_parameters), PauseMode.KEEP)
     await client.start()
-    await publisher.publish(weights_of(model.named_parameters()), 0)
+    await syncer.sync(0)
     pid = engines[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    await publisher.publish(weights_of(model.named_parameters()), 1)
+    await syncer.sync(1)
     output = await client.generate(
         InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params={"max_tokens": 4, "ignore_eos": True})
     )
     assert output["response_versions"] == [[1] * 4]
-    late = EmbeddedEngine(folder, max_model_len=128, placement="thread")
+    late = EmbeddedEngine(folder, max_model_len=128, executor="thread")
     await late.start()
-    staged = await publisher.gather(weights_of(model.named_parameters()), 2)
+    staged = await syncer.gather(2)
     await late.receive_weights(staged.update)
     await late.pause(PauseMode.KEEP)
     await late.load_weights(staged.update)
     assert await late.served_checksum() == staged.update.checksum
-    publisher.close()
+    syncer.close()
     await asyncio.gather(client.teardown(), late.teardown())
 
 

@@ -19,12 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.config.schema.inference_engine import InferenceEngineConfig
+from skyrl_train.config.schema import InferenceEngineConfig
 from skyrl_train.entrypoints import serve
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.harness import process
-from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, to_result
-from skyrl_train.generators.harness.function import FunctionAgent
+from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, FunctionAgent, to_result
 from skyrl_train.generators.harness.process import ProcessAgent
 from skyrl_train.inference.engines.vllm import remote_server
 
@@ -173,7 +172,7 @@ class TestPrograms:
         agent = program(f"import json, sys; assert json.load(sys.stdin)['extras'] == {told}; print(1.0)")
         assert (await agent.run(task(extras=row))).reward == 1.0
 
-    @pytest.mark.parametrize(("printed", "remark"), [("", "printed nothing"), ("done.", "is no JSON: 'done.'")])
+    @pytest.mark.parametrize(("printed", "remark"), [("", "printed nothing"), ("done.", "is not JSON: 'done.'")])
     async def test_one_need_not_print_a_reward(self, printed: str, remark: str) -> None:
         result = await program(f"print({printed!r})").run(task())
         assert result.reward is None and remark in result.remark
@@ -210,11 +209,11 @@ class TestPrograms:
 
     async def test_one_that_fails_is_quoted_by_its_last_lines(self) -> None:
         with pytest.raises(
-            AgentError, match=r"exited with status 1; its last words: (.|\n)*ValueError: no luck"
+            AgentError, match=r"exited with status 1; its last output: (.|\n)*ValueError: no luck"
         ) as info:
             await program("import sys; print('x\\n' * 99, file=sys.stderr); raise ValueError('no luck')").run(task())
         assert str(info.value).count("\n") <= 8
-        with pytest.raises(AgentError, match="was ended by signal 9; its last words: none"):
+        with pytest.raises(AgentError, match="was ended by signal 9; its last output: none"):
             await program("import os; os.kill(os.getpid(), 9)").run(task())
 
     async def test_one_that_does_not_exist_says_so(self) -> None:

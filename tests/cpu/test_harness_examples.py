@@ -47,13 +47,11 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         "trainer.trackers=[]",
         f"trainer.run_dir={tmp_path / 'run'}",
         "generator.n_samples_per_prompt=3",
-        "generator.inference_engine.placement=thread",
+        "generator.inference_engine.executor=thread",
         "generator.inference_engine.max_num_seqs=8",
     ]
     monkeypatch.setattr(sys, "argv", [str(script), *settings])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 0
+    runpy.run_path(str(script), run_name="__main__")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -70,7 +68,7 @@ def test_a_run_with_an_agent_can_be_repeated_bit_for_bit(tmp_path: Path) -> None
         "trainer.policy_mini_batch_size=2",
         "trainer.trackers=[]",
         "generator.n_samples_per_prompt=4",
-        "generator.inference_engine.placement=thread",
+        "generator.inference_engine.executor=thread",
         "generator.inference_engine.batch_invariant=true",
         "generator.inference_engine.max_num_seqs=8",
         f"generator.kwargs.agent={FOLDER / 'guess_with_openai.py'}:run",
@@ -143,7 +141,7 @@ def test_the_tutorials_agent_trains_as_written(form: str, tmp_path: Path, monkey
     settings = words[words.index("skyrl_train.entrypoints.train") + 1 :]
     settings = [word.replace("[python,", f"[{sys.executable},") for word in settings]
     short = ["trainer.max_steps=1", "trainer.policy_mini_batch_size=1", "generator.n_samples_per_prompt=2"]
-    short += ["trainer.trackers=[]", "generator.inference_engine.placement=thread"]
+    short += ["trainer.trackers=[]", "generator.inference_engine.executor=thread"]
     assert main([*settings, *short]) == 0
     [row] = [json.loads(line) for line in Path("runs/agent-1/metrics.jsonl").read_text().splitlines()]
     assert row["generate/turns"] == 1 and row["async/failed"] == row["async/retries"] == 0

@@ -16,14 +16,14 @@ from harness import TOKENIZER, Harness
 from harness_worlds import CURRENT, batch, harness
 from scripted import ScriptedEngine, scripted_update, settle
 
-from skyrl_train.config.schema.generator import GeneratorConfig
+from skyrl_train.config.schema import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RolloutError
-from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.harness.agent import AgentTask
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, PauseMode
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.types import PauseMode, TrajectoryID
 
 Messages = list[dict[str, Any]]
 THREADED: dict[str, Callable[..., float]] = {}
@@ -398,7 +398,7 @@ async def test_a_program_gets_no_key_of_the_endpoint(monkeypatch: pytest.MonkeyP
     command = [sys.executable, "-c", source]
     generator = HarnessGenerator(client, config, command=command, endpoint={"admin_key": ADMIN})
     task = AgentTask([], {}, "http://127.0.0.1:9/v1", "sk-a-key", "s", None)
-    assert "no JSON: 'PATH'" in (await generator._agent.run(task)).remark
+    assert "not JSON: 'PATH'" in (await generator._agent.run(task)).remark
 
 
 # Many at once -------------------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ def log_call(log: list[str], name: str) -> Callable[[], Any]:
         ({"timeout_s": 0}, "timeout_s=0: must be more than 0"),
         ({"max_concurrency": 0}, "max_concurrency=0: must be more than 0"),
         ({"failure_reward": float("nan")}, "failure_reward=nan"),
-        ({"environment": {"A": "b"}}, "is for generator.kwargs.command"),
+        ({"environment": {"A": "b"}}, "needs generator.kwargs.command"),
         ({"endpoint": {"prot": 1}}, "generator.kwargs.endpoint.prot is unknown"),
         ({"endpoint": {"host": "0.0.0.0"}}, "needs an admin key"),
         ({"session_limits": {"max_turn": 1}}, "generator.kwargs.session_limits.max_turn is unknown"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import NoEngineError
-from skyrl_train.generators.harness.sampling import RunSampling, run_params
+from skyrl_train.generators.harness.endpoint import RunSampling, run_params
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason, StructuredOutput
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 

@@ -18,7 +18,12 @@ from forked_runs import RAISED, ForkServer
 from safetensors.torch import load_file
 
 GROUPS, PROMPTS = 2, 9  # an epoch's tail flows into the next one's first step
-OUTCOMES = ("ordinals", "failed_ordinals", "filtered_ordinals", "dropped_ordinals")  # what becomes of a prompt
+OUTCOMES = (
+    "group_indices",
+    "failed_group_indices",
+    "filtered_group_indices",
+    "dropped_group_indices",
+)
 
 
 def command(folder: Path, mode: str, steps: int) -> list[str]:
@@ -34,17 +39,17 @@ def command(folder: Path, mode: str, steps: int) -> list[str]:
         "trainer.policy.model.build.num_layers=1",
         "generator.sampling_params.max_tokens=12",
         "generator.n_samples_per_prompt=2",
-        "generator.inference_engine.placement=thread",
+        "generator.inference_engine.executor=thread",
         f"generator.inference_engine.batch_invariant={mode == 'sync'}",
         f"data.generate={PROMPTS}",
     ]
 
 
 def history(folder: Path, steps: int) -> list[int]:
-    """Every trained ordinal in the surviving history, in order."""
+    """Every trained group index in the surviving history, in order."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    return [ordinal for row in rows for ordinal in row["ordinals"]]
+    return [group_index for row in rows for group_index in row["group_indices"]]
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +87,13 @@ MODES = {
     "sync": ["trainer.mode=sync"],
     "one_step_off": ["trainer.mode=one_step_off"],
     "partial_rollout": ["trainer.mode=partial_rollout"],
-    "accept": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=accept"],
-    "wait": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=wait"],
-    "mask": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=mask"],
-    "drop": ["trainer.mode=fully_async", "trainer.fully_async.straggler_policy=drop"],
+    "accept": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=accept"],
+    "wait": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=wait"],
+    "mask": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=mask"],
+    "drop": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=drop"],
     "streaming": ["trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1"],
-    "overlap": ["trainer.mode=fully_async", "trainer.fully_async.overlap_publication=true"],
-    "every_second": ["trainer.mode=fully_async", "trainer.fully_async.sync_every_steps=2"],
+    "overlap": ["trainer.mode=fully_async", "trainer.fully_async.overlap_weight_sync=true"],
+    "every_second": ["trainer.mode=fully_async", "trainer.fully_async.weight_sync_interval=2"],
     "filter": ["trainer.mode=fully_async", "trainer.algorithm.dynamic_sampling=filter"],
 }
 
@@ -159,11 +164,11 @@ class Lives:
             rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             assert [row["step"] for row in rows] == list(range(1, self._steps + 1)), run
             trained, ended = (
-                [ordinal for row in rows for outcome in outcomes for ordinal in row[outcome]]
-                for outcomes in (["ordinals"], OUTCOMES)
+                [group_index for row in rows for outcome in outcomes for group_index in row[outcome]]
+                for outcomes in (["group_indices"], OUTCOMES)
             )
             assert len(trained) == self._steps * GROUPS, run
-            repeated = [ordinal for ordinal, times in Counter(ended).items() if times > 1]
+            repeated = [group_index for group_index, times in Counter(ended).items() if times > 1]
             lost = sorted(set(range(max(trained))) - set(ended))
             assert (lost, repeated) == ([], []), run
 

@@ -21,9 +21,9 @@ from training_worlds import (
 
 from skyrl_train.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
 from skyrl_train.algorithms.tokens import MAX_LOG_RATIO
-from skyrl_train.config import refusals
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.local_backend import LocalBackend
@@ -256,13 +256,24 @@ def test_masked_tokens_have_no_kl_term(folder: str) -> None:
     [
         (["kl_loss_coef=0.1", "kl_estimator_type=k1"], "Set kl_estimator_type=k3 or k2"),
         (["kl_loss_coef=-0.1"], "must be at least 0"),
-        (["proximal_policy=arrival", "../mode=sync"], "Set proximal_policy=step"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_remedy(overrides: list[str], remedy: str) -> None:
     keys = [f"trainer.algorithm.{o}".replace("algorithm.../", "") for o in overrides]
     with pytest.raises(ConfigError, match=remedy):
-        refusals.refuse(compose("quickstart", keys))
+        raise_errors(validate(compose("quickstart", keys)).errors)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["proximal_policy=arrival", "../mode=sync"], "Set proximal_policy=step"),
+    ],
+)
+def test_a_setting_without_effect_is_a_warning(overrides: list[str], remedy: str) -> None:
+    keys = [f"trainer.algorithm.{o}".replace("algorithm.../", "") for o in overrides]
+    found = validate(compose("quickstart", keys))
+    assert found.errors == [] and any(remedy in warning for warning in found.warnings), found
 
 
 def test_a_misspelled_estimator_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The ledger of ordinals (SEMANTICS 5), over random histories."""
+"""The ledger of group indices (SEMANTICS 5), over random histories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.rollout.ledger import OUTCOMES, OrdinalLedger
+from skyrl_train.rollout.data.ledger import OUTCOMES, GroupLedger
 
 
 @settings(max_examples=300, deadline=None)
@@ -17,8 +17,8 @@ from skyrl_train.rollout.ledger import OUTCOMES, OrdinalLedger
     st.lists(st.sampled_from(["issue", "finish", *OUTCOMES, "checkpoint", "crash"]), max_size=80),
     st.randoms(use_true_random=False),
 )
-def test_in_the_surviving_history_every_ordinal_has_one_outcome(events: list[str], rng: random.Random) -> None:
-    ledger = OrdinalLedger()
+def test_in_the_surviving_history_every_group_index_has_one_outcome(events: list[str], rng: random.Random) -> None:
+    ledger = GroupLedger()
     flying: list[int] = []
     buffered: list[int] = []
     settled: dict[int, str] = {}
@@ -32,23 +32,23 @@ def test_in_the_surviving_history_every_ordinal_has_one_outcome(events: list[str
             buffered.append(flying.pop(rng.randrange(len(flying))))
         elif event in OUTCOMES and flying + buffered:
             pool = rng.choice([p for p in (flying, buffered) if p])
-            ordinal = pool.pop(rng.randrange(len(pool)))
-            ledger.settle([ordinal], event)
-            assert ordinal not in settled
-            settled[ordinal] = event
+            group_index = pool.pop(rng.randrange(len(pool)))
+            ledger.settle([group_index], event)
+            assert group_index not in settled
+            settled[group_index] = event
         elif event == "checkpoint":
             saved = (json.dumps(ledger.state_dict()), list(buffered), dict(settled))
         elif event == "crash":
             flying, buffered, settled = [], list(saved[1]), dict(saved[2])
-            ledger = OrdinalLedger()
+            ledger = GroupLedger()
             ledger.load_state_dict(json.loads(saved[0]), buffered)
-        assert all(ledger.is_open(ordinal) for ordinal in flying + buffered)
-        assert not any(ledger.is_open(ordinal) for ordinal in settled)
+        assert all(ledger.is_open(group_index) for group_index in flying + buffered)
+        assert not any(ledger.is_open(group_index) for group_index in settled)
     while ledger.next < ledger.issued:  # what the last crash has left behind
         flying.append(ledger.issue())
-    for ordinal in flying + buffered:
-        ledger.settle([ordinal], "trained")
-        settled[ordinal] = "trained"
+    for group_index in flying + buffered:
+        ledger.settle([group_index], "trained")
+        settled[group_index] = "trained"
     assert sorted(settled) == list(range(ledger.issued))
     assert ledger.frontier == ledger.issued
     for outcome in ("failed", "filtered", "dropped"):
@@ -56,26 +56,26 @@ def test_in_the_surviving_history_every_ordinal_has_one_outcome(events: list[str
 
 
 def test_what_was_in_flight_comes_first_after_resuming_in_its_order() -> None:
-    ledger = OrdinalLedger()
+    ledger = GroupLedger()
     for _ in range(6):
         ledger.issue()
     ledger.settle([0], "trained")
     ledger.settle([3], "filtered")
-    restored = OrdinalLedger()
+    restored = GroupLedger()
     restored.load_state_dict(ledger.state_dict(), buffered=[2])
     assert [restored.issue() for _ in range(5)] == [1, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("ordinal", [0, 5])
-def test_only_what_is_in_flight_can_be_settled(ordinal: int) -> None:
-    ledger = OrdinalLedger()
+@pytest.mark.parametrize("group_index", [0, 5])
+def test_only_what_is_in_flight_can_be_settled(group_index: int) -> None:
+    ledger = GroupLedger()
     ledger.issue()
     ledger.settle([0], "trained")
     with pytest.raises(ValueError, match="not in flight"):
-        ledger.settle([ordinal], "trained")
+        ledger.settle([group_index], "trained")
 
 
 def test_an_outcome_that_nobody_knows_is_refused() -> None:
-    ledger = OrdinalLedger()
+    ledger = GroupLedger()
     with pytest.raises(ValueError, match="unknown outcome"):
         ledger.settle([ledger.issue()], "lost")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.config.compose import compose
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.refusals import problems
+from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.train import main
 from skyrl_train.models.lora import add_adapter, policy_weights
 from skyrl_train.models.tiny import build_model_folder
@@ -43,19 +43,21 @@ ENGINE = "generator.inference_engine"
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> None:
-    found = problems(compose("quickstart", [f"{LORA}.rank=8", *overrides]))
+    found = validate(compose("quickstart", [f"{LORA}.rank=8", *overrides])).errors
     assert any(expected in problem for problem in found), found
 
 
-def test_settings_of_an_adapter_that_there_is_not_are_refused() -> None:
-    (problem,) = problems(compose("quickstart", [f"{LORA}.alpha=8", f"{LORA}.dropout=0.1"]))
-    assert f"{LORA}.alpha, {LORA}.dropout with {LORA}.rank=0" in problem and f"Set {LORA}.rank" in problem
+def test_settings_of_an_adapter_without_a_rank_are_a_warning() -> None:
+    found = validate(compose("quickstart", [f"{LORA}.alpha=8", f"{LORA}.dropout=0.1"]))
+    (warning,) = found.warnings
+    assert found.errors == []
+    assert f"{LORA}.alpha, {LORA}.dropout with {LORA}.rank=0" in warning and f"Set {LORA}.rank" in warning
 
 
 def test_without_peft_the_remedy_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_train.config.lora_refusals.find_spec", lambda name: None)
-    assert "extra `lora`" in problems(compose("quickstart", [f"{LORA}.rank=8"]))[0]
-    assert not problems(compose("quickstart"))
+    monkeypatch.setattr("skyrl_train.config.validate.find_spec", lambda name: None)
+    assert "extra `lora`" in validate(compose("quickstart", [f"{LORA}.rank=8"])).errors[0]
+    assert not validate(compose("quickstart")).errors
 
 
 @pytest.mark.parametrize("names", ["[all-linear]", "[q_proj,v_proj]", "[q_proj,down_proj]"])
@@ -85,9 +87,9 @@ def test_a_run_trains_checkpoints_and_exports_an_adapter(tmp_path: Path) -> None
         "trainer.policy.optimizer_config.lr_multipliers={*.lora_B.*: 4}",
         "trainer.algorithm.kl_loss_coef=0.01",
         "trainer.algorithm.kl_estimator_type=k3",
-        "rollout.stages.reference.placement=thread",
+        "rollout.stages.reference.executor=thread",
         "generator.verify_weights=true",
-        f"{ENGINE}.placement=thread",
+        f"{ENGINE}.executor=thread",
         "trainer.trackers=[]",
         "trainer.max_steps=2",
         f"trainer.run_dir={folder}",

@@ -12,15 +12,14 @@ from safetensors.torch import load_file
 from training_worlds import SMALL, backend, minibatch, same, weights
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.config.schema.model import LoraConfig
-from skyrl_train.config.schema.training import OptimizerConfig
+from skyrl_train.config.schema import LoraConfig, OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import TrainingBackend
-from skyrl_train.training.frozen_policy import FrozenPolicy, TokensToScore
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.optimizer import PolicyOptimizer
+from skyrl_train.training.reference import FrozenPolicy, TokensToScore
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

@@ -10,13 +10,11 @@ import torch
 from training_worlds import LARGER, SMALL, backend, minibatch
 
 from skyrl_train.config import derive
-from skyrl_train.config.activation_memory import activation_bytes
 from skyrl_train.config.compose import compose
-from skyrl_train.config.fit import fit
-from skyrl_train.config.machine import Machine, visible_gpus
+from skyrl_train.config.memory import Machine, MemoryWarnings, activation_bytes, memory_warnings, visible_gpus
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import Plan, resolve
-from skyrl_train.config.schema.model import BuildModelConfig, ModelConfig
+from skyrl_train.config.schema import BuildModelConfig, ModelConfig
 from skyrl_train.models.tiny import build_model_folder
 
 GIB = 2**30
@@ -48,12 +46,16 @@ def test_a_backward_pass_is_left_no_more_than_the_formula_says_and_not_much_less
     measured = sum(storage.nbytes() for storage in kept.values())
     shape = model_shape(ModelConfig(path=None, build=LARGER))
     assert shape is not None
-    trainer = alone._trainer._config
+    trainer = alone._worker._config
     tokens = sum(len(s) - 1 for s in batch.sequences)
     said = activation_bytes(trainer, shape, tokens)
     # Of a layer that runs again, what it keeps then is not seen here; of all, their inputs are.
     inputs = tokens * shape.num_layers * shape.hidden_size * alone.model.dtype.itemsize
     assert (inputs if checkpointing else 0.9 * said) < measured < said
+
+
+def fit(plan: Plan, machine: Machine) -> MemoryWarnings:
+    return memory_warnings(plan.config, plan.memory, machine)
 
 
 def planned(*overrides: str) -> Plan:
@@ -99,7 +101,7 @@ def test_ten_gib_of_state_and_five_of_activations(
     overrides: list[str], machine: Machine, impossible: str | None, tight: str | None
 ) -> None:
     found = fit(with_state(planned(*overrides), 10 * GIB, 5 * GIB), machine)
-    for said, expected in ((found.impossible, impossible), (found.tight, tight)):
+    for said, expected in ((found.insufficient, impossible), (found.tight, tight)):
         assert len(said) == (expected is not None)
         assert expected is None or expected in said[0]
 
@@ -116,7 +118,7 @@ def test_a_snapshot_takes_what_the_plan_says(dtype: str, tmp_path: Path) -> None
     rng = torch.get_rng_state().nbytes  # and the formula leaves norms within heads out
     assert copied - rng == pytest.approx(plan.memory.snapshot_bytes, rel=1e-3)
     machine = Machine(plan.memory.rank_bytes + plan.memory.snapshot_bytes - 1)
-    assert "snapshots" in fit(plan, machine).impossible[0]
+    assert "snapshots" in fit(plan, machine).insufficient[0]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_snapshots_lie_in_the_main_memory_of_the_ranks_wherever_they_train(
     plan = planned(*overrides)
     assert plan.memory is not None
     needed = int(plan.memory.snapshot_bytes * snapshots) + (0 if gpus else plan.memory.rank_bytes)
-    assert fit(plan, Machine(needed, (99 * GIB,) * gpus)).impossible == []
-    (impossible,) = fit(plan, Machine(needed - 1, (99 * GIB,) * gpus)).impossible
+    assert fit(plan, Machine(needed, (99 * GIB,) * gpus)).insufficient == []
+    (impossible,) = fit(plan, Machine(needed - 1, (99 * GIB,) * gpus)).insufficient
     assert whose in impossible
 
 
@@ -174,7 +176,7 @@ def test_a_critic_counts_with_the_size_of_its_own_model(tmp_path: Path, build: B
         (["trainer.fsdp.cpu_offload=true", "trainer.critic.fsdp.cpu_offload=true"], 16, 0),
         (["trainer.device=cpu", "trainer.critic.fsdp.cpu_offload=true"], 16, 0),
         (
-            [KL, "rollout.stages.reference.placement=colocated", "rollout.stages.reference.cpu_offload=true"],
+            [KL, "rollout.stages.reference.executor=colocated", "rollout.stages.reference.cpu_offload=true"],
             16,
             4,
         ),
@@ -213,7 +215,7 @@ def test_what_a_critic_adds_has_to_fit(overrides: list[str], short_by: int, reme
     assert plan.memory is not None
     offloaded = plan.config.trainer.fsdp.cpu_offload
     state = 16 * plan.memory.num_parameters // 4 * (1 if offloaded else 2)
-    found = fit(plan, Machine(99 * GIB, (state - short_by,) * 4)).impossible
+    found = fit(plan, Machine(99 * GIB, (state - short_by,) * 4)).insufficient
     assert len(found) == (remedy is not None), found
     assert remedy is None or remedy in found[0]
 
@@ -265,7 +267,7 @@ STAGE = "rollout.stages.reference.{}"
         ([GAE, *CUDA, CRITIC_ON.format("cuda:1")], 16, 2 * 12, "Training on cuda"),
         ([GAE, *CUDA, CRITIC_ON.format("cpu")], 16, 16 + 2 * 12, "Training on cuda"),
         (LOCAL_REFERENCE, None, 16 + 12 + 2 * 4, "Training on cpu"),
-        ([*LOCAL_REFERENCE, STAGE.format("placement=thread"), *CUDA], 16 + 2 * 4, 12, "Training on cuda"),
+        ([*LOCAL_REFERENCE, STAGE.format("executor=thread"), *CUDA], 16 + 2 * 4, 12, "Training on cuda"),
         ([*LOCAL_REFERENCE, *CUDA, REFERENCE_ON.format("cuda:1")], 16, 12, "Training on cuda"),
         ([*LOCAL_REFERENCE, *CUDA, REFERENCE_ON.format("cpu")], 16, 12 + 2 * 4, "Training on cuda"),
         ([*LOCAL_REFERENCE, REFERENCE_ON.format("cuda:1")], 2 * 4, 16 + 12, "The reference policy on cuda:1"),
@@ -275,8 +277,8 @@ STAGE = "rollout.stages.reference.{}"
             16 + 2 * 12,
             "The critic and reference policy on cuda:0",
         ),
-        ([KL, STAGE.format("placement=workers"), REFERENCE_ON.format("cuda")], 2, 16 + 12, "the reference's 2 actors"),
-        ([KL, STAGE.format("placement=ray"), *CUDA, STAGE.format("ray_num_gpus=1")], 16, 12, "Training on cuda"),
+        ([KL, STAGE.format("executor=workers"), REFERENCE_ON.format("cuda")], 2, 16 + 12, "the reference's 2 actors"),
+        ([KL, STAGE.format("executor=ray"), *CUDA, STAGE.format("ray_num_gpus=1")], 16, 12, "Training on cuda"),
         ([*RANKS, KL, REFERENCE_ON.format("cpu")], 4, 12 + 4, "Each of 4 ranks"),
         ([*RANKS, KL, REFERENCE_ON.format("cuda:1")], 4, 12, "Each of 4 ranks"),
         ([*RANKS[1:], KL], None, (16 + 12) / 4 + 4, "The reference policy and a rank"),
@@ -291,20 +293,20 @@ def test_each_memory_holds_what_computes_there_and_main_memory_the_snapshots(
     parameters = plan.memory.num_parameters
     on_gpu, in_main = None if gpu is None else int(gpu * parameters), int(main * parameters)
     gpus = () if on_gpu is None else (on_gpu,) * 4
-    assert fit(plan, Machine(in_main, gpus)).impossible == []
-    short = fit(plan, Machine(in_main - 1, gpus)).impossible
+    assert fit(plan, Machine(in_main, gpus)).insufficient == []
+    short = fit(plan, Machine(in_main - 1, gpus)).insufficient
     assert len(short) == 1 and (on_gpu is None or "main memory" in short[0] or "Training on cpu" in short[0])
     if on_gpu is not None:
-        short = fit(plan, Machine(in_main, (on_gpu - 1,) * 4)).impossible
+        short = fit(plan, Machine(in_main, (on_gpu - 1,) * 4)).insufficient
         assert all("cuda" in each or "ranks" in each or "actors" in each for each in short)
     assert any(whose in each for each in short), short
 
 
 def test_copies_of_a_reference_may_be_fewer_or_sharded() -> None:
     plan = planned(*LOCAL_REFERENCE)
-    (said,) = fit(plan, Machine(1)).impossible
+    (said,) = fit(plan, Machine(1)).insufficient
     assert said.endswith(
-        "or set rollout.stages.reference.placement=workers, or rollout.stages.reference.max_parallel below 2."
+        "or set rollout.stages.reference.executor=workers, or rollout.stages.reference.max_parallel below 2."
     )
 
 

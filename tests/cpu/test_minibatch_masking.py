@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.config.schema.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.staleness import StalenessManager
-from skyrl_train.rollout.stragglers import resolve_straggler_policy
+from skyrl_train.rollout.staleness.manager import StalenessManager
+from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 
 def sequence(versions: list[int], reward: float = 0.0) -> RolloutSequence:
@@ -103,10 +103,10 @@ def test_under_the_mask_policy_a_token_is_trained_exactly_if_its_lag_is_within_t
     manager = StalenessManager(
         batch_groups=1,
         max_staleness_steps=bound,
-        pipeline_depth=0,
+        generate_ahead_steps=0,
         max_running=1,
         total_steps=99,
-        policy=resolve_straggler_policy("mask"),
+        policy=resolve_staleness_policy("mask"),
     )
     for _ in range(step - 1):
         manager.advance()

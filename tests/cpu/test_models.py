@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from skyrl_train.config.model_shape import model_shape
-from skyrl_train.config.schema.model import BuildModelConfig, ModelConfig
+from skyrl_train.config.schema import BuildModelConfig, ModelConfig
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.models.folder import build_empty, load_config, load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder, character_tokenizer

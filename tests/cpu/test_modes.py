@@ -11,16 +11,16 @@ import pytest
 from harness import Harness
 from scripted import ScriptedEngine, hashed_token, settle
 
-from skyrl_train.errors import EngineError, PublicationError
-from skyrl_train.generators.base import GeneratorInput
-from skyrl_train.inference.interface import EngineCapabilities, PauseMode
+from skyrl_train.errors import EngineError, WeightSyncError
+from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.training.backend import Minibatch
+from skyrl_train.types import GeneratorInput, PauseMode
 
 STREAMING = "trainer.fully_async.streaming_min_groups=1"
-OVERLAP = "trainer.fully_async.overlap_publication=true"
+OVERLAP = "trainer.fully_async.overlap_weight_sync=true"
 
 
-def ordinal_of(batch: GeneratorInput) -> int:
+def group_index_of(batch: GeneratorInput) -> int:
     return int(batch["trajectory_ids"][0].instance_id.rpartition("@")[2])
 
 
@@ -31,7 +31,7 @@ async def test_one_step_off_trains_on_what_the_policy_before_generated(tmp_path:
     h = Harness(tmp_path, "trainer.mode=one_step_off")
     await h.train()
     assert h.trained == list(range(32)), "whole batches, one after the other"
-    assert [row["async/lag_max"] for row in h.rows] == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert [row["staleness/max"] for row in h.rows] == [0, 1, 1, 1, 1, 1, 1, 1]
     for minibatch in h.backend.minibatches:
         sampled = {int(v) for s in minibatch.sequences for v in s.versions if v >= 0}
         assert len(sampled) == 1, "no request sees two policies"
@@ -65,7 +65,7 @@ async def test_one_step_off_generates_while_it_trains_and_publishes_when_nothing
 
 
 async def test_weights_are_published_every_k_steps(tmp_path: Path) -> None:
-    h = Harness(tmp_path, "trainer.fully_async.sync_every_steps=2", "trainer.fully_async.straggler_policy=wait")
+    h = Harness(tmp_path, "trainer.fully_async.weight_sync_interval=2", "trainer.fully_async.staleness_policy=wait")
     await h.train()
     assert sorted(h.trained) == list(range(32))
     assert h.engine.calls.count("load") == 1 + 4 and h.engine.policy_version == 8
@@ -85,7 +85,7 @@ async def test_a_step_begins_before_its_last_groups_are_generated(tmp_path: Path
         loop.call_soon_threadsafe(first_part_trained.set)
 
     h.backend.before_update = note
-    h.generator.before = lambda batch: first_part_trained.wait() if ordinal_of(batch) >= 3 else None
+    h.generator.before = lambda batch: first_part_trained.wait() if group_index_of(batch) >= 3 else None
     await h.train()
     assert sizes[0] <= 3 and sum(sizes) == 8
     assert sorted(h.trained) == list(range(8))
@@ -93,7 +93,7 @@ async def test_a_step_begins_before_its_last_groups_are_generated(tmp_path: Path
 
 async def test_with_depth_zero_streaming_trains_the_synchronous_batches(tmp_path: Path) -> None:
     sync = Harness(tmp_path / "sync", "trainer.mode=sync")
-    zero = ("trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.pipeline_depth=0")
+    zero = ("trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.generate_ahead_steps=0")
     streaming = Harness(tmp_path / "streaming", STREAMING, *zero)
     for h in (sync, streaming):
         await h.train()
@@ -113,7 +113,7 @@ async def test_a_stop_within_a_streaming_step_leaves_its_groups_to_be_trained_la
             loop.call_soon_threadsafe(h.trainer.request_stop)
 
     h.backend.before_update = stop
-    h.generator.before = lambda batch: asyncio.Event().wait() if ordinal_of(batch) == 11 else None
+    h.generator.before = lambda batch: asyncio.Event().wait() if group_index_of(batch) == 11 else None
     await h.train()
     assert h.trainer.global_step == 2 and not h.backend.parts
     again = Harness(tmp_path, STREAMING)
@@ -125,11 +125,11 @@ async def test_under_wait_streaming_leaves_room_for_the_straggler(tmp_path: Path
     h = Harness(
         tmp_path,
         STREAMING,
-        "trainer.fully_async.straggler_policy=wait",
+        "trainer.fully_async.staleness_policy=wait",
         "trainer.fully_async.max_staleness_steps=2",
     )
     released = asyncio.Event()
-    h.generator.before = lambda batch: released.wait() if ordinal_of(batch) == 1 else None
+    h.generator.before = lambda batch: released.wait() if group_index_of(batch) == 1 else None
     loop, taken, three_taken = asyncio.get_running_loop(), [], asyncio.Event()
 
     def count(part: Minibatch) -> None:
@@ -146,7 +146,7 @@ async def test_under_wait_streaming_leaves_room_for_the_straggler(tmp_path: Path
     assert h.trainer.global_step == 2 and sum(taken) == 3
     released.set()
     await training
-    assert next(row["step"] for row in h.rows if 1 in row["ordinals"]) == 3
+    assert next(row["step"] for row in h.rows if 1 in row["group_indices"]) == 3
     assert sorted(h.trained) == list(range(32))
 
 
@@ -154,7 +154,7 @@ async def test_under_wait_streaming_leaves_room_for_the_straggler(tmp_path: Path
 
 
 async def test_the_next_step_trains_while_the_engines_load(tmp_path: Path) -> None:
-    h = Harness(tmp_path, OVERLAP, "trainer.fully_async.straggler_policy=wait")
+    h = Harness(tmp_path, OVERLAP, "trainer.fully_async.staleness_policy=wait")
     loop, trained_beside = asyncio.get_running_loop(), []
     next_update = asyncio.Event()
     load = h.engine.load_weights
@@ -182,10 +182,10 @@ async def test_the_next_step_trains_while_the_engines_load(tmp_path: Path) -> No
     await h.train()
     assert trained_beside == [1, 2, 3, 4, 5, 6, 7]
     assert sorted(h.trained) == list(range(32)) and h.engine.policy_version == 8
-    assert max(row["async/lag_max"] for row in h.rows) <= 4
+    assert max(row["staleness/max"] for row in h.rows) <= 4
 
 
-async def test_a_publication_that_fails_beside_training_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+async def test_a_weight_sync_that_fails_beside_training_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     h = Harness(tmp_path, OVERLAP)
     loop = asyncio.get_running_loop()
 
@@ -194,7 +194,7 @@ async def test_a_publication_that_fails_beside_training_stops_the_run_with_a_che
             loop.call_soon_threadsafe(h.engine.fail.__setitem__, "load", EngineError("scripted"))
 
     h.backend.before_update = break_engine
-    with pytest.raises(PublicationError, match="scripted"):
+    with pytest.raises(WeightSyncError, match="scripted"):
         await h.train()
     again = Harness(tmp_path, OVERLAP)
     await again.train()
@@ -265,27 +265,27 @@ async def test_partial_rollouts_keep_the_bound_under_wait(tmp_path: Path) -> Non
     h = Harness(
         tmp_path,
         "trainer.mode=partial_rollout",
-        "trainer.fully_async.straggler_policy=wait",
+        "trainer.fully_async.staleness_policy=wait",
         "trainer.fully_async.max_staleness_steps=1",
         "trainer.partial_rollout.oversubmit_factor=1.5",
     )
     assert h.plan.capacity == h.plan.num_workers == 6
     await h.train()
     assert sorted(h.trained) == list(range(32))
-    assert max(row["async/lag_max"] for row in h.rows) <= 1
+    assert max(row["staleness/max"] for row in h.rows) <= 1
 
 
 # While it runs ---------------------------------------------------------------------------------------------------------
 
 
 async def test_depth_and_workers_change_while_the_run_goes_on(tmp_path: Path) -> None:
-    h = Harness(tmp_path, "trainer.fully_async.pipeline_depth=0", "trainer.fully_async.straggler_policy=wait")
+    h = Harness(tmp_path, "trainer.fully_async.generate_ahead_steps=0", "trainer.fully_async.staleness_policy=wait")
     loop = asyncio.get_running_loop()
 
     def deeper(minibatch: Minibatch) -> None:
         async def resize() -> None:
             if h.trainer.global_step == 2:
-                h.trainer.rollout.resize(pipeline_depth=2, num_workers=12)
+                h.trainer.rollout.resize(generate_ahead_steps=2, num_workers=12)
             if h.trainer.global_step >= 2:  # the depth is used: two batches more are generated while this one trains
                 want = min((h.trainer.global_step + 3) * 4, 32)
                 await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
@@ -294,22 +294,22 @@ async def test_depth_and_workers_change_while_the_run_goes_on(tmp_path: Path) ->
 
     h.backend.before_update = deeper
     await h.train()
-    assert [row["async/lag_max"] for row in h.rows] == [0, 0, 0, 1, 2, 2, 2, 2]
+    assert [row["staleness/max"] for row in h.rows] == [0, 0, 0, 1, 2, 2, 2, 2]
     assert sorted(h.trained) == list(range(32))
 
 
 async def test_what_was_changed_while_the_run_went_on_is_so_after_a_resume(tmp_path: Path) -> None:
     settings = (
         "trainer.fully_async.max_staleness_steps=0",
-        "trainer.fully_async.pipeline_depth=0",
-        "trainer.fully_async.straggler_policy=wait",
+        "trainer.fully_async.generate_ahead_steps=0",
+        "trainer.fully_async.staleness_policy=wait",
     )
     h = Harness(tmp_path, *settings)
     loop = asyncio.get_running_loop()
 
     def deeper(minibatch: Minibatch) -> None:
         async def resize() -> None:
-            h.trainer.rollout.resize(max_staleness_steps=2, pipeline_depth=2, num_workers=12)
+            h.trainer.rollout.resize(max_staleness_steps=2, generate_ahead_steps=2, num_workers=12)
             await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= 12)
             h.trainer.request_stop()
 
@@ -320,8 +320,8 @@ async def test_what_was_changed_while_the_run_went_on_is_so_after_a_resume(tmp_p
     again = Harness(tmp_path, *settings)
     await again.train()
     assert sorted(again.trained) == list(range(32))
-    assert [row["async/lag_max"] for row in again.rows][:3] == [0, 1, 2], "what a bound of 0 would not let train"
-    assert again.trainer.rollout.workers.slots._capacity == 12
+    assert [row["staleness/max"] for row in again.rows][:3] == [0, 1, 2], "what a bound of 0 would not let train"
+    assert again.trainer.rollout.dispatcher.slots._capacity == 12
 
 
 # All of them -----------------------------------------------------------------------------------------------------------
@@ -330,11 +330,11 @@ EVERY_MODE = [
     ("trainer.mode=sync",),
     ("trainer.mode=one_step_off",),
     ("trainer.mode=partial_rollout",),
-    ("trainer.fully_async.sync_every_steps=2",),
-    ("trainer.fully_async.pipeline_depth=0.5",),
+    ("trainer.fully_async.weight_sync_interval=2",),
+    ("trainer.fully_async.generate_ahead_steps=0.5",),
     (STREAMING,),
     (OVERLAP,),
-    (OVERLAP, "trainer.fully_async.streaming_min_groups=2", "trainer.fully_async.sync_every_steps=2"),
+    (OVERLAP, "trainer.fully_async.streaming_min_groups=2", "trainer.fully_async.weight_sync_interval=2"),
 ]
 
 

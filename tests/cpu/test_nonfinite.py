@@ -9,13 +9,13 @@ import pytest
 from harness import Harness
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_worlds import ordinal_of
+from rollout_worlds import group_index_of
 from stage_worlds import group
 
 from skyrl_train.errors import NonFiniteRewardError, NonFiniteStepsError, RolloutError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
-from skyrl_train.rollout.reward_stage import with_rewards
-from skyrl_train.training.nonfinite import NonFiniteSteps
+from skyrl_train.rollout.stages.reward import with_rewards
+from skyrl_train.training.optimizer import NonFiniteSteps
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 
 @given(st.lists(st.booleans(), max_size=20), st.integers(0, 4), st.sampled_from(["policy", "critic"]))
@@ -107,14 +107,14 @@ class TestRewards:
     """They are rollouts that failed."""
 
     @staticmethod
-    def spoil(h: Harness, ordinals: set[int], attempts: int) -> None:
+    def spoil(h: Harness, group_indices: set[int], attempts: int) -> None:
         asked: dict[int, int] = {}
         generate = h.generator.generate
 
         async def spoilt(batch: GeneratorInput) -> GeneratorOutput:
-            ordinal, output = ordinal_of(batch), await generate(batch)
-            asked[ordinal] = asked.get(ordinal, 0) + 1
-            if ordinal in ordinals and asked[ordinal] <= attempts:
+            group_index, output = group_index_of(batch), await generate(batch)
+            asked[group_index] = asked.get(group_index, 0) + 1
+            if group_index in group_indices and asked[group_index] <= attempts:
                 output["rewards"] = [0.5, math.nan]
             return output
 
@@ -124,7 +124,7 @@ class TestRewards:
         h = Harness(tmp_path, "trainer.mode=sync")
         self.spoil(h, {3, 7}, attempts=1)
         await h.train()
-        assert h.trained == list(range(32)) and h.trainer.rollout.runner.retries == 2
+        assert h.trained == list(range(32)) and h.trainer.rollout.group_generator.retries == 2
 
     async def test_a_resumed_run_goes_on_counting_attempts(self, tmp_path: Path) -> None:
         first = Harness(tmp_path, "trainer.mode=sync")
@@ -147,7 +147,7 @@ class TestRewards:
         h = Harness(tmp_path, "trainer.mode=sync", "trainer.max_steps=4")
         self.spoil(h, {3, 7}, attempts=99)
         await h.train()
-        assert sorted(h.trained) == [ordinal for ordinal in range(18) if ordinal not in (3, 7)]
+        assert sorted(h.trained) == [group_index for group_index in range(18) if group_index not in (3, 7)]
         assert h.rows[-1]["async/failed"] == 2
 
     async def test_and_a_limit_stops_the_run(self, tmp_path: Path) -> None:

@@ -16,12 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.config.compose import from_yaml
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.config.schema.trainer import ResumeMode, TrainerConfig
+from skyrl_train.config.schema import ResumeMode, RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError, SkyRLError
-from skyrl_train.observability import jsonl
-from skyrl_train.observability.jsonl import JsonlFile, read_jsonl
-from skyrl_train.observability.run_folder import RunChoice, RunFolder, choose_run_folder, is_finished, left_behind
+from skyrl_train.observability import run_folder
+from skyrl_train.observability.run_folder import (
+    JsonlFile,
+    RunChoice,
+    RunFolder,
+    choose_run_folder,
+    is_finished,
+    left_behind,
+    read_jsonl,
+)
 
 
 def config_of(runs_dir: Path, *, seed: int = 0, run_dir: Path | None = None, resume: str = "latest") -> RunConfig:
@@ -150,13 +156,15 @@ def test_another_length_is_refused_with_how_to_train_on(tmp_path: Path) -> None:
     config = config_of(tmp_path, run_dir=tmp_path / "here")
     run(config)
     config.trainer.max_steps = 9
-    with pytest.raises(ConfigError, match=r"longer or shorter.*own trainer\.max_steps;.*model\.path=.*here/policy"):
+    with pytest.raises(
+        ConfigError, match=r"length of a run cannot change.*own trainer\.max_steps;.*model\.path=.*here/policy"
+    ):
         run(config)
 
 
 def test_a_given_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="contains no run"):
         run(config_of(tmp_path, run_dir=tmp_path))
     with pytest.raises(ConfigError, match="is a file"):
         run(config_of(tmp_path, run_dir=tmp_path / "thesis.tex"))
@@ -255,10 +263,10 @@ def test_a_full_disk_is_one_clear_message_and_the_old_file_stays(
 
     with RunFolder(tmp_path, RunConfig()) as folder:
         folder.append_metrics(1, {})
-        monkeypatch.setattr(jsonl.os, "write", full)
+        monkeypatch.setattr(run_folder.os, "write", full)
         with pytest.raises(SkyRLError, match=r"No space left on device\. Make room"):
             folder.append_metrics(2, {})
-        monkeypatch.setattr(jsonl.os, "fsync", full)
+        monkeypatch.setattr(run_folder.os, "fsync", full)
         with pytest.raises(SkyRLError, match=r"No space left on device\. Make room"):
             folder.mark_finished({})
         assert not is_finished(folder.path)
@@ -270,7 +278,7 @@ def test_a_full_disk_is_one_clear_message_and_the_old_file_stays(
 HOLD = """
 import os, sys
 from pathlib import Path
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import RunConfig
 from skyrl_train.observability.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]), RunConfig())
 child = os.fork() if sys.argv[2] == "with a child" else 1

@@ -16,10 +16,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.observability import tracking
-from skyrl_train.observability.live import (
+from skyrl_train.observability import reporter as tracking
+from skyrl_train.observability.reporter import Reporter, Tracker, make_trackers, register_tracker, tracker_names
+from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.screen import (
+    ASCII,
+    BLOCKS,
     PLAIN_INTERVAL_MAX_S,
     PLAIN_INTERVAL_S,
     REASON_WIDTH,
@@ -27,16 +31,18 @@ from skyrl_train.observability.live import (
     WAITING_INTERVAL_S,
     Failures,
     PlainView,
+    RunSummary,
     StepReport,
     TerminalView,
     duration,
+    final_line,
     make_view,
+    resume_command,
+    sparkline,
+    spent_s,
+    summarize,
+    train_command,
 )
-from skyrl_train.observability.reporter import Reporter
-from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.observability.sparkline import ASCII, BLOCKS, sparkline
-from skyrl_train.observability.summary import RunSummary, final_line, resume_command, spent_s, summarize, train_command
-from skyrl_train.observability.tracking import Tracker, make_trackers, register_tracker, tracker_names
 
 # Curves -----------------------------------------------------------------------------------------------------------
 
@@ -343,7 +349,7 @@ def config_with(*trackers: str) -> RunConfig:
 
 def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
     for resume_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        tracker = make_trackers(tmp_path, config_with("tensorboard"), resume_step)
+        (tracker,) = make_trackers(tmp_path, config_with("tensorboard"), resume_step)
         for step in steps:
             tracker.log(step, {"reward/mean": 10.0 * resume_step + step})
         tracker.close()
@@ -356,9 +362,9 @@ def test_a_tracker_may_be_registered_or_imported(tmp_path: Path, monkeypatch: py
     register_tracker("recorder", Recorder)
     assert "recorder" in tracker_names()
     RECORDERS.clear()
-    tracker = make_trackers(tmp_path, config_with("recorder", f"{__name__}.Recorder"), resume_step=5)
-    tracker.log(6, {"loss/policy": 1.0})
-    tracker.close()
+    for tracker in make_trackers(tmp_path, config_with("recorder", f"{__name__}.Recorder"), resume_step=5):
+        tracker.log(6, {"loss/policy": 1.0})
+        tracker.close()
     assert [r.rows for r in RECORDERS] == [[(6, {"loss/policy": 1.0})]] * 2
     assert [(r.folder.name, r.resume_step, r.closed) for r in RECORDERS] == [
         ("recorder", 5, True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rooms import ROOMS, room_of
 
 import skyrl_train
 
@@ -21,19 +21,28 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "skyrl_train"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# Imports run from the left to the right, or stay on one level.
+# Imports run from the top to the bottom. A level has one room, except where the rooms of a level are independent.
 LEVELS = (
     {"entrypoints"},
-    {"assembly", "simulation"},
-    {"backend_factory", "engine_factory", "generator_factory", "implementation_checks", "stage_factory"},
+    {"simulation"},
+    {"build"},
     {"fully_async_trainer", "one_step_off_trainer", "partial_rollout_trainer"},
     {"trainer"},
-    {"step_reports"},
-    {"rollout_plane"},
-    {"trainer_parts", "checkpoint_saving"},
-    {"rollout", "evaluation", "publication", "training", "generators", "environments", "observability"},
-    {"inference", "algorithms"},
-    {"models", "config", "errors", "concurrency", "garbage", "threads", "child_process"},
+    {"checkpoint_saving", "step_metrics"},
+    {"evaluation"},
+    {"rollout"},
+    {"observability"},
+    {"training"},
+    {"generators"},
+    {"environments"},
+    {"endpoint"},
+    {"inference"},
+    {"weight_sync"},
+    {"workers"},
+    {"models"},
+    {"algorithms"},
+    {"config"},
+    {"types", "errors", "runtime"},
 )
 
 
@@ -91,37 +100,6 @@ def test_imports_run_one_way() -> None:
     assert backwards == []
 
 
-# Within the inference plane: from HTTP down to tokens. What is not named here is the lowest level.
-INFERENCE_LEVELS = (
-    {"server"},
-    {"client"},
-    {"completion_service"},
-    {"dialects"},
-    {"chat_service"},
-    {"sessions"},
-    {"token_client"},
-    {"supervisor", "updates"},
-    {"engine_pool"},
-)
-
-
-def inference_level(module: str) -> int:
-    part = module.split(".")[2]
-    return next((index for index, parts in enumerate(INFERENCE_LEVELS) if part in parts), len(INFERENCE_LEVELS))
-
-
-def test_in_the_inference_plane_imports_run_from_http_down_to_tokens() -> None:
-    plane = "skyrl_train.inference."
-    backwards = [
-        f"{module} imports {imported}"
-        for module, tree in modules().items()
-        if module.startswith(plane)
-        for imported in imported_when_run(tree)
-        if imported.startswith(plane) and inference_level(imported) < inference_level(module)
-    ]
-    assert backwards == []
-
-
 def test_the_package_does_not_print() -> None:
     printing = [
         module
@@ -162,8 +140,10 @@ def third_party_imports() -> set[str]:
 
 def test_everything_that_is_imported_is_a_dependency() -> None:
     distributions = {
+        "annotated_types": "annotated-types",
         "hydra": "hydra-core",
         "prometheus_client": "prometheus-client",
+        "pydantic_core": "pydantic",  # each release of pydantic pins one of pydantic_core
         "yaml": "pyyaml",
         "skyrl_gym": "skyrl-gym",
         "reasoning_gym": "reasoning-gym",
@@ -180,49 +160,27 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
     assert needed - declared == set()
 
 
-def call_uvw(tmp_path: Path, *arguments: str, **environment: str) -> tuple[list[str], str, str]:
-    """What ``uv`` is called with, in which folder, and the launcher that it passes on, when uvw is called from elsewhere."""
-    fake, elsewhere = tmp_path / "bin" / "uv", tmp_path / "else where"
-    for folder in (fake.parent, elsewhere):
-        folder.mkdir()
-    fake.write_text('#!/bin/sh\npwd\nprintf "%s\\n" "${SKYRL_TRAIN_LAUNCHER-none}" "$@"\n')
+def call_uvw(tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
+    """Call uvw with a scripted uv from another folder; return that folder, the project, the launcher and the arguments."""
+    fake = tmp_path / "bin" / "uv"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\npwd\nprintf "%s\\n" "$UV_PROJECT" "$SKYRL_TRAIN_LAUNCHER" "$@"\n')
     fake.chmod(0o755)
-    env = {"PATH": f"{fake.parent}:{os.environ['PATH']}", **environment}
-    command = [str(ROOT / "uvw"), *arguments]
-    done = subprocess.run(command, cwd=elsewhere, env=env, check=True, capture_output=True, text=True, timeout=60)
-    folder, launcher, *called_with = done.stdout.splitlines()
-    assert Path(folder) == elsewhere
-    return called_with, folder, launcher
+    inherited = {name: value for name, value in os.environ.items() if name != "UV_PROJECT"}
+    env = {**inherited, **environment, "PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [str(ROOT / "uvw"), *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("options", "program"),
-    [
-        ([], ["python", "-m", "a.b", "--extra", "x"]),
-        (["--extra", "agents", "--extra=my-package"], ["examples/quickstart.py", "trainer.seed=1"]),
-        (["-q", "--with", "it's here $HOME", "-p", "3.11"], ["-m", "a.b", "key=value"]),
-        (["--upgrade-package", "run"], ["--", "python"]),
-    ],
-)
-def test_uvw_runs_its_own_project_from_any_folder_and_remembers_the_options_before_the_program(
-    tmp_path: Path, options: list[str], program: list[str]
-) -> None:
-    called_with, _, launcher = call_uvw(tmp_path, "run", *options, *program)
-    assert called_with == ["--project", str(ROOT), "run", *options, *program]
-    assert shlex.split(launcher) == [str(ROOT / "uvw"), "run", *options]
+def test_uvw_runs_its_own_project_from_any_folder(tmp_path: Path) -> None:
+    called = call_uvw(tmp_path, "run", "python", "-c", "a b")
+    assert called == [str(tmp_path), str(ROOT), f"{ROOT}/uvw run", "run", "python", "-c", "a b"]
 
 
-@pytest.mark.parametrize("project", [["run", "--project", "a b"], ["--project=a", "run"], ["run", "--directory", "a"]])
-def test_uvw_leaves_a_project_that_it_is_given(tmp_path: Path, project: list[str]) -> None:
-    called_with, _, launcher = call_uvw(tmp_path, *project, "python", "--project", "x")
-    assert called_with == [*project, "python", "--project", "x"]
-    assert shlex.split(launcher) == [str(ROOT / "uvw"), *project]
-
-
-def test_uvw_leaves_a_project_of_the_environment_and_other_commands_have_no_launcher(tmp_path: Path) -> None:
-    called_with, _, launcher = call_uvw(tmp_path, "pip", "list", UV_PROJECT="elsewhere")
-    assert called_with == ["pip", "list"]
-    assert launcher == "none"
+def test_uvw_respects_a_project_of_the_environment(tmp_path: Path) -> None:
+    assert call_uvw(tmp_path, "pip", "list", UV_PROJECT="elsewhere")[1] == "elsewhere"
 
 
 def readme_blocks() -> list[str]:
@@ -252,3 +210,10 @@ def test_no_lock_file_is_committed() -> None:
 def test_the_licence_is_apache_2() -> None:
     assert PYPROJECT["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+
+
+def test_every_test_file_belongs_to_a_room() -> None:
+    files = sorted((ROOT / "tests" / "cpu").glob("test_*.py"))
+    without = [file.name for file in files if room_of(file.name) is None]
+    assert without == [], "name their room in tests/rooms.py"
+    assert set(ROOMS) == {room_of(file.name) for file in files}

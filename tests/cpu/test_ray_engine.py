@@ -21,60 +21,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, settle
 
-from skyrl_train.config.schema.model import BuildModelConfig
-from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, QuotaError, RequestError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.engines.ray_host import (
-    Cancel,
-    Done,
-    EngineHost,
-    Event,
-    InOrder,
-    Run,
-    Tokens,
-    failure,
-    merged,
-)
-from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineInterface, PauseMode, TokenChunk
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineInterface, TokenChunk
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.workers.host import ActorHost, Hosted, join_items
+from skyrl_train.workers.messages import Call, Cancel, Failure, Item, Message, Result, State
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from skyrl_train.inference.engines import ray_actor  # noqa: E402
-from skyrl_train.inference.engines.ray_actor import RayEngine, RayPlacement, connect  # noqa: E402
+from skyrl_train.inference.engines.ray_engine import EngineHost, RayEngine  # noqa: E402
+from skyrl_train.workers import ray as workers_ray  # noqa: E402
+from skyrl_train.workers.ray import RayPlacement, connect  # noqa: E402
 
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
 EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
 LONG = 1500  # tokens: a request that does not end while a test looks away
-SIZES = {"placement": "thread", "max_num_seqs": 8, "max_model_len": 2048}
+SIZES = {"executor": "thread", "max_num_seqs": 8, "max_model_len": 2048}
 FAR = "far"  # a resource that only the second node has
 
 
 # What runs in the actor, without Ray ----------------------------------------------------------------------------------
 
-tokens_or_done = st.lists(
+tokens_or_result = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=30
-)  # (stream, how many tokens; 0 tokens stand for some other event)
+)  # (stream, how many tokens; 0 tokens stand for some other message)
 
 
-@given(tokens_or_done)
-def test_merging_keeps_every_token_in_order_and_one_chunk_per_stream(drawn: list[tuple[int, int]]) -> None:
+@given(tokens_or_result)
+def test_joining_keeps_every_token_in_order_and_one_chunk_per_stream(drawn: list[tuple[int, int]]) -> None:
     counters: dict[int, int] = {}
-    events: list[Event] = []
+    messages: list[Message] = []
     for stream, count in drawn:
         if count == 0:
-            events.append(Done(100 + len(events), None))
+            messages.append(Result(100 + len(messages)))
             continue
         first = counters.get(stream, 0)
         ids = list(range(first, first + count))
         counters[stream] = first + count
-        events.append(Tokens(stream, TokenChunk(ids, [-float(i) for i in ids], [7] * count)))
-    result = merged(events)
-    chunks = {event.id: event.chunk for event in result if isinstance(event, Tokens)}
+        messages.append(Item(stream, TokenChunk(ids, [-float(i) for i in ids], [7] * count)))
+    result = join_items(messages, EngineHost())
+    chunks = {message.id: message.value for message in result if isinstance(message, Item)}
     assert {stream: chunk.token_ids for stream, chunk in chunks.items()} == {
         stream: list(range(count)) for stream, count in counters.items()
     }
@@ -82,50 +75,72 @@ def test_merging_keeps_every_token_in_order_and_one_chunk_per_stream(drawn: list
     assert len(result) == len(chunks) + sum(count == 0 for _, count in drawn)
 
 
-def test_a_merged_chunk_ends_the_stream_and_keeps_its_alternatives() -> None:
+def test_a_joined_chunk_ends_the_stream_and_keeps_its_alternatives() -> None:
     first = TokenChunk([1], [-1.0], [0], None, [[(1, -1.0)]])
     last = TokenChunk([2], [-2.0], [1], "stop", [[(2, -2.0)]])
-    (event,) = merged([Tokens(1, first), Tokens(1, last)])
-    assert event == Tokens(1, TokenChunk([1, 2], [-1.0, -2.0], [0, 1], "stop", [[(1, -1.0)], [(2, -2.0)]]))
+    (item,) = join_items([Item(1, first), Item(1, last)], EngineHost())
+    assert item == Item(1, TokenChunk([1, 2], [-1.0, -2.0], [0, 1], "stop", [[(1, -1.0)], [(2, -2.0)]]))
+
+
+class Noting(Hosted):
+    """Remembers in which order its methods were called."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    async def note(self, number: int) -> None:
+        self.seen.append(number)
 
 
 @given(st.permutations(range(8)))
-def test_messages_that_overtake_each_other_are_put_in_order(order: list[int]) -> None:
-    inbox = InOrder()
-    seen = [message for number in order for message in inbox.put(number, [Cancel((number,))])]
-    assert seen == [[Cancel((number,))] for number in range(8)]
+def test_batches_that_overtake_each_other_are_put_in_order(order: list[int]) -> None:
+    async def seen() -> list[int]:
+        host = ActorHost(Noting)
+        for number in order:
+            await host.deliver(number, [Call(number, "note", (number,))])
+        await settle()
+        assert isinstance(host._hosted, Noting)
+        return host._hosted.seen
+
+    assert asyncio.run(seen()) == list(range(8))
 
 
 def test_errors_cross_the_border_under_their_own_class() -> None:
-    error = failure(3, RequestError("too long")).error()
+    error = Failure.of(3, RequestError("too long")).error(EngineError, "the hosted engine")
     assert (type(error), str(error)) == (RequestError, "too long")
-    foreign = failure(3, ZeroDivisionError("by zero")).error()
+    foreign = Failure.of(3, ZeroDivisionError("by zero")).error(EngineError, "the hosted engine")
     assert (type(foreign), str(foreign)) == (EngineError, "the hosted engine raised ZeroDivisionError: by zero")
+    made_of_more = Failure.of(3, QuotaError("later", retry_after_s=1.0)).error(EngineError, "the hosted engine")
+    assert (type(made_of_more), str(made_of_more)) == (EngineError, "the hosted engine raised QuotaError: later")
+
+
+async def scripted_host() -> tuple[ActorHost, ScriptedEngine]:
+    host = ActorHost(EngineHost)
+    await host.deliver(0, [Call(0, "start", ("test_ray_engine:ScriptedEngine", {}))])
+    assert [type(message) for message in await host.next_messages()] == [State, Result]
+    assert isinstance(host._hosted, EngineHost) and isinstance(host._hosted._engine, ScriptedEngine)
+    return host, host._hosted._engine
 
 
 @on_the_modules_loop
-async def test_a_cancelled_command_leaves_nothing_in_the_engine_and_no_event() -> None:
-    host = EngineHost("test_ray_engine:ScriptedEngine", {})
-    await host.start()
-    engine = host._engine
-    assert isinstance(engine, ScriptedEngine)
-    await host.send(0, [Run(1, "generate", (request(),)), Run(2, "stream", (request(),)), Run(3, "health")])
+async def test_a_cancelled_call_leaves_nothing_in_the_engine_and_no_answer() -> None:
+    host, engine = await scripted_host()
+    await host.deliver(1, [Call(1, "generate", (request(),)), Call(2, "stream", (request(),)), Call(3, "health")])
     await settle()
     assert len(engine.running) == 2
-    await host.send(1, [Cancel((1, 2))])
+    await host.deliver(2, [Cancel(1), Cancel(2)])
     await settle()
     assert engine.running == []
-    assert [event.id for event in (await host.next_events()).events] == [3]
+    assert [message.id for message in await host.next_messages() if not isinstance(message, State)] == [3]
 
 
 @on_the_modules_loop
-async def test_a_command_can_be_cancelled_before_it_arrives() -> None:
-    host = EngineHost("test_ray_engine:ScriptedEngine", {})
-    await host.start()
-    await host.send(1, [Cancel((1,))])
-    await host.send(0, [Run(1, "generate", (request(),))])
+async def test_a_call_can_be_cancelled_before_it_arrives() -> None:
+    host, engine = await scripted_host()
+    await host.deliver(2, [Cancel(1)])
+    await host.deliver(1, [Call(1, "generate", (request(),))])
     await settle()
-    assert isinstance(host._engine, ScriptedEngine) and host._engine.running == []
+    assert engine.running == []
 
 
 # In a cluster of two nodes on this machine ----------------------------------------------------------------------------
@@ -321,7 +336,7 @@ async def test_an_engine_on_another_node_is_published_to_over_the_network(
     cluster: None, folder: str, transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "skyrl_train.inference.engines.ray_actor.RELAY_PART_BYTES", 1000
+        "skyrl_train.inference.engines.ray_engine.RELAY_PART_BYTES", 1000
     )  # many parts, one of them short
     engine = quick(resources={FAR: 1})
     await engine.start()
@@ -432,7 +447,7 @@ def test_signals_come_to_python_after_ray_has_put_its_own_handlers_beneath(monke
         for number in (signal.SIGTERM, signal.SIGINT):
             ctypes.pythonapi.PyOS_setsig(number, ctypes.c_void_p(signal.SIG_IGN.value))
 
-    monkeypatch.setattr(ray_actor, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.setattr(workers_ray, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     heard: list[int] = []
     before = {number: signal.signal(number, lambda n, _: heard.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -459,7 +474,7 @@ def test_without_a_cluster_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", unreachable)
-    with pytest.raises(ConfigError, match=r"nobody there\. Look at RAY_ADDRESS"):
+    with pytest.raises(ConfigError, match=r"nobody there\. Check RAY_ADDRESS"):
         connect()
 
 
@@ -526,7 +541,7 @@ def test_what_ray_starts_lives_longer_than_the_thread_that_asks_for_it(monkeypat
         if len(started) == 2:
             raise RuntimeError("no such cluster")
 
-    monkeypatch.setattr(ray_actor, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.setattr(workers_ray, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     asking = threading.Thread(target=connect)
     asking.start()
     asking.join()

@@ -120,7 +120,7 @@ def stand_in(recipe: str, rows: list[dict[str, Any]], data: Path, folder: Path) 
         algorithm["overlong"] |= {"max_response_len": 8, "buffer_len": 2}
     generator |= {"n_samples_per_prompt": 2, "max_input_length": 900}
     generator["sampling_params"]["max_tokens"] = 8
-    generator["inference_engine"] = {"placement": "thread", "max_num_seqs": 8}
+    generator["inference_engine"] = {"executor": "thread", "max_num_seqs": 8}
     config["data"]["train_data"] = [str(data)]
     path = folder / f"{recipe}.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -12,8 +12,8 @@ from checkpoint_worlds import Crash, QuickFileSystem, content, writing
 from fsspec.implementations.memory import MemoryFileSystem
 
 from skyrl_train.config.compose import compose, to_yaml
-from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.validate import validate
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training import remote_checkpoint
 from skyrl_train.training.checkpoint import CheckpointStore, checkpoint_step
@@ -245,5 +245,5 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_keeps_no_checkpoints_is_refused(url: str, remedy: str) -> None:
-    (problem,) = problems(compose("quickstart", [f"trainer.ckpt_path={url}"]))
+    (problem,) = validate(compose("quickstart", [f"trainer.ckpt_path={url}"])).errors
     assert remedy in problem

@@ -22,10 +22,17 @@ from skyrl_train.inference.interface import (
     StructuredOutput,
     TokenChunk,
 )
-from skyrl_train.inference.recorded_response import RecordedResponse, ResponseSoFar, packed
-from skyrl_train.inference.recordings import Recordings, ReplayTotals, SessionRecord, request_digest
+from skyrl_train.inference.replay import (
+    RecordedResponse,
+    ReplayCache,
+    ReplayTotals,
+    ResponseSoFar,
+    SessionRecord,
+    packed,
+    request_digest,
+)
 from skyrl_train.inference.requests import GenerationRequest
-from skyrl_train.rollout.group_json import from_line, to_line
+from skyrl_train.rollout.buffer import from_line, to_line
 
 
 async def whole(program: Program) -> tuple[dict[Any, Any], int]:
@@ -37,7 +44,7 @@ async def whole(program: Program) -> tuple[dict[Any, Any], int]:
 
 async def rerun(record: list[dict[str, Any]], program: Program, **options: Any) -> tuple[dict[Any, Any], World]:
     async with world(record, **options) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         return content(await program.run(it.client)), it
 
 
@@ -59,7 +66,7 @@ async def test_interrupted_at_any_moment_a_program_gets_what_it_would_have_got_a
         got, it = await rerun(record, Program(**shape))
         assert got == expected
         assert it.engine.sampled == tokens - it.recorded_tokens
-        totals = it.client.recordings.totals
+        totals = it.client.replay_cache.totals
         assert (totals.replayed_tokens, totals.mismatches, totals.discarded_tokens) == (it.recorded_tokens, 0, 0)
         assert it.client.generated_tokens == it.engine.sampled, "what is served again was not generated again"
 
@@ -67,7 +74,7 @@ async def test_interrupted_at_any_moment_a_program_gets_what_it_would_have_got_a
 async def test_a_replayed_response_has_the_versions_under_which_it_was_sampled_and_goes_on_under_the_new_one() -> None:
     program = Program(turns=2, params=replace(PARAMS, min_tokens=20))
     async with world(free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(program.run(it.client))
         await it.tick_until(lambda: it.engine.sampled == 5)
         await it.publish(1)
@@ -78,8 +85,8 @@ async def test_a_replayed_response_has_the_versions_under_which_it_was_sampled_a
         await asyncio.gather(running, return_exceptions=True)
     assert first.versions == [0] * 5 + [1] * (len(first.versions) - 5)
     async with world(record, version=4) as it:
-        assert it.client.recordings.oldest_version(4) == 0 and it.client.recordings.oldest_version(5) is None
-        it.client.recordings.begin(4, [SESSION])
+        assert it.client.replay_cache.oldest_version(4) == 0 and it.client.replay_cache.oldest_version(5) is None
+        it.client.replay_cache.begin(4, [SESSION])
         again = Program(turns=2, params=program.params)
         await again.run(it.client)
     assert content({(0, 0, 0): again.got[0, 0, 0]}) == content({(0, 0, 0): first})
@@ -110,13 +117,13 @@ async def test_alternatives_come_back_with_their_tokens() -> None:
     async with world() as it:
         expected = await it.client.complete(request)
     async with world(free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(it.client.complete(request))
         await it.tick_until(lambda: it.engine.sampled == 9)
         record = checkpoint(it)
         running.cancel()
     async with world(record) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         got = await it.client.complete(request)
         assert got.top_logprobs == expected.top_logprobs and got.token_ids == expected.token_ids
         assert it.engine.prompts == [[5, 6, *got.token_ids[:9]]]
@@ -125,13 +132,13 @@ async def test_alternatives_come_back_with_their_tokens() -> None:
 async def test_a_stream_hands_the_record_over_at_once_and_then_what_is_sampled() -> None:
     request = GenerationRequest([5, 6], replace(PARAMS, max_tokens=3000, min_tokens=3000), SESSION)
     async with world(free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(it.client.complete(request))
         await it.tick_until(lambda: it.engine.sampled == 2500)
         record = checkpoint(it)
         running.cancel()
     async with world(record, free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         stream = it.client.stream(request)
         sizes = []
         while sum(sizes) < 2500:  # nothing is sampled meanwhile
@@ -147,7 +154,7 @@ async def test_what_is_served_from_the_record_whole_needs_no_engine() -> None:
         record = await interrupted(it, program, 1000)
     async with world(record, free_running=False) as it:
         await it.client.pause_generation(next(iter(it.client.capabilities.pause_modes)))
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         again = Program()
         await again.run(it.client)
         assert content(again.got) == content(program.got) and not it.engine.requests
@@ -156,7 +163,7 @@ async def test_what_is_served_from_the_record_whole_needs_no_engine() -> None:
 
 async def test_a_response_with_a_grammar_is_recorded_once_it_has_ended() -> None:
     """Its state in the grammar cannot be handed over, so it would begin again in any case."""
-    record = Recordings()
+    record = ReplayCache()
     record.begin(4, [SESSION])
     params = SamplingParams.parse({"max_tokens": 8})
     request = GenerationRequest([5], replace(params, structured=StructuredOutput("json_object")), SESSION)
@@ -179,7 +186,7 @@ async def test_the_first_request_that_differs_throws_the_rest_of_the_record_away
     stateless = [[5, 6], [5, 7], [5, 8], [5, 9]]
 
     async def ask(it: World, prompts: list[list[int]]) -> list[list[int]]:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         asked = [await it.client.complete(GenerationRequest(p, PARAMS, SESSION)) for p in prompts]
         return [generation.token_ids for generation in asked]
 
@@ -189,11 +196,11 @@ async def test_the_first_request_that_differs_throws_the_rest_of_the_record_away
     sizes = [len(answer) for answer in answers]
     async with world(record, version=3) as it:
         drifted = await ask(it, [[5, 6], [5, 77], [5, 8], [5, 9]])
-        totals = it.client.recordings.totals
+        totals = it.client.replay_cache.totals
         assert it.engine.prompts == [[5, 77], [5, 8], [5, 9]], "turn 0 is served, the others are sampled"
         assert drifted[0] == answers[0]
         assert (totals.replayed_tokens, totals.mismatches, totals.discarded_tokens) == (sizes[0], 1, sum(sizes[1:]))
-        metrics = it.client.recordings.metrics()
+        metrics = it.client.replay_cache.metrics()
         assert metrics["async/replay_mismatches"] == 1 and metrics["async/replayed_tokens"] == sizes[0]
 
 
@@ -216,13 +223,13 @@ async def test_the_first_request_that_differs_throws_the_rest_of_the_record_away
 )
 async def test_another_sampling_parameter_is_another_request(change: dict[str, Any]) -> None:
     async with world() as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))
         record = checkpoint(it)
     async with world(record) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         await it.client.complete(GenerationRequest([5, 6], replace(PARAMS, **change), SESSION))
-        assert it.client.recordings.totals.mismatches == 1 and len(it.engine.requests) == 1
+        assert it.client.replay_cache.totals.mismatches == 1 and len(it.engine.requests) == 1
 
 
 def test_a_request_is_told_by_prompt_parameters_choice_and_adapter_and_by_nothing_else() -> None:
@@ -254,19 +261,19 @@ async def test_a_branch_goes_on_from_the_record_while_another_is_beyond_it() -> 
 
     again.before_turn = hold_branch_one
     async with world(record) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(again.run(it.client))
         await again.answered.wait_until(lambda: (0, 3, 0) in again.got)  # branch 0 has run to its end
         held.set()
         await running
         assert content(again.got) == expected
         assert it.engine.sampled == tokens - it.recorded_tokens
-        assert it.client.recordings.totals.mismatches == 0
+        assert it.client.replay_cache.totals.mismatches == 0
 
 
 async def test_equal_requests_are_served_in_their_order() -> None:
     async def ask(it: World, times: int) -> list[list[int]]:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         unseeded = GenerationRequest([5, 6], replace(PARAMS, seed=None), SESSION)
         return [(await it.client.complete(unseeded)).token_ids for _ in range(times)]
 
@@ -279,7 +286,7 @@ async def test_equal_requests_are_served_in_their_order() -> None:
     async with world(record) as it:
         again = await ask(it, 4)
         assert again[:3] == answers and len(it.engine.requests) == 1
-        assert it.client.recordings.totals.mismatches == 0, "a record that was used up is no mismatch"
+        assert it.client.replay_cache.totals.mismatches == 0, "a record that was used up is no mismatch"
 
 
 # Attempts and groups ------------------------------------------------------------------------------------------------
@@ -290,17 +297,17 @@ async def test_another_attempt_is_never_replayed() -> None:
     request = GenerationRequest([5, 6], replace(PARAMS, seed=None), SESSION)
     async with world() as it:
         for attempt in range(2):
-            it.client.recordings.begin(4, [SESSION], attempt)
+            it.client.replay_cache.begin(4, [SESSION], attempt)
             await it.client.complete(request)
             assert len(it.engine.requests) == attempt + 1
         record = checkpoint(it)
     async with world(record) as it:
-        assert it.client.recordings.attempt(4) == 1 and it.client.recordings.attempt(5) == 0
-        it.client.recordings.begin(4, [SESSION], 0)
+        assert it.client.replay_cache.attempt(4) == 1 and it.client.replay_cache.attempt(5) == 0
+        it.client.replay_cache.begin(4, [SESSION], 0)
         await it.client.complete(request)
-        assert len(it.engine.requests) == 1 and it.client.recordings.totals.replayed_tokens == 0
+        assert len(it.engine.requests) == 1 and it.client.replay_cache.totals.replayed_tokens == 0
     async with world(record) as it:
-        it.client.recordings.begin(4, [SESSION], 1)
+        it.client.replay_cache.begin(4, [SESSION], 1)
         await it.client.complete(request)
         assert not it.engine.requests
 
@@ -310,7 +317,7 @@ async def test_the_same_attempt_begun_again_in_the_same_process_is_replayed() ->
     program = Program(turns=2, params=replace(PARAMS, min_tokens=20))
     expected, tokens = await whole(program)
     async with world(free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(Program(turns=2, params=program.params).run(it.client))
         await it.tick_until(lambda: it.engine.sampled == 30)
         it.engine.die()
@@ -319,7 +326,7 @@ async def test_the_same_attempt_begun_again_in_the_same_process_is_replayed() ->
         assert failure.value.subgroup(NoEngineError) is not None
         record = checkpoint(it)
         assert tokens_in(record) == 30, "a request that failed keeps what was sampled for it"
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         assert tokens_in(checkpoint(it)) == 30
     got, it = await rerun(record, Program(turns=2, params=program.params))
     assert got == expected and it.engine.sampled == tokens - 30
@@ -327,18 +334,18 @@ async def test_the_same_attempt_begun_again_in_the_same_process_is_replayed() ->
 
 async def test_a_group_that_has_ended_leaves_nothing_behind() -> None:
     async with world() as it:
-        recordings = it.client.recordings
-        recordings.begin(4, [SESSION, "prompt@4_1"])
-        recordings.begin(5, ["other@5_0"])
+        replay_cache = it.client.replay_cache
+        replay_cache.begin(4, [SESSION, "prompt@4_1"])
+        replay_cache.begin(5, ["other@5_0"])
         await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))
         await it.client.complete(GenerationRequest([5, 6], PARAMS, "other@5_0"))
-        recordings.end(4)
-        recordings.end(4)
+        replay_cache.end(4)
+        replay_cache.end(4)
         [row] = checkpoint(it)
         assert row["session"] == "other@5_0" and row["group"] == 5
         await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))  # a straggler of the group
-        recordings.end(5)
-        assert checkpoint(it) == [] and not recordings._sessions
+        replay_cache.end(5)
+        assert checkpoint(it) == [] and not replay_cache._sessions
 
 
 async def test_sessions_that_nobody_began_are_not_recorded_and_off_means_off() -> None:
@@ -346,12 +353,12 @@ async def test_sessions_that_nobody_began_are_not_recorded_and_off_means_off() -
         await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))
         await it.client.complete(GenerationRequest([5, 6], PARAMS))
         assert checkpoint(it) == []
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))
         record = checkpoint(it)
     async with world(record, replay=False) as it:
-        assert it.client.recordings.oldest_version(4) is None
-        it.client.recordings.begin(4, [SESSION])
+        assert it.client.replay_cache.oldest_version(4) is None
+        it.client.replay_cache.begin(4, [SESSION])
         await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))
         assert len(it.engine.requests) == 1 and checkpoint(it) == []
 
@@ -364,7 +371,7 @@ async def test_a_record_that_is_still_waiting_or_being_served_is_part_of_the_nex
     async with world(record, free_running=False) as it:
         assert checkpoint(it) == record, "not begun yet"
         again = Program(turns=5)
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(again.run(it.client))
         await again.answered.wait_until(lambda: bool(again.got))  # one turn is served, the others wait
         assert checkpoint(it) == record
@@ -378,14 +385,14 @@ async def test_a_record_that_is_still_waiting_or_being_served_is_part_of_the_nex
 async def test_a_request_that_its_program_gave_up_goes_on_from_where_it_was() -> None:
     request = GenerationRequest([5, 6], replace(PARAMS, min_tokens=20), SESSION)
     async with world(free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(it.client.complete(request))
         await it.tick_until(lambda: it.engine.sampled == 6)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         record = checkpoint(it)
     async with world(record) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         got = await it.client.complete(request)
         assert it.engine.prompts == [[5, 6, *got.token_ids[:6]]]
 
@@ -399,13 +406,13 @@ async def test_batches_with_n_responses_per_prompt_are_replayed() -> None:
     async with world() as it:
         expected = await it.client.generate(batch)
     async with world(free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION, "prompt@4_1"])
+        it.client.replay_cache.begin(4, [SESSION, "prompt@4_1"])
         running = asyncio.create_task(it.client.generate(batch))
         await it.tick_until(lambda: it.engine.sampled == 4 * 7)
         record = checkpoint(it)
         running.cancel()
     async with world(record) as it:
-        it.client.recordings.begin(4, [SESSION, "prompt@4_1"])
+        it.client.replay_cache.begin(4, [SESSION, "prompt@4_1"])
         assert await it.client.generate(batch) == expected
         assert sorted(map(len, it.engine.prompts)) == [9, 9, 9, 9]
 
@@ -415,12 +422,12 @@ async def test_batches_with_n_responses_per_prompt_are_replayed() -> None:
 
 async def test_a_long_conversation_is_recorded_once_and_not_once_per_turn() -> None:
     async with world() as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         prompt = [5] * 2000
         for _ in range(20):
             answer = await it.client.complete(GenerationRequest(prompt, PARAMS, SESSION))
             prompt = [*prompt, *answer.token_ids]
-        [snapshot] = it.client.recordings.snapshot()
+        [snapshot] = it.client.replay_cache.snapshot()
         responses = [packed(response) for _, response in snapshot.moment.entries()]
         held = sum(
             len(r.token_ids) + len(r.logprobs) + len(digest)
@@ -444,10 +451,10 @@ def test_a_snapshot_does_not_change_when_more_is_sampled() -> None:
 async def test_a_snapshot_does_not_change_when_a_response_has_ended_and_its_caller_changes_it() -> None:
     request = GenerationRequest([5, 6], replace(PARAMS, top_logprobs=1), SESSION)
     async with world(free_running=False) as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         running = asyncio.create_task(it.client.complete(request))
         await it.tick_until(lambda: it.engine.sampled == 3)
-        expected, [snapshot] = checkpoint(it), it.client.recordings.snapshot()
+        expected, [snapshot] = checkpoint(it), it.client.replay_cache.snapshot()
         await it.tick_until(running.done)
         got = running.result()
         whole = checkpoint(it)
@@ -497,12 +504,12 @@ def test_a_response_comes_back_from_json_as_it_was(
 )
 async def test_a_broken_record_says_how_to_go_on_without_it(change: Any) -> None:
     async with world() as it:
-        it.client.recordings.begin(4, [SESSION])
+        it.client.replay_cache.begin(4, [SESSION])
         await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))
         [row] = checkpoint(it)
     change(row)
     with pytest.raises(CheckpointError, match=r"rollout\.replay=false"):
-        Recordings().load([row])
+        ReplayCache().load([row])
 
 
 # The rule, for all schedules ----------------------------------------------------------------------------------------
@@ -540,7 +547,7 @@ def test_every_recorded_token_is_served_once_or_discarded_once(
                 thrown += sum(size for _, size, _ in waiting)
                 waiting.clear()
         for chunk in request.known.chunks():
-            live.recall(chunk)
+            live.resume_from(chunk)
         if ends:
             if live.stop_reason is None:
                 segment = live.next_segment()

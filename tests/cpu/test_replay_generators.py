@@ -15,13 +15,12 @@ import pytest
 from harness_worlds import HarnessWorld, batch, harness
 from replay_worlds import CountingEngine, World, checkpoint, tokens_in, world
 
-from skyrl_train.config.schema.data import EnvironmentConfig
-from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.errors import NoEngineError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 GROUP, SESSIONS = 4, ["p_0", "p_1"]
 Messages = list[dict[str, Any]]
@@ -56,7 +55,7 @@ def rollouts() -> GeneratorInput:
 
 
 async def play(it: World) -> GeneratorOutput:
-    it.client.recordings.begin(GROUP, SESSIONS)
+    it.client.replay_cache.begin(GROUP, SESSIONS)
     return await gym(it.client).generate(rollouts())
 
 
@@ -80,7 +79,7 @@ async def test_an_environment_is_played_again_and_only_what_was_not_sampled_is_s
     async with world(record) as it:
         assert await play(it) == expected
         assert it.engine.sampled == tokens - tokens_in(record) < tokens
-        assert it.client.recordings.totals.mismatches == 0
+        assert it.client.replay_cache.totals.mismatches == 0
         assert all(len(prompt) > len("go") for prompt in it.engine.prompts), "the first turns were served"
 
 
@@ -92,7 +91,7 @@ async def test_an_environment_that_drifts_is_sampled_afresh_from_there(monkeypat
         expected = await play(it)
     async with world(record) as it:
         assert await play(it) == expected
-        totals = it.client.recordings.totals
+        totals = it.client.replay_cache.totals
         assert totals.mismatches == 2, "one per trajectory"
         assert 0 < totals.replayed_tokens < tokens_in(record)
         assert totals.replayed_tokens + totals.discarded_tokens == tokens_in(record)
@@ -100,7 +99,7 @@ async def test_an_environment_that_drifts_is_sampled_afresh_from_there(monkeypat
 
 async def test_chat_in_this_process_is_replayed_under_the_session_that_its_body_names() -> None:
     async def converse(client: InferenceEngineClient) -> list[Any]:
-        client.recordings.begin(GROUP, SESSIONS)
+        client.replay_cache.begin(GROUP, SESSIONS)
         messages: Messages = [{"role": "user", "content": "go"}]
         got = []
         for _ in range(3):
@@ -133,7 +132,7 @@ class Life:
     world: World
 
     async def play(self, agent: Callable[..., Any]) -> GeneratorOutput:
-        self.it.client.recordings.begin(GROUP, SESSIONS)
+        self.it.client.replay_cache.begin(GROUP, SESSIONS)
         return await self.it.play(agent, samples=2)
 
     async def killed(self, agent: Callable[..., Any], sampled: int) -> list[dict[str, Any]]:
@@ -151,7 +150,7 @@ async def life(
 ) -> AsyncIterator[Life]:
     engine = CountingEngine(free_running=free_running)
     async with harness(engine=engine, **kwargs) as it:
-        it.client.recordings.load(record or [])
+        it.client.replay_cache.load(record or [])
         yield Life(it, World(engine, it.client))
 
 
@@ -205,7 +204,7 @@ async def test_an_agent_over_http_with_parallel_requests_and_streams_is_replayed
         agent = Conversation()
         assert by_tokens(trained(await third.play(agent))) == by_tokens(expected)
         assert third.world.engine.sampled == tokens - tokens_in(record) < tokens
-        assert third.it.client.recordings.totals.mismatches == 0
+        assert third.it.client.replay_cache.totals.mismatches == 0
         assert not {row["session"] for row in record} & set(agent.session_ids)
 
 

@@ -16,9 +16,9 @@ from scripted import settle
 from test_replay_generators import Talk, gym
 
 from skyrl_train.errors import NoEngineError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
-from skyrl_train.rollout.checkpoint import read_recordings
+from skyrl_train.rollout.checkpoint import read_replay_cache
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 MODES = ["sync", "fully_async"]
 
@@ -69,9 +69,9 @@ class Run(Harness):
         training = await self.until(happened)
         self.trainer.request_stop()
         await training
-        folder = self.trainer.parts.checkpoints.latest()
+        folder = self.trainer.components.checkpoints.latest()
         assert folder is not None
-        return read_recordings(folder)
+        return read_replay_cache(folder)
 
     async def kill(self, happened: Callable[[], bool]) -> None:
         """Ends without a word."""
@@ -130,7 +130,7 @@ async def test_a_stopped_run_samples_no_token_twice_and_trains_what_it_would_hav
     while not lives or lives[-1].trainer.global_step < 8:
         life = Run(tmp_path / "run", f"trainer.mode={mode}")
         record = await life.stop(moment(life, 600))
-        totals = life.client.recordings.totals
+        totals = life.client.replay_cache.totals
         assert (totals.mismatches, totals.discarded_tokens) == (0, 0)
         replayed += totals.replayed_tokens
         if life.trainer.global_step == 8:
@@ -154,7 +154,7 @@ async def test_the_engines_are_asked_for_exactly_what_no_record_has(tmp_path: Pa
     assert tokens_in(record) > 50 and trained_once(first, second)
     assert second.counting.sampled == whole.counting.sampled - first.settled_tokens - tokens_in(record)
     assert second.client.generated_tokens == second.counting.sampled
-    assert second.client.recordings.snapshot() == []
+    assert second.client.replay_cache.snapshot() == []
 
 
 async def test_without_replay_unfinished_rollouts_begin_again(tmp_path: Path) -> None:
@@ -162,12 +162,12 @@ async def test_without_replay_unfinished_rollouts_begin_again(tmp_path: Path) ->
     assert await first.stop(Moments(seed=1)(first, 1000)) == []
     second = Run(tmp_path, replay=False)
     await second.train()
-    assert second.client.recordings.totals.replayed_tokens == 0 and trained_once(first, second)
+    assert second.client.replay_cache.totals.replayed_tokens == 0 and trained_once(first, second)
     third = Run(tmp_path / "other")
     assert await third.stop(Moments(seed=1)(third, 1000)) != []
     fourth = Run(tmp_path / "other", replay=False)
     await fourth.train()
-    assert fourth.client.recordings.totals.replayed_tokens == 0 and trained_once(third, fourth)
+    assert fourth.client.replay_cache.totals.replayed_tokens == 0 and trained_once(third, fourth)
 
 
 async def test_a_killed_run_replays_what_its_last_checkpoint_knew(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ async def test_a_killed_run_replays_what_its_last_checkpoint_knew(tmp_path: Path
             await life.kill(lambda it=life: (it.trainer.saving.step or 0) >= it.began_at + 4)  # type: ignore[misc]
         else:
             await life.train()
-        totals = life.client.recordings.totals
+        totals = life.client.replay_cache.totals
         assert (totals.replayed_tokens, totals.mismatches, totals.discarded_tokens) == (tokens_in(loaded), 0, 0)
         assert (tokens_in(loaded) > 0) == (number > 0)
     assert sorted(life.trained) == list(range(80))
@@ -193,13 +193,13 @@ async def test_a_killed_run_replays_what_its_last_checkpoint_knew(tmp_path: Path
 
 def watch_load(run: Run) -> list[dict[str, Any]]:
     """What the run will have loaded of its last life."""
-    load, rows = run.client.recordings.load, list[dict[str, Any]]()
+    load, rows = run.client.replay_cache.load, list[dict[str, Any]]()
 
     def watched(loaded: Any) -> None:
         rows.extend(loaded)
         load(rows)
 
-    run.client.recordings.load = watched  # type: ignore[method-assign]
+    run.client.replay_cache.load = watched  # type: ignore[method-assign]
     return rows
 
 
@@ -225,7 +225,7 @@ async def test_an_environment_that_drifts_between_two_runs_is_sampled_afresh(
     monkeypatch.setattr(Talk, "mood", "!")
     second = Run(tmp_path / "run")
     await second.train()
-    totals = second.client.recordings.totals
+    totals = second.client.replay_cache.totals
     assert trained_once(first, second)
     assert totals.mismatches > 0 and totals.replayed_tokens + totals.discarded_tokens == tokens_in(record)
 
@@ -237,14 +237,14 @@ async def test_a_run_that_lost_its_engines_goes_on_from_what_they_had_sampled(tm
     first.counting.die()
     with pytest.raises(NoEngineError):
         await training
-    folder = first.trainer.parts.checkpoints.latest()
+    folder = first.trainer.components.checkpoints.latest()
     assert folder is not None
-    record = read_recordings(folder)
+    record = read_replay_cache(folder)
     assert tokens_in(record) > 50
     second = Run(tmp_path / "run")
     await second.train()
     assert trained_once(first, second)
-    assert second.client.recordings.totals.replayed_tokens == tokens_in(record)
+    assert second.client.replay_cache.totals.replayed_tokens == tokens_in(record)
 
 
 async def test_a_group_goes_on_in_the_attempt_in_which_it_was(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ async def test_a_group_goes_on_in_the_attempt_in_which_it_was(tmp_path: Path) ->
     second = Run(tmp_path / "run")
     await second.train()
     assert trained_once(first, second)
-    assert second.client.recordings.totals.replayed_tokens == tokens_in(record)
+    assert second.client.replay_cache.totals.replayed_tokens == tokens_in(record)
     of_first = {r["trajectory_ids"][0]: r["batch_metadata"].seeds for r in first.requests}
     again = [r for r in second.requests if r["trajectory_ids"][0] in of_first]
     assert again and all(r["batch_metadata"].seeds == of_first[r["trajectory_ids"][0]] for r in again)
@@ -278,7 +278,7 @@ async def test_a_group_is_admitted_as_old_as_its_oldest_token_and_starts_afresh_
     tmp_path: Path,
 ) -> None:
     """The bound was lowered between the two runs."""
-    wait = "trainer.fully_async.straggler_policy=wait"
+    wait = "trainer.fully_async.staleness_policy=wait"
     first = Run(tmp_path / "run", wait, "trainer.fully_async.max_staleness_steps=4")
     hold_after_a_turn(first, lambda: 1)
     record = await first.stop(lambda: first.trainer.global_step == 4)
@@ -288,9 +288,9 @@ async def test_a_group_is_admitted_as_old_as_its_oldest_token_and_starts_afresh_
         admitted: dict[int, int] = {}
         admit = second.trainer.rollout.staleness.admit
 
-        def watched(ordinal: int, version: int, admit: Any = admit, admitted: Any = admitted) -> None:
-            admitted[ordinal] = version
-            admit(ordinal, version)
+        def watched(group_index: int, version: int, admit: Any = admit, admitted: Any = admitted) -> None:
+            admitted[group_index] = version
+            admit(group_index, version)
 
         second.trainer.rollout.staleness.admit = watched  # type: ignore[method-assign]
         await second.kill(lambda it=second: it.counting.sampled > 100)  # type: ignore[misc]

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.inference.chat.pieces import Mark, PieceReader, Vocabulary
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.incremental_text import REPLACEMENT, IncrementalText, text_of
-from skyrl_train.inference.interface import PauseMode, SamplingParams
+from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.requests import GenerationRequest
-from skyrl_train.inference.response_text import ResponseText
+from skyrl_train.inference.response_text import REPLACEMENT, IncrementalText, ResponseText, text_of
+from skyrl_train.types import PauseMode
 
 SPECIAL, THINK, ADDED = "<eos>", "<think>", "<é added>"
 LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

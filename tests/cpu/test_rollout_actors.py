@@ -20,11 +20,9 @@ from rollout_worlds import World as Groups
 from scripted import scripted_update, settle
 from test_sync_equivalence import train
 
-from skyrl_train.concurrency import Signal
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
-from skyrl_train.config.schema.data import EnvironmentConfig
-from skyrl_train.config.schema.generator import GeneratorConfig, SamplingConfig
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.errors import (
     ConfigError,
     EngineError,
@@ -35,12 +33,14 @@ from skyrl_train.errors import (
     RolloutError,
 )
 from skyrl_train.generators.construction import GeneratorSpec
-from skyrl_train.generators.remote.actor import Link
 from skyrl_train.generators.remote.generator import RemoteGenerator
-from skyrl_train.generators.remote.messages import Setup
+from skyrl_train.generators.remote.host import ActorSetup, GeneratorHost
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.interface import InferenceEngineInput
+from skyrl_train.runtime.concurrency import Signal
+from skyrl_train.types import PauseMode
+from skyrl_train.workers.connection import WorkerLink
 
 
 class Noting(CountingEngine):
@@ -79,7 +79,7 @@ class World:
 
 @asynccontextmanager
 async def world(
-    links: Sequence[Callable[[], Link]],
+    links: Sequence[Callable[[], WorkerLink]],
     *,
     name: str = "actor_worlds:Obeying",
     free_running: bool = True,
@@ -88,7 +88,7 @@ async def world(
     engine = Noting(free_running=free_running)
     client = InferenceEngineClient([engine], TOKENIZER, engine_wait_timeout_s=0.01)
     config = GeneratorConfig(name=name, kwargs=kwargs, sampling_params=SamplingConfig(max_tokens=6, temperature=0.7))
-    setup = Setup(
+    setup = ActorSetup(
         GeneratorSpec(config, EnvironmentConfig(), ""),
         TOKENIZER,
         None,
@@ -151,7 +151,7 @@ async def test_a_generator_that_cannot_be_built_fails_the_start_with_its_own_err
 @pytest.mark.parametrize(
     ("order", "error", "message"),
     [
-        ("raise", RolloutError, r"it raised ValueError\('scripted'\)"),
+        ("raise", RolloutError, r"it raised ValueError: scripted"),
         ("end the program", RolloutError, "exit status 3"),
         ("cancel itself", RolloutError, "it cancelled itself"),
         ("engine", EngineError, "scripted"),
@@ -320,10 +320,9 @@ def cluster() -> Iterator[Nodes]:
 
 
 async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(cluster: Nodes) -> None:
-    from skyrl_train.generators.remote.ray_link import RayLink
-    from skyrl_train.inference.engines.ray_actor import RayPlacement
+    from skyrl_train.workers.ray import RayLink, RayPlacement
 
-    async with world([lambda: RayLink(RayPlacement(num_cpus=0))], free_running=False) as remote:
+    async with world([lambda: RayLink(GeneratorHost, RayPlacement(num_cpus=0))], free_running=False) as remote:
         (actor,) = remote.generator.actors
         pid = await remote.play("where")
         assert pid != os.getpid()
@@ -359,12 +358,11 @@ def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluste
 
 async def test_the_groups_of_a_node_that_dies_go_on_elsewhere(cluster: Nodes) -> None:
     """The last test in the cluster."""
-    from skyrl_train.generators.remote.ray_link import RayLink
-    from skyrl_train.inference.engines.ray_actor import RayPlacement
+    from skyrl_train.workers.ray import RayLink, RayPlacement
 
-    links = [lambda: RayLink(RayPlacement(num_cpus=1))] * 2
+    links = [lambda: RayLink(GeneratorHost, RayPlacement(num_cpus=1))] * 2
     async with world(links, name="actor_worlds:Sampling", free_running=False) as remote, Groups(b=4) as w:
-        w.runner._generator, w.runner._recordings = remote.generator, remote.client.recordings
+        w.runner._generator, w.runner._replay_cache = remote.generator, remote.client.replay_cache
         stepping = asyncio.create_task(w.step(fill=True))
         await remote.until_sampling(4)
         actors, before = remote.generator.actors, list(remote.engine.running)
@@ -378,7 +376,7 @@ async def test_the_groups_of_a_node_that_dies_go_on_elsewhere(cluster: Nodes) ->
         await remote.engine.run_freely()
         assert await asyncio.wait_for(stepping, 30) == [0, 1, 2, 3]
         assert (w.runner.retries, remote.engine.running) == (2, [])
-        assert remote.client.recordings.totals.replayed_tokens == 2 * 2, (
+        assert remote.client.replay_cache.totals.replayed_tokens == 2 * 2, (
             "what was sampled for them is not sampled again"
         )
         assert all("is gone: its process has ended" in reason for _, reason in w.failed_attempts)

@@ -10,24 +10,24 @@ import pytest
 from harness import Harness
 
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema.data import DataConfig
+from skyrl_train.config.schema import DataConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.observability.run_folder import RunFolder, choose_run_folder
-from skyrl_train.rollout.checkpoint import FORMAT_VERSION, read_recordings, read_rollout_state, write_rollout_state
-from skyrl_train.rollout.dataloader import build_loader
-from skyrl_train.rollout.dataset import PromptDataset
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.rollout.checkpoint import FORMAT_VERSION, read_replay_cache, read_rollout_state, write_rollout_state
+from skyrl_train.rollout.data.dataset import PromptDataset
+from skyrl_train.rollout.data.loader import build_loader
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 
-def group(ordinal: int, **fields: Any) -> RolloutGroup:
+def group(group_index: int, **fields: Any) -> RolloutGroup:
     numbers = [0.1, -1e-300, 1e22, 5e-324]
     sequence = RolloutSequence.of_lists(
         [1, 2], [3, 4, 5, 6], [1, 1, 0, 1], numbers, [3, 4, -1, 4], numbers[::-1], "length"
     )
     return RolloutGroup(
         **{
-            "ordinal": ordinal,
+            "group_index": group_index,
             "uid": "u",
             "data_source": "s",
             "samples": (Sample((sequence,)),),
@@ -39,18 +39,18 @@ def group(ordinal: int, **fields: Any) -> RolloutGroup:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     groups = [group(3, metrics={"m": 0.3}), group(1, masked=True), group(2, samples=(Sample(()),))]
-    recordings = [{"session": "u@4_0", "tokens": [1, 2]}, {"session": "u@4_1", "tokens": []}]
-    write_rollout_state({"global_step": 7}, iter(groups), tmp_path, iter(recordings))
+    replay_cache = [{"session": "u@4_0", "tokens": [1, 2]}, {"session": "u@4_1", "tokens": []}]
+    write_rollout_state({"global_step": 7}, iter(groups), tmp_path, iter(replay_cache))
     state, stored = read_rollout_state(tmp_path)
     assert state["global_step"] == 7
     assert list(stored) == groups
-    assert read_recordings(tmp_path) == recordings
+    assert read_replay_cache(tmp_path) == replay_cache
 
 
 def test_text_that_is_no_unicode_survives(tmp_path: Path) -> None:
     write_rollout_state({}, [group(0, uid="half \ud800 a pair")], tmp_path, [{"session": "\ud800"}])
     assert [stored.uid for stored in read_rollout_state(tmp_path)[1]] == ["half \ud800 a pair"]
-    assert read_recordings(tmp_path) == [{"session": "\ud800"}]
+    assert read_replay_cache(tmp_path) == [{"session": "\ud800"}]
 
 
 @pytest.mark.parametrize("format_version", [1, 2])
@@ -75,31 +75,33 @@ def test_checkpoints_of_earlier_versions_are_continued(tmp_path: Path, format_ve
     )
     sample = sequence if format_version == 1 else f'{{"sequences": [{sequence}]}}'
     (tmp_path / "groups.jsonl").write_text(
-        f'{{"ordinal": 3, "uid": "p", "data_source": "s", "samples": [{sample}], "submitted_version": 0, "metrics": {{}}}}\n'
+        f'{{"group_index": 3, "uid": "p", "data_source": "s", "samples": [{sample}], "submitted_version": 0, "metrics": {{}}}}\n'
     )
     read, groups = read_rollout_state(tmp_path)
     assert [stored.samples[0].reward for stored in groups] == [1.0]
     assert read["counts"] == counts and read["global_step"] == 1
-    assert read_recordings(tmp_path) == []
+    assert read_replay_cache(tmp_path) == []
     loader, fresh = (build_loader(dataset, DataConfig(), seed=5) for _ in range(2))
     loader.load_state_dict(read["prompts"], buffered=[3])
     assert [loader.issue(), loader.issue()] == [4, 5]
-    assert loader.failed == [1]
+    assert loader.ledger.failed == [1]
     assert [fresh.issue() for _ in range(6)] == list(range(6))
-    assert [loader.record(ordinal) for ordinal in (3, 4, 5)] == [fresh.record(ordinal) for ordinal in (3, 4, 5)]
+    assert [loader.record(group_index) for group_index in (3, 4, 5)] == [
+        fresh.record(group_index) for group_index in (3, 4, 5)
+    ]
 
 
 def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
     write_rollout_state({}, [], tmp_path)
     path = tmp_path / "rollout_state.json"
     path.write_text(path.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99'))
-    with pytest.raises(CheckpointError, match=r"format 99, this version.*upgrade skyrl_train"):
+    with pytest.raises(CheckpointError, match=r"format 99, but this version.*upgrade skyrl_train"):
         read_rollout_state(tmp_path)
 
 
 def read_all(folder: Path) -> tuple[dict[str, Any], list[RolloutGroup], list[dict[str, Any]]]:
     state, groups = read_rollout_state(folder)
-    return state, list(groups), read_recordings(folder)
+    return state, list(groups), read_replay_cache(folder)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +157,11 @@ async def test_a_data_set_smaller_than_one_minibatch_trains_its_prompts_in_turn(
     await run.train()
     assert sorted(run.trained) == list(range(24))
     trained = [call.partition("@") for call in run.generator.calls]
-    by_ordinal = {int(ordinal): uid for uid, _, ordinal in trained}
-    assert all(len({by_ordinal[3 * epoch + place] for place in range(3)}) == 3 for epoch in range(8))
+    by_group_index = {int(group_index): uid for uid, _, group_index in trained}
+    assert all(len({by_group_index[3 * epoch + place] for place in range(3)}) == 3 for epoch in range(8))
 
 
-@pytest.mark.parametrize("changed", ["max_staleness_steps=8", "pipeline_depth=0.5"])
+@pytest.mark.parametrize("changed", ["max_staleness_steps=8", "generate_ahead_steps=0.5"])
 def test_another_bound_or_depth_is_another_run_unless_it_is_changed_while_running(tmp_path: Path, changed: str) -> None:
     base = ["trainer.mode=fully_async", f"trainer.run_dir={tmp_path / 'run'}"]
     RunFolder(tmp_path / "run", compose("quickstart", base)).close()

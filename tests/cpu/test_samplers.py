@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.config.compose import compose
-from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema.data import DataConfig
+from skyrl_train.config.schema import DataConfig
+from skyrl_train.config.validate import validate
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.rollout.dataset import PromptDataset
-from skyrl_train.rollout.group import RolloutGroup, RolloutSequence, Sample
-from skyrl_train.rollout.samplers import Sampler, SequentialSampler, ShuffleSampler, WeightedSampler, build_sampler
+from skyrl_train.rollout.data.dataset import PromptDataset
+from skyrl_train.rollout.data.samplers import Sampler, SequentialSampler, ShuffleSampler, WeightedSampler, build_sampler
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 
 def dataset(**sizes: int) -> PromptDataset:
@@ -30,7 +30,7 @@ def dataset(**sizes: int) -> PromptDataset:
 
 
 def rows(sampler: Sampler, count: int) -> list[int]:
-    return [sampler.row(ordinal) for ordinal in range(count)]
+    return [sampler.row(group_index) for group_index in range(count)]
 
 
 def test_every_epoch_is_another_permutation_of_all_rows() -> None:
@@ -41,10 +41,10 @@ def test_every_epoch_is_another_permutation_of_all_rows() -> None:
 
 
 @given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 300))
-def test_the_permutation_of_an_epoch_is_the_one_that_earlier_versions_drew(n: int, seed: int, ordinal: int) -> None:
-    epoch, position = divmod(ordinal, n)
+def test_the_permutation_of_an_epoch_is_the_one_that_earlier_versions_drew(n: int, seed: int, group_index: int) -> None:
+    epoch, position = divmod(group_index, n)
     expected = np.random.default_rng((seed, epoch)).permutation(n)[position]
-    assert ShuffleSampler(dataset(a=n), seed).row(ordinal) == expected
+    assert ShuffleSampler(dataset(a=n), seed).row(group_index) == expected
 
 
 def test_sequential_is_the_order_of_the_files() -> None:
@@ -52,14 +52,14 @@ def test_sequential_is_the_order_of_the_files() -> None:
 
 
 @pytest.mark.parametrize("name", ["shuffle", "sequential", "weighted"])
-def test_an_ordinal_names_the_same_row_whenever_it_is_asked_for(name: str) -> None:
+def test_a_group_index_names_the_same_row_whenever_it_is_asked_for(name: str) -> None:
     kwargs: dict[str, Any] = {"weights": {"a": 3, "b": 0.5}} if name == "weighted" else {}
     data = DataConfig(sampler=name, sampler_kwargs=kwargs)
     expected = dict(enumerate(rows(build_sampler(data, dataset(a=4, b=7), 1), 200)))
     order = list(expected)
     random.Random(0).shuffle(order)
     again = build_sampler(data, dataset(a=4, b=7), 1)
-    assert {ordinal: again.row(ordinal) for ordinal in order} == {ordinal: expected[ordinal] for ordinal in order}
+    assert {index: again.row(index) for index in order} == {index: expected[index] for index in order}
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,7 +138,7 @@ def test_weights_that_cannot_work_are_refused(weights: Any, message: str) -> Non
 def test_settings_of_the_data_that_cannot_work_are_refused_before_anything_starts(
     overrides: list[str], message: str
 ) -> None:
-    (problem,) = problems(compose("quickstart", overrides))
+    (problem,) = validate(compose("quickstart", overrides)).errors
     assert message in problem
 
 
@@ -163,7 +163,7 @@ class WithAnArray(Sampler):
         super().__init__(dataset, seed)
         self.scores = np.zeros(len(dataset))
 
-    def row(self, ordinal: int) -> int:
+    def row(self, group_index: int) -> int:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class WithAnArray(Sampler):
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_run_has_one() -> None:
     with pytest.raises(DataError, match=r"WithAnArray has a state .* tolist\(\)"):
         build_sampler(DataConfig(sampler=f"{__name__}:WithAnArray"), dataset(a=2), 0)
-    with pytest.raises(ConfigError, match="no subclass of"):
+    with pytest.raises(ConfigError, match="not a subclass of"):
         build_sampler(DataConfig(sampler="builtins:slice"), dataset(a=2), 0)
 
 

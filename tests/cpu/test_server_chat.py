@@ -13,7 +13,7 @@ from endpoint_worlds import ASK, TOKENIZER, WatchedEngine, endpoint
 from scripted import EOS, hashed_token, settle
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.inference.interface import PauseMode
+from skyrl_train.types import PauseMode
 
 GET_WEATHER = {
     "type": "function",

@@ -16,18 +16,20 @@ from pathlib import Path
 import pytest
 from endpoint_worlds import ADMIN_KEY
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.endpoint.dialects import anthropic, responses
 from skyrl_train.entrypoints import serve
-from skyrl_train.inference.dialects import anthropic_messages, openai_chat, openai_completions, openai_responses
-from skyrl_train.inference.dialects.fields import Field
+from skyrl_train.inference.openai import chat as openai_chat
+from skyrl_train.inference.openai import completions as openai_completions
+from skyrl_train.inference.openai.body import FieldNote, field_table
 from skyrl_train.models.tiny import build_model_folder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "http_endpoint.md").read_text()
 TABLES = {
-    "/v1/chat/completions": openai_chat.FIELDS,
-    "/v1/completions": openai_completions.FIELDS,
-    "/v1/responses": openai_responses.FIELDS,
-    "/v1/messages": anthropic_messages.FIELDS,
+    "/v1/chat/completions": field_table(openai_chat.ChatCompletionBody),
+    "/v1/completions": field_table(openai_completions.CompletionBody),
+    "/v1/responses": field_table(responses.ResponsesBody),
+    "/v1/messages": field_table(anthropic.MessagesBody),
 }
 
 
@@ -37,7 +39,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("route", TABLES)
 def test_the_table_of_request_fields_is_the_codes(route: str) -> None:
-    fields: Sequence[Field] = TABLES[route]
+    fields: Sequence[FieldNote] = TABLES[route]
     rows = ["| field | | |", "|---|---|---|", *(f"| `{f.name}` | {f.support} | {f.note} |" for f in fields)]
     section = PAGE.split(f"### `{route}`\n\n")[1].split("\n\n")[0]
     assert section.splitlines() == rows

@@ -14,8 +14,8 @@ import orjson
 import pytest
 from endpoint_worlds import ADMIN_KEY, ASK, WatchedEngine, World, endpoint
 
+from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.inference.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
 

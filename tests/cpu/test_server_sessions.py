@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
 import pytest
 from endpoint_worlds import ADMIN_KEY, ASK, WatchedEngine, World, endpoint
 
-from skyrl_train.inference.sessions import SessionLimits
+from skyrl_train.endpoint.sessions import SessionLimits
 
 CHAT = "/v1/chat/completions"
 
@@ -148,7 +149,7 @@ async def test_nothing_is_served_without_a_key(method: str, path: str) -> None:
 def test_every_route_is_in_the_list_above() -> None:
     from fastapi.routing import APIRoute
 
-    from skyrl_train.inference.server.routes import ROUTERS
+    from skyrl_train.endpoint.server.app import ROUTERS
 
     [listed] = [mark.args[1] for mark in test_nothing_is_served_without_a_key.pytestmark if mark.name == "parametrize"]
     guarded = {
@@ -162,6 +163,19 @@ def test_every_route_is_in_the_list_above() -> None:
         for method in route.methods
     }
     assert routes - guarded == {("GET", "/health")}
+
+
+async def test_a_response_history_is_dropped_with_its_session() -> None:
+    async with endpoint() as world:
+        session_id, key = await opened(world, "teller")
+        body = {"model": "policy", "input": "0123", "max_output_tokens": 3}
+        for _ in range(2):
+            answer = await world.http.post("/v1/responses", json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+        assert [len(history) for history in world.gateway.response_histories.values()] == [2]
+        await world.http.delete(f"/v1/sessions/{session_id}")
+        gc.collect()
+        assert len(world.gateway.response_histories) == 0
 
 
 async def test_a_session_sees_only_itself() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.inference.sessions.canonical import canonical_messages
+from skyrl_train.endpoint.sessions.messages import canonical_messages
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2.5, "x"]}'}}
 

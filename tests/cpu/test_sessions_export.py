@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_worlds import ask, assistant, choice, generation, new_session, sampled_tokens, user
 
+from skyrl_train.endpoint.sessions import Session, SessionLimits, SessionSequence
+from skyrl_train.endpoint.sessions.export import to_sequences
 from skyrl_train.errors import SessionError
 from skyrl_train.inference.requests import Generation
-from skyrl_train.inference.sessions import Session, SessionLimits, SessionSequence
-from skyrl_train.inference.sessions.export import to_sequences
 
 
 def test_turns_that_extend_each_other_make_one_sequence() -> None:
@@ -148,7 +148,7 @@ async def test_a_large_session_is_exported_while_the_loop_goes_on(
         threads.append(threading.current_thread())
         return to_sequences(*args)
 
-    monkeypatch.setattr("skyrl_train.inference.sessions.session.to_sequences", watched)
+    monkeypatch.setattr("skyrl_train.endpoint.sessions.session.to_sequences", watched)
     session = branched(prompt_tokens, 4)
     with pytest.raises(SessionError, match="finish it first"):
         await session.export()

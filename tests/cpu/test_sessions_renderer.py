@@ -7,8 +7,8 @@ from session_worlds import assistant, choice, user
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from skyrl_train.endpoint.sessions import Session
 from skyrl_train.inference.chat import ChatRenderer
-from skyrl_train.inference.sessions import Session
 
 TEMPLATE = (
     "{% if tools %}T{{ tools | length }}{% endif %}"

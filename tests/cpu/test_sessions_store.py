@@ -13,8 +13,8 @@ import weakref
 import pytest
 from session_worlds import ReadableRenderer, ask, assistant, choice, user
 
+from skyrl_train.endpoint.sessions import OpenedSession, SessionLimits, SessionStore
 from skyrl_train.errors import ConfigError, QuotaError, SessionError
-from skyrl_train.inference.sessions import OpenedSession, SessionLimits, SessionStore
 
 
 class Clock:
@@ -102,7 +102,7 @@ def test_a_full_store_says_when_to_come_back() -> None:
     with pytest.raises(QuotaError, match="max_sessions") as refused:
         store.open()
     assert refused.value.retry_after_s == 7.0
-    assert (len(store), store.totals.refused, store.totals.opened) == (2, 1, 2)
+    assert (len(store), store.totals.rejected, store.totals.opened) == (2, 1, 2)
     store.close(first.id)
     store.open()
 
@@ -114,7 +114,7 @@ def test_admission_pushes_back_before_a_session_begins_and_not_within_one() -> N
     with pytest.raises(QuotaError) as refused:
         store.open()
     assert refused.value.retry_after_s == 12.5
-    assert store.totals.refused == 1
+    assert store.totals.rejected == 1
     ask(session, [user("hi")], "yo")
     store.open()
 
@@ -141,7 +141,7 @@ async def test_a_session_with_a_request_in_flight_is_not_idle() -> None:
     store, clock = new_store(idle_expiry_s=10.0)
     session = store.open().session
     done = asyncio.Event()
-    request = asyncio.create_task(session.single_flight.run(b"k", done.wait, is_retry=False))
+    request = asyncio.create_task(session.deduplicator.run(b"k", done.wait, is_retry=False))
     await asyncio.sleep(0)
     clock.now = 100.0
     assert store.expire() == []

@@ -20,9 +20,9 @@ from session_worlds import (
     user,
 )
 
+from skyrl_train.endpoint.sessions import Session, SessionLimits
 from skyrl_train.errors import EngineError, SessionError
 from skyrl_train.inference.chat.messages import ToolCall
-from skyrl_train.inference.sessions import Session, SessionLimits
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 

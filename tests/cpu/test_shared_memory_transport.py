@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.errors import EngineError, PublicationError
-from skyrl_train.inference import shared_area
-from skyrl_train.inference.shared_weights import SharedMemoryReceiver
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.errors import EngineError, WeightSyncError
+from skyrl_train.weight_sync import shared_area
+from skyrl_train.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -85,7 +84,7 @@ def test_a_closed_transport_says_so_and_its_updates_cannot_be_opened() -> None:
     transport.close()
     with pytest.raises(EngineError, match="still be open"):
         SharedMemoryReceiver().open_update(update)
-    with pytest.raises(PublicationError, match="closed"):
+    with pytest.raises(WeightSyncError, match="closed"):
         transport.gather(WEIGHTS.items(), 1)
 
 

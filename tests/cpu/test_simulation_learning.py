@@ -16,19 +16,18 @@ from transformers import PreTrainedModel
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
 from skyrl_train.simulation.clock import VirtualTimeLoop, run_in_virtual_time
 from skyrl_train.simulation.engine import EngineSpeed
-from skyrl_train.simulation.learning import LearningOutcome, LearningTask, learn
-from skyrl_train.simulation.learning_parts import TimedBackend, TimedEngine
+from skyrl_train.simulation.learning import LearningOutcome, LearningTask, TimedBackend, TimedEngine, learn
 from skyrl_train.simulation.lengths import log_normal
 from skyrl_train.simulation.training import TrainingSpeed
 from skyrl_train.training.backend import Minibatch, TrainingSequence
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 STEPS, SLOTS = 6, 4
 SMALL = (
@@ -51,7 +50,7 @@ def trained(policy: str) -> LearningOutcome:
 
 
 def asynchrony(policy: str, bound: int) -> tuple[str, ...]:
-    settings = {"straggler_policy": policy, "max_staleness_steps": bound, "pipeline_depth": bound}
+    settings = {"staleness_policy": policy, "max_staleness_steps": bound, "generate_ahead_steps": bound}
     return tuple(f"trainer.fully_async.{name}={value}" for name, value in settings.items())
 
 

@@ -10,8 +10,8 @@ import torch
 from training_worlds import backend, build_small_model, minibatch, same, weights
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.training import snapshots as of_snapshots
-from skyrl_train.training.snapshots import Snapshots
+from skyrl_train.training import state as of_snapshots
+from skyrl_train.training.state import Snapshots
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
@@ -20,7 +20,7 @@ def test_the_policy_moves_only_after_it_is_copied(tmp_path: Path, monkeypatch: p
     trained = backend(build_small_model(tmp_path))
     before = weights(trained)
     may_copy, waiting, moving = threading.Event(), threading.Event(), threading.Event()
-    copy, copied, step = of_snapshots._copy, trained._snapshots.copied, trained._trainer.optimizer.step
+    copy, copied, step = of_snapshots._copy, trained._snapshots.copied, trained._worker.optimizer.step
 
     def patient(*arguments: object) -> None:
         assert may_copy.wait(60)
@@ -35,7 +35,7 @@ def test_the_policy_moves_only_after_it_is_copied(tmp_path: Path, monkeypatch: p
         return step(*arguments)
 
     monkeypatch.setattr(of_snapshots, "_copy", patient)
-    monkeypatch.setattr(trained._trainer.optimizer, "step", recorded)
+    monkeypatch.setattr(trained._worker.optimizer, "step", recorded)
     snapshot = trained.snapshot()
     monkeypatch.setattr(trained._snapshots, "copied", waits)
     trained.accumulate(minibatch())  # a forward and a backward pass wait for nothing

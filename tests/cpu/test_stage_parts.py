@@ -12,15 +12,13 @@ import torch
 from stage_worlds import RECORD, Held, decode, group, sequence, work
 from training_worlds import backend, one_thread
 
-from skyrl_train.config import refusals
+from skyrl_train.build.rollout import build_stages
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema.algorithm import AlgorithmConfig, DynamicSampling
-from skyrl_train.config.schema.run import RunConfig
+from skyrl_train.config.schema import AlgorithmConfig, DynamicSampling, RunConfig
+from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, StageError, TrainingWorkerError
-from skyrl_train.rollout.buffer import size_bytes
-from skyrl_train.rollout.group import RolloutGroup, Sample
-from skyrl_train.rollout.group_json import decode_group, encode_group, from_line, to_line
-from skyrl_train.rollout.logprob_stages import (
+from skyrl_train.rollout.buffer import decode_group, encode_group, from_line, size_bytes, to_line
+from skyrl_train.rollout.stages.logprobs import (
     ProximalStage,
     ReferenceStage,
     backend_stages,
@@ -28,16 +26,19 @@ from skyrl_train.rollout.logprob_stages import (
     with_scores,
     worth_scoring,
 )
-from skyrl_train.rollout.placement.base import Returned, Work
-from skyrl_train.rollout.placement.local import LoopPlace, ThreadWorker
-from skyrl_train.rollout.placement.process import ProcessWorker
-from skyrl_train.rollout.placement.workers import WorkerPlace
-from skyrl_train.rollout.reward_function import GroupToReward, is_async, load_reward_function
-from skyrl_train.rollout.reward_stage import RewardStage, group_to_reward, with_rewards
-from skyrl_train.stage_factory import build_stages
+from skyrl_train.rollout.stages.reward import (
+    GroupToReward,
+    RewardStage,
+    group_to_reward,
+    is_async,
+    load_reward_function,
+    with_rewards,
+)
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.frozen_policy import FrozenPolicy
 from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.training.reference import FrozenPolicy
+from skyrl_train.types import RolloutGroup, Sample
+from skyrl_train.workers.executors import LoopExecutor, ThreadWorker, Work, WorkerPool, process_worker
 
 # Rewards --------------------------------------------------------------------------------------------------------------
 
@@ -108,10 +109,10 @@ def test_what_a_setting_names_wrongly_is_refused_before_the_run() -> None:
 
 
 def reward_stage(
-    place: Any, told: list[tuple[str, str]], attempts: int = 2, timeout_s: float | None = None
+    executor: Any, told: list[tuple[str, str]], attempts: int = 2, timeout_s: float | None = None
 ) -> RewardStage:
     return RewardStage(
-        place,
+        executor,
         decode,
         max_parallel=1,
         attempts=attempts,
@@ -120,23 +121,23 @@ def reward_stage(
     )
 
 
-class FlakyPlace:
+class FlakyExecutor:
     """Fails as often as it is told to."""
 
-    def __init__(self, place: WorkerPlace, *orders: str) -> None:
+    def __init__(self, executor: WorkerPool, *orders: str) -> None:
         self.orders = list(orders)
-        self.place = place
-        self.start, self.aclose = place.start, place.aclose
+        self.executor = executor
+        self.start, self.aclose = executor.start, executor.aclose
 
     async def call(self, argument: GroupToReward, timeout_s: float | None = None) -> Any:
         order = self.orders.pop(0) if self.orders else [float(i) for i, _ in enumerate(argument.samples)]
-        return await self.place.call(order, timeout_s)
+        return await self.executor.call(order, timeout_s)
 
 
 @pytest.mark.parametrize("order", ["raise", "hang", "die"])
 async def test_a_reward_function_that_fails_once_is_asked_again(order: str) -> None:
     told: list[tuple[str, str]] = []
-    stage = reward_stage(FlakyPlace(WorkerPlace([ProcessWorker(work())]), order), told, timeout_s=0.3)
+    stage = reward_stage(FlakyExecutor(WorkerPool([process_worker(work())]), order), told, timeout_s=0.3)
     await stage.start()
     try:
         rewarded = await stage.run(group(), RECORD)
@@ -148,7 +149,7 @@ async def test_a_reward_function_that_fails_once_is_asked_again(order: str) -> N
 
 async def test_a_reward_function_that_fails_for_good_is_a_failed_rollout_with_its_reason() -> None:
     told: list[tuple[str, str]] = []
-    stage = reward_stage(FlakyPlace(WorkerPlace([ThreadWorker(work())]), "raise", "raise"), told)
+    stage = reward_stage(FlakyExecutor(WorkerPool([ThreadWorker(work())]), "raise", "raise"), told)
     await stage.start()
     with pytest.raises(RolloutError, match=r"no reward after 2 attempts; .* it raised ValueError: scripted") as caught:
         await stage.run(group(), RECORD)
@@ -232,10 +233,10 @@ def with_rewards_of(g: RolloutGroup) -> RolloutGroup:
     ],
 )
 async def test_a_reference_that_fails_stops_the_run(order: str, kind: type[Exception], why: str) -> None:
-    place = WorkerPlace([ThreadWorker(work())])
-    stage = ReferenceStage(place, max_parallel=1)
+    executor = WorkerPool([ThreadWorker(work())])
+    stage = ReferenceStage(executor, max_parallel=1)
     await stage.start()
-    place.call = lambda argument, timeout_s=None: WorkerPlace.call(place, order)  # type: ignore[method-assign]
+    executor.call = lambda argument, timeout_s=None: WorkerPool.call(executor, order)  # type: ignore[method-assign]
     with pytest.raises(kind, match=f"reference log-probs cannot be computed: {why}"):
         await stage.run(group(), RECORD)
     await stage.aclose()
@@ -268,23 +269,23 @@ ASYNC = f"{REWARD}.function=stage_worlds:async_length_reward"
 
 
 def test_without_settings_there_are_no_stages(folder: str) -> None:
-    assert build_stages(configured(), folder, decode, lambda ordinal, reason: None) == []
+    assert build_stages(configured(), folder, decode, lambda group_index, reason: None) == []
 
 
 def test_stages_are_built_in_their_order(folder: str) -> None:
     stages = build_stages(
-        configured(FUNCTION, "trainer.algorithm.kl_loss_coef=0.1"), folder, decode, lambda ordinal, reason: None
+        configured(FUNCTION, "trainer.algorithm.kl_loss_coef=0.1"), folder, decode, lambda group_index, reason: None
     )
     assert [(stage.name, stage.max_parallel) for stage in stages] == [("reward", 8), ("reference", 1)]
 
 
 def test_a_reference_of_several_workers_has_a_group_of_its_own(folder: str) -> None:
     sharded = ["trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4", "trainer.fsdp.shard_size=2"]
-    reference = ["rollout.stages.reference.placement=workers", "rollout.stages.reference.num_workers=3"]
+    reference = ["rollout.stages.reference.executor=workers", "rollout.stages.reference.num_workers=3"]
     config = configured(*sharded, *reference, "trainer.algorithm.kl_loss_coef=0.1")
-    (stage,) = build_stages(config, folder, decode, lambda ordinal, reason: None)
-    assert isinstance(stage, ReferenceStage) and isinstance(stage._place, WorkerPlace)
-    (worker,) = stage._place._workers
+    (stage,) = build_stages(config, folder, decode, lambda group_index, reason: None)
+    assert isinstance(stage, ReferenceStage) and isinstance(stage._executor, WorkerPool)
+    (worker,) = stage._executor._workers
     assert isinstance(worker, ThreadWorker)
     fsdp = worker._work.arguments["trainer"].fsdp
     assert (fsdp.num_workers, fsdp.shard_size, fsdp.ray_num_gpus) == (3, None, 0.0)
@@ -299,11 +300,13 @@ async def test_a_colocated_reference_is_scored_by_the_backend_before_the_proxima
 
     beside = [
         "trainer.strategy=fsdp2",
-        "rollout.stages.reference.placement=colocated",
+        "rollout.stages.reference.executor=colocated",
         "trainer.algorithm.kl_loss_coef=0.1",
     ]
     config = configured(*beside, "trainer.algorithm.proximal_policy=arrival")
-    assert build_stages(config, folder, decode, lambda ordinal, reason: None) == [], "it has no resources of its own"
+    assert build_stages(config, folder, decode, lambda group_index, reason: None) == [], (
+        "it has no resources of its own"
+    )
     scored = with_rewards_of(group())
     stages = backend_stages(config, reference, current)
     for stage in stages:
@@ -317,23 +320,39 @@ async def test_a_colocated_reference_is_scored_by_the_backend_before_the_proxima
 async def test_a_work_that_holds_something_lets_go_of_it_with_its_thread() -> None:
     worker = ThreadWorker(Work("stage_worlds:Held", {}))
     await worker.start()
-    assert await worker.call(1) == Returned("held")
+    assert await worker.call(1) == "held"
     await worker.stop()
     assert Held.closed == 1
 
 
 @pytest.mark.parametrize(
-    ("overrides", "place"),
-    [([FUNCTION], WorkerPlace), ([ASYNC], LoopPlace), ([ASYNC, f"{REWARD}.placement=process"], WorkerPlace)],
+    ("overrides", "executor"),
+    [([FUNCTION], WorkerPool), ([ASYNC], LoopExecutor), ([ASYNC, f"{REWARD}.executor=process"], WorkerPool)],
 )
-def test_a_reward_function_has_a_fitting_place_by_default(folder: str, overrides: list[str], place: type) -> None:
-    (stage,) = build_stages(configured(*overrides), folder, decode, lambda ordinal, reason: None)
-    assert isinstance(stage, RewardStage) and isinstance(stage._place, place)
+def test_a_reward_function_has_a_fitting_place_by_default(folder: str, overrides: list[str], executor: type) -> None:
+    (stage,) = build_stages(configured(*overrides), folder, decode, lambda group_index, reason: None)
+    assert isinstance(stage, RewardStage) and isinstance(stage._executor, executor)
 
 
 def test_a_function_that_blocks_is_refused_on_the_loop(folder: str) -> None:
-    with pytest.raises(ConfigError, match="Set placement=thread or process"):
-        build_stages(configured(FUNCTION, f"{REWARD}.placement=loop"), folder, decode, lambda ordinal, reason: None)
+    with pytest.raises(ConfigError, match="Set executor=thread or process"):
+        build_stages(configured(FUNCTION, f"{REWARD}.executor=loop"), folder, decode, lambda group_index, reason: None)
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        (f"{REWARD}.function=length_reward", "Name it as package.module:function"),
+        (f"{REWARD}.max_parallel=0", "must be at least 1"),
+        (f"{REWARD}.timeout_s=0", "must be more than 0"),
+        (f"{REWARD}.executor=proces", "Did you mean process"),
+        ("rollout.stages.reference.executor=loop", "unknown"),
+        ("rollout.stages.reference.ray_num_gpus=-1", "must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_their_remedy(override: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        raise_errors(validate(configured(override)).errors)
 
 
 @pytest.mark.parametrize(
@@ -341,14 +360,8 @@ def test_a_function_that_blocks_is_refused_on_the_loop(folder: str) -> None:
     [
         (f"{REWARD}.kwargs={{scale: 1}}", "Name the function"),
         (f"{REWARD}.max_parallel=2", "Name the function"),
-        (f"{REWARD}.function=length_reward", "Name it as package.module:function"),
-        (f"{REWARD}.max_parallel=0", "must be at least 1"),
-        (f"{REWARD}.timeout_s=0", "must be more than 0"),
-        (f"{REWARD}.placement=proces", "Did you mean process"),
-        ("rollout.stages.reference.placement=loop", "unknown"),
-        ("rollout.stages.reference.ray_num_gpus=-1", "must be at least 0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_their_remedy(override: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        refusals.refuse(configured(override))
+def test_settings_of_a_reward_function_that_is_not_named_are_a_warning(override: str, remedy: str) -> None:
+    found = validate(configured(override))
+    assert found.errors == [] and any(remedy in warning for warning in found.warnings), found

@@ -24,15 +24,14 @@ from stage_worlds import RECORD, decode, group, sequence
 
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import GeneratorOutputError, RolloutError, StageError, TrainingWorkerError
-from skyrl_train.rollout.checkpoint import read_recordings
-from skyrl_train.rollout.group import RolloutGroup, Sample
-from skyrl_train.rollout.logprob_stages import (
+from skyrl_train.rollout.checkpoint import read_replay_cache
+from skyrl_train.rollout.stages.logprobs import (
     with_scores,
 )
-from skyrl_train.rollout.placement.local import LoopPlace
-from skyrl_train.rollout.reward_function import reward_work
-from skyrl_train.rollout.reward_stage import RewardStage
-from skyrl_train.rollout.stages import Seats, Stage, StagePipeline
+from skyrl_train.rollout.stages.pipeline import PrioritySemaphore, Stage, StagePipeline
+from skyrl_train.rollout.stages.reward import RewardStage, reward_work
+from skyrl_train.types import RolloutGroup, Sample
+from skyrl_train.workers.executors import LoopExecutor
 
 
 class Scripted:
@@ -55,15 +54,15 @@ class Scripted:
         return
 
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
-        self.begun.append(group.ordinal)
+        self.begun.append(group.group_index)
         self._inside += 1
         self.most_at_once = max(self.most_at_once, self._inside)
         try:
-            if self.held is None or group.ordinal in self.held:
+            if self.held is None or group.group_index in self.held:
                 await self.open.wait()
             return self.then(group)
         except asyncio.CancelledError:
-            self.cancelled.append(group.ordinal)
+            self.cancelled.append(group.group_index)
             raise
         finally:
             self._inside -= 1
@@ -87,7 +86,7 @@ def staged(world: World, *stages: Stage) -> World:
     return world
 
 
-# Seats ----------------------------------------------------------------------------------------------------------------
+# Slots ----------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -97,10 +96,14 @@ def test_no_seat_is_lost_or_given_twice_and_the_earliest_deadline_goes_first(
     events: list[tuple[str, int]], count: int
 ) -> None:
     async def play() -> None:
-        seats, tasks, holding = Seats(count), list[tuple[tuple[int, int], asyncio.Task[None]]](), set[tuple[int, int]]()
+        semaphore, tasks, holding = (
+            PrioritySemaphore(count),
+            list[tuple[tuple[int, int], asyncio.Task[None]]](),
+            set[tuple[int, int]](),
+        )
 
         async def sit(priority: tuple[int, int]) -> None:
-            await seats.take(priority)
+            await semaphore.acquire(priority)
             holding.add(priority)
 
         for number, (event, choice) in enumerate(events):
@@ -111,7 +114,7 @@ def test_no_seat_is_lost_or_given_twice_and_the_earliest_deadline_goes_first(
                 due = min(waiting, default=None)
                 leaver = sorted(holding)[choice % len(holding)]
                 holding.remove(leaver)
-                seats.give_back()
+                semaphore.release()
                 await asyncio.sleep(0)
                 if due is not None:
                     assert due[0] in holding
@@ -119,8 +122,8 @@ def test_no_seat_is_lost_or_given_twice_and_the_earliest_deadline_goes_first(
                 waiting[choice % len(waiting)][1].cancel()
             await settle()
             free = count - len(holding)
-            assert free >= 0 and (free == 0 or seats.waiting == 0)
-            assert seats.waiting == sum(not task.done() for _, task in tasks)
+            assert free >= 0 and (free == 0 or semaphore.waiting == 0)
+            assert semaphore.waiting == sum(not task.done() for _, task in tasks)
         for _, task in tasks:
             task.cancel()
         await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
@@ -129,11 +132,11 @@ def test_no_seat_is_lost_or_given_twice_and_the_earliest_deadline_goes_first(
 
 
 async def test_a_seat_that_is_given_to_somebody_who_leaves_at_that_moment_goes_to_the_next() -> None:
-    seats = Seats(1)
-    await seats.take((0, 0))
-    first, second = (asyncio.create_task(seats.take((n, n))) for n in (1, 2))
+    semaphore = PrioritySemaphore(1)
+    await semaphore.acquire((0, 0))
+    first, second = (asyncio.create_task(semaphore.acquire((n, n))) for n in (1, 2))
     await settle()
-    seats.give_back()
+    semaphore.release()
     first.cancel()
     await asyncio.wait_for(second, 5)
     assert first.cancelled()
@@ -179,7 +182,7 @@ async def test_a_stage_that_falls_behind_holds_up_admission_and_works_on_no_more
         w.check_books()
 
 
-@pytest.mark.parametrize("policy", ["accept", "mask", "wait", "burst", "drop"])
+@pytest.mark.parametrize("policy", ["accept", "mask", "wait", "wait_batched", "drop"])
 async def test_groups_that_a_stage_never_returns_do_not_pile_up(policy: str) -> None:
     """Whatever is trained meanwhile; and of one that is given up, nothing is kept."""
     stage = Scripted(max_parallel=4)
@@ -215,9 +218,9 @@ async def test_the_group_with_the_earliest_deadline_goes_first() -> None:
     pipeline = StagePipeline([stage])
     stage.open.clear()
 
-    def of_version(ordinal: int, version: int) -> RolloutGroup:
+    def of_version(group_index: int, version: int) -> RolloutGroup:
         old = dataclasses.replace(sequence(1), version_array=np.array([version]))
-        return group(Sample((old,)), ordinal=ordinal)
+        return group(Sample((old,)), group_index=group_index)
 
     tasks = [asyncio.create_task(pipeline.run(of_version(o, v), RECORD)) for o, v in ((0, 9), (1, 9), (2, 4), (3, 6))]
     await settle()
@@ -245,7 +248,7 @@ async def test_a_stage_that_fails_stops_the_run_and_is_named() -> None:
     stage = Scripted("reference")
 
     def fail(g: RolloutGroup) -> RolloutGroup:
-        if g.ordinal == 2:
+        if g.group_index == 2:
             raise MemoryError("no memory")
         return g
 
@@ -256,7 +259,7 @@ async def test_a_stage_that_fails_stops_the_run_and_is_named() -> None:
         ) as caught:
             await w.step(fill=True)
         assert isinstance(caught.value.__cause__, MemoryError)
-        assert w.staleness.counts.failed == 0 and 2 in w.workers._seated, "it is no outcome: the prompt comes again"
+        assert w.staleness.counts.failed == 0 and 2 in w.workers._running, "it is no outcome: the prompt comes again"
 
 
 async def test_a_training_worker_that_dies_under_a_stage_is_no_failure_of_the_stage() -> None:
@@ -269,26 +272,26 @@ async def test_a_training_worker_that_dies_under_a_stage_is_no_failure_of_the_st
     async with staged(World(), stage) as w:
         with pytest.raises(TrainingWorkerError, match="rank 1 is gone"):
             await w.step(fill=True)
-        assert w.staleness.counts.failed == 0 and 0 in w.workers._seated, "it is no outcome: the prompt comes again"
+        assert w.staleness.counts.failed == 0 and 0 in w.workers._running, "it is no outcome: the prompt comes again"
 
 
 async def test_a_group_that_a_stage_cannot_use_is_a_failed_rollout() -> None:
     stage = Scripted()
 
     def refuse(g: RolloutGroup) -> RolloutGroup:
-        if g.ordinal == 2:
+        if g.group_index == 2:
             raise RolloutError("no reward")
         return g
 
     stage.then = refuse
     async with staged(World(), stage) as w:
         assert await w.step(fill=True) == [0, 1, 3, 4]
-        assert w.loader.failed == [2]
+        assert w.loader.ledger.failed == [2]
         w.check_books()
 
 
 async def test_the_filter_sees_the_rewards_of_the_stage() -> None:
-    place = LoopPlace(reward_work("stage_worlds:async_length_reward", {}))
+    place = LoopExecutor(reward_work("stage_worlds:async_length_reward", {}))
     stage = RewardStage(place, decode, max_parallel=4)
     await stage.start()
     async with staged(
@@ -350,12 +353,12 @@ class StagedRun(Harness):
     def __init__(self, folder: Path, *overrides: str) -> None:
         super().__init__(folder, *overrides)
         self.stage = Scripted("reference", max_parallel=4)
-        self.trainer.rollout.runner.stages = StagePipeline([self.stage])
+        self.trainer.rollout.group_generator.stages = StagePipeline([self.stage])
 
 
 def runs_on(h: StagedRun) -> None:
     def score(g: RolloutGroup) -> RolloutGroup:
-        scores = [[-float(g.ordinal)] * len(s.response_ids) for sample in g.samples for s in sample.sequences]
+        scores = [[-float(g.group_index)] * len(s.response_ids) for sample in g.samples for s in sample.sequences]
         return with_scores(g, "reference_logprobs", scores)
 
     h.stage.then = score
@@ -370,28 +373,28 @@ async def test_in_every_mode_what_a_stage_adds_reaches_the_backend(tmp_path: Pat
     for minibatch, row in zip(h.backend.minibatches, h.rows, strict=True):
         for s in minibatch.sequences:
             assert s.reference_logprobs is not None
-            assert s.reference_logprobs[s.loss_mask].unique().tolist() == [-float(row["ordinals"][s.group_index])]
+            assert s.reference_logprobs[s.loss_mask].unique().tolist() == [-float(row["group_indices"][s.group_index])]
 
 
 async def test_a_failed_stage_leaves_a_checkpoint_that_has_what_was_sampled(tmp_path: Path) -> None:
     h = StagedRun(tmp_path)
 
     def fail(g: RolloutGroup) -> RolloutGroup:
-        if g.ordinal == 13:
+        if g.group_index == 13:
             raise GeneratorOutputError("scripted")
         return g
 
     h.stage.then = fail
     with pytest.raises(StageError, match="stage 'reference' failed on group 13"):
         await h.train()
-    checkpoint = h.trainer.parts.checkpoints.latest()
+    checkpoint = h.trainer.components.checkpoints.latest()
     assert checkpoint is not None
-    assert 13 in {recording["group"] for recording in read_recordings(checkpoint)}
+    assert 13 in {recording["group"] for recording in read_replay_cache(checkpoint)}
 
     again = StagedRun(tmp_path)
     await again.train()
     assert sorted(again.trained) == list(range(32)), "no prompt is lost, none comes twice"
-    assert again.client.recordings.totals.replayed_tokens > 0, "group 13 was not sampled again"
+    assert again.client.replay_cache.totals.replayed_tokens > 0, "group 13 was not sampled again"
 
 
 @pytest.mark.parametrize("policy", ["step", "arrival"])
@@ -421,7 +424,7 @@ def test_the_example_trains_with_a_reward_function_and_a_reference_in_processes_
         "trainer.max_steps=2",
         "trainer.policy_mini_batch_size=4",
         "trainer.policy.optimizer_config.num_warmup_steps=0",
-        "generator.inference_engine.placement=thread",
+        "generator.inference_engine.executor=thread",
         f"trainer.run_dir={tmp_path / 'run'}",
     ]
     done = subprocess.run([sys.executable, str(example), *overrides], capture_output=True, text=True, check=False)

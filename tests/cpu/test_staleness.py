@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.counts import RolloutCounts
-from skyrl_train.rollout.staleness import Overdue, StalenessManager
-from skyrl_train.rollout.stragglers import resolve_straggler_policy
+from skyrl_train.rollout.staleness.manager import Overdue, RolloutCounts, StalenessManager
+from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
 
 
 @dataclass(frozen=True)
 class Finished:
     """All that the manager sees of a finished group."""
 
-    ordinal: int
+    group_index: int
     oldest_version: int
 
 
@@ -37,21 +36,21 @@ def manager(
     return StalenessManager(
         batch_groups=b,
         max_staleness_steps=s,
-        pipeline_depth=d,
+        generate_ahead_steps=d,
         max_running=w,
         total_steps=steps,
-        policy=resolve_straggler_policy(policy),
-        steps_per_publication=k,
+        policy=resolve_staleness_policy(policy),
+        weight_sync_interval=k,
         overlap=overlap,
     )
 
 
-def finish(m: StalenessManager, ordinals: Collection[int], version: int = 0) -> list[Finished]:
+def finish(m: StalenessManager, group_indices: Collection[int], version: int = 0) -> list[Finished]:
     """Admits groups and finishes them at once."""
-    for ordinal in ordinals:
-        m.admit(ordinal, version)
-        m.finish(ordinal)
-    return [Finished(ordinal, version) for ordinal in ordinals]
+    for group_index in group_indices:
+        m.admit(group_index, version)
+        m.finish(group_index)
+    return [Finished(group_index, version) for group_index in group_indices]
 
 
 def train(m: StalenessManager, buffer: list[Finished], *, publish: bool = True) -> list[Finished]:
@@ -62,7 +61,7 @@ def train(m: StalenessManager, buffer: list[Finished], *, publish: bool = True) 
     m.train(batch)
     m.advance()
     if publish:
-        m.published(m.step - 1)
+        m.served(m.step - 1)
     return [group for group in buffer if group not in batch]
 
 
@@ -76,8 +75,8 @@ def test_admission_is_the_formula_of_semantics_4_1_with_the_depth_rounded_down_t
     m = manager(b, 4 + k, d, w=w, k=k)
     assert m.capacity() == min(w, round(10 * d) * b // 10 + k * b)
     admitted = m.capacity()
-    for ordinal in range(admitted):
-        m.admit(ordinal, 0)
+    for group_index in range(admitted):
+        m.admit(group_index, 0)
     assert m.capacity() == 0
     with pytest.raises(StalenessError, match="without capacity"):
         m.admit(admitted, 0)
@@ -95,18 +94,18 @@ def test_with_depth_zero_nothing_is_admitted_before_the_step_is_published() -> N
     assert m.capacity() == 0
     m.advance()
     assert m.capacity() == 0
-    m.published(1)
+    m.served(1)
     assert m.capacity() == 2
 
 
-def test_between_publications_nothing_is_admitted() -> None:
+def test_between_weight_sync_nothing_is_admitted() -> None:
     m = manager(2, 2, 0, k=3)
     assert m.capacity() == 6
     buffer = finish(m, range(6))
     due = []
     for _ in range(3):
-        due.append(m.publication_due)
-        buffer = train(m, buffer, publish=m.publication_due)
+        due.append(m.weight_sync_due)
+        buffer = train(m, buffer, publish=m.weight_sync_due)
         assert m.capacity() == (6 if due[-1] else 0)
     assert due == [False, False, True]
 
@@ -117,11 +116,11 @@ def test_the_last_step_bounds_admission() -> None:
 
 def test_the_budget_is_spent_when_all_that_may_be_accepted_has_finished_and_open_again_after_a_step() -> None:
     m = manager(2, 1, 0)
-    for ordinal in range(2):
-        m.admit(ordinal, 0)
+    for group_index in range(2):
+        m.admit(group_index, 0)
     assert m.capacity() == 0 and not m.budget_spent, "what runs has not finished"
-    for ordinal in range(2):
-        m.finish(ordinal)
+    for group_index in range(2):
+        m.finish(group_index)
     assert m.budget_spent
     train(m, [Finished(0, 0), Finished(1, 0)])
     assert not m.budget_spent
@@ -140,7 +139,7 @@ def test_a_late_group_leaves_its_place_in_the_pipeline_to_another_and_takes_one_
     assert m.budget_spent
     m.finish(0)
     buffer = train(m, [*buffer, Finished(0, 0)])
-    assert [group.ordinal for group in buffer] == [6, 7, 8], "it had the earliest deadline"
+    assert [group.group_index for group in buffer] == [6, 7, 8], "it had the earliest deadline"
     assert m.capacity() == 1, "it was one more than the pace"
 
 
@@ -213,13 +212,13 @@ def test_the_seat_of_a_group_that_will_not_train_is_free_for_the_next_prompt(rel
 # Selection
 
 
-def test_a_batch_is_the_oldest_groups_in_ordinal_order() -> None:
+def test_a_batch_is_the_oldest_groups_in_group_index_order() -> None:
     m = manager(2, 4, 1, policy="accept")
-    for ordinal in range(4):
-        m.admit(ordinal, 0)
-        m.finish(ordinal)
+    for group_index in range(4):
+        m.admit(group_index, 0)
+        m.finish(group_index)
     batch = m.select([Finished(0, 3), Finished(3, 1), Finished(1, 1), Finished(2, 2)])
-    assert [group.ordinal for group in batch or []] == [1, 3]
+    assert [group.group_index for group in batch or []] == [1, 3]
 
 
 def with_straggler(policy: str, *, s: int = 1, b: int = 2) -> tuple[StalenessManager, list[Finished]]:
@@ -238,7 +237,7 @@ def test_wait_leaves_a_seat_for_the_straggler_whose_last_step_this_is() -> None:
     assert m.select(buffer) is None
     m.finish(0)
     batch = m.select([*buffer, Finished(0, 0)])
-    assert batch is not None and batch[0].ordinal == 0
+    assert batch is not None and batch[0].group_index == 0
 
 
 def test_wait_goes_on_while_a_later_step_has_room_for_the_straggler() -> None:
@@ -272,11 +271,11 @@ def test_parts_of_a_step_are_committed_as_far_as_the_straggler_leaves_seats() ->
 
 def test_at_bound_zero_a_step_is_committed_group_by_group_as_they_finish() -> None:
     m = manager(3, 0, 0)
-    for ordinal in range(3):
-        m.admit(ordinal, 0)
-    for committed, ordinal in enumerate([2, 0, 1]):
-        m.finish(ordinal)
-        assert m.select([Finished(ordinal, 0)], committed=committed, at_least=1) == [Finished(ordinal, 0)]
+    for group_index in range(3):
+        m.admit(group_index, 0)
+    for committed, group_index in enumerate([2, 0, 1]):
+        m.finish(group_index)
+        assert m.select([Finished(group_index, 0)], committed=committed, at_least=1) == [Finished(group_index, 0)]
 
 
 def test_a_part_has_at_least_what_was_asked_for_and_all_that_there_is_up_to_the_step() -> None:
@@ -299,7 +298,7 @@ def test_the_trainer_and_the_manager_agree_on_how_many_seats_are_taken() -> None
     m = manager(3, 1, 1)
     groups = finish(m, range(3))
     assert m.select(groups[:1], at_least=1) is not None
-    with pytest.raises(StalenessError, match="2 groups are said to have seats"):
+    with pytest.raises(StalenessError, match="2 groups are said to have slots"):
         m.select(groups[1:], committed=2)
 
 
@@ -344,8 +343,8 @@ def test_accept_promises_nothing() -> None:
 
 def test_drop_gives_up_what_can_no_longer_make_its_deadline_running_or_buffered() -> None:
     m = manager(2, 1, 1, policy="drop")
-    for ordinal in (0, 1):
-        m.admit(ordinal, 0)
+    for group_index in (0, 1):
+        m.admit(group_index, 0)
     train(m, finish(m, [2, 3]))
     assert m.overdue([]) == Overdue([], []), "step 2 is still their turn"
     train(m, finish(m, [4, 5], version=1))
@@ -372,7 +371,7 @@ def test_what_is_overdue_is_never_selected() -> None:
     finish(m, [0])
     for version in (1, 2, 3):
         m.advance()
-        m.published(version)
+        m.served(version)
     assert m.select([Finished(0, 0)]) is None
     assert m.select([Finished(0, 0), *finish(m, [1], version=3)]) == [Finished(1, 3)]
 
@@ -380,7 +379,7 @@ def test_what_is_overdue_is_never_selected() -> None:
 # Publication
 
 
-def test_a_step_may_begin_before_the_publication_only_where_they_overlap() -> None:
+def test_a_step_may_begin_before_the_weight_sync_only_where_they_overlap() -> None:
     for overlap in (False, True):
         m = manager(1, 2, 1, overlap=overlap)
         buffer = train(m, finish(m, [0, 1]), publish=False)
@@ -389,22 +388,22 @@ def test_a_step_may_begin_before_the_publication_only_where_they_overlap() -> No
             buffer = train(m, buffer, publish=False)
         with pytest.raises(StalenessError, match="not served yet"):
             m.select(buffer)
-        m.published(1)
+        m.served(1)
         assert m.capacity() == 1
 
 
 def test_a_version_is_not_served_before_its_step_is_over() -> None:
-    with pytest.raises(StalenessError, match="before step 1 is over"):
-        manager(1, 1, 1).published(1)
+    with pytest.raises(StalenessError, match="before step 1 has ended"):
+        manager(1, 1, 1).served(1)
 
 
-def test_the_publication_with_which_a_run_resumes_opens_nothing_that_was_not_due() -> None:
+def test_the_weight_sync_with_which_a_run_resumes_opens_nothing_that_was_not_due() -> None:
     m = manager(1, 3, 1, k=3)
     buffer = train(m, finish(m, range(4)), publish=False)
     resumed = manager(1, 3, 1, k=3)
     resumed.load_state_dict(m.state_dict(), m.step, buffer)
     before = resumed.capacity()
-    resumed.published(1)
+    resumed.served(1)
     assert resumed.capacity() == before == 0
 
 
@@ -413,7 +412,7 @@ def test_the_publication_with_which_a_run_resumes_opens_nothing_that_was_not_due
 
 def test_a_larger_bound_and_depth_open_admission_at_once() -> None:
     m = manager(2, 0, 0, w=3)
-    m.resize(max_staleness_steps=2, pipeline_depth=1.5, max_running=10)
+    m.resize(max_staleness_steps=2, generate_ahead_steps=1.5, max_running=10)
     assert m.capacity() == 5
     assert m.deadline(0) == 3
 
@@ -421,7 +420,7 @@ def test_a_larger_bound_and_depth_open_admission_at_once() -> None:
 def test_a_smaller_depth_admits_nothing_until_training_has_caught_up() -> None:
     m = manager(2, 2, 2)
     buffer = finish(m, range(6))
-    m.resize(pipeline_depth=0)
+    m.resize(generate_ahead_steps=0)
     for _ in range(2):
         buffer = train(m, buffer)
         assert m.capacity() == 0
@@ -433,10 +432,10 @@ def test_a_bound_that_outstanding_groups_could_not_keep_is_refused_under_wait_an
     m = manager(2, 2, 2)
     buffer = finish(m, range(4))
     m.admit(4, 0)  # still running: five groups, and S = 1 would leave them two steps
-    with pytest.raises(StalenessError, match="lower pipeline_depth first"):
-        m.resize(max_staleness_steps=1, pipeline_depth=1)
-    assert (m.max_staleness_steps, m.pipeline_depth) == (2, 2)
-    m.resize(pipeline_depth=0)
+    with pytest.raises(StalenessError, match="lower generate_ahead_steps first"):
+        m.resize(max_staleness_steps=1, generate_ahead_steps=1)
+    assert (m.max_staleness_steps, m.generate_ahead_steps) == (2, 2)
+    m.resize(generate_ahead_steps=0)
     train(m, train(m, buffer))
     m.resize(max_staleness_steps=2)
 
@@ -444,19 +443,19 @@ def test_a_bound_that_outstanding_groups_could_not_keep_is_refused_under_wait_an
 def test_groups_that_have_a_seat_are_not_counted_again_when_the_bound_shrinks() -> None:
     m = manager(2, 2, 1)
     groups = finish(m, range(2))
-    for ordinal in (2, 3):
-        m.admit(ordinal, 0)
+    for group_index in (2, 3):
+        m.admit(group_index, 0)
     assert m.select(groups) == groups
     m.resize(max_staleness_steps=1)  # the two that run have step 2, and nobody else does
     with pytest.raises(StalenessError, match="within 0"):
-        m.resize(max_staleness_steps=0, pipeline_depth=0)
+        m.resize(max_staleness_steps=0, generate_ahead_steps=0)
 
 
 def test_a_group_that_had_a_seat_before_the_bound_shrank_still_trains() -> None:
     m = manager(1, 1, 0)
     (late,) = finish(m, [0])
     m.advance()
-    m.published(1)
+    m.served(1)
     assert m.select([late]) == [late]
     m.resize(max_staleness_steps=0)
     m.assert_bound([late])
@@ -470,16 +469,16 @@ def test_a_group_that_had_a_seat_before_the_bound_shrank_still_trains() -> None:
 def test_where_nothing_waits_the_bound_may_always_shrink(policy: str) -> None:
     m = manager(2, 3, 3, policy=policy)
     finish(m, range(8))
-    m.resize(max_staleness_steps=0, pipeline_depth=0)
+    m.resize(max_staleness_steps=0, generate_ahead_steps=0)
     assert m.max_staleness_steps == 0
 
 
-@pytest.mark.parametrize("sizes", [{"pipeline_depth": 3}, {"max_staleness_steps": 0}, {"max_running": 0}])
+@pytest.mark.parametrize("sizes", [{"generate_ahead_steps": 3}, {"max_staleness_steps": 0}, {"max_running": 0}])
 def test_impossible_sizes_are_refused_while_running_too(sizes: dict[str, int]) -> None:
     m = manager(2, 2, 1)
     with pytest.raises(ValueError, match="need"):
         m.resize(**sizes)
-    assert (m.max_staleness_steps, m.pipeline_depth, m.max_running) == (2, 1, 100)
+    assert (m.max_staleness_steps, m.generate_ahead_steps, m.max_running) == (2, 1, 100)
 
 
 # Checkpoints
@@ -487,8 +486,8 @@ def test_impossible_sizes_are_refused_while_running_too(sizes: dict[str, int]) -
 
 def test_resuming_forgets_what_was_in_flight_and_keeps_what_was_finished() -> None:
     m = manager(2, 2, 1)
-    for ordinal in range(4):
-        m.admit(ordinal, 0)
+    for group_index in range(4):
+        m.admit(group_index, 0)
     m.finish(0)
     restored = manager(2, 2, 1)
     restored.load_state_dict(m.state_dict(), 1, [Finished(0, 0)])
@@ -507,8 +506,8 @@ def test_a_checkpoint_in_the_middle_of_a_step_has_nothing_committed() -> None:
 
 def test_filtered_and_dropped_groups_are_remembered_and_older_checkpoints_have_none() -> None:
     m = manager(2, 2, 1)
-    for ordinal in range(2):
-        m.admit(ordinal, 0)
+    for group_index in range(2):
+        m.admit(group_index, 0)
     m.filter(0)
     m.drop(1)
     restored = manager(2, 2, 1)
@@ -520,7 +519,7 @@ def test_filtered_and_dropped_groups_are_remembered_and_older_checkpoints_have_n
     assert restored.counts == RolloutCounts(submitted=1, failed=1)
 
 
-def test_a_publication_that_was_under_way_is_made_up_for_by_the_one_with_which_a_run_resumes() -> None:
+def test_a_weight_sync_that_was_under_way_is_made_up_for_by_the_one_with_which_a_run_resumes() -> None:
     m = manager(1, 2, 1, overlap=True)
     buffer = train(m, finish(m, [0, 1]), publish=False)
     restored = manager(1, 2, 1, overlap=True)
@@ -537,26 +536,26 @@ def test_a_bound_too_small_for_the_checkpoint_is_refused() -> None:
 
 def test_a_checkpoint_that_lacks_finished_groups_is_refused() -> None:
     state = {"submitted": 2, "running": 0, "buffered": 2, "trained": 0, "failed": 0, "published": 0}
-    with pytest.raises(StalenessError, match="counts 2 finished groups and holds 1"):
+    with pytest.raises(StalenessError, match="counts 2 finished groups and contains 1"):
         manager(1, 1, 0).load_state_dict(state, 1, [Finished(0, 0)])
 
 
-def resumed_in_step_3(policy: str, in_buffer: Callable[[int], bool] = lambda ordinal: True) -> StalenessManager:
+def resumed_in_step_3(policy: str, in_buffer: Callable[[int], bool] = lambda group_index: True) -> StalenessManager:
     """Before step 3 with S = 2 and B = 2: groups 4 and 5 of version 0 are finished; step 3 is their last."""
     m = manager(2, 2, 2, policy=policy)
-    kept = [group for group in (Finished(4, 0), Finished(5, 0)) if in_buffer(group.ordinal)]
+    kept = [group for group in (Finished(4, 0), Finished(5, 0)) if in_buffer(group.group_index)]
     counts = RolloutCounts(submitted=4 + len(kept), trained=4, buffered=len(kept))
     m.load_state_dict({**asdict(counts), "published": 2}, 3, kept)
     return m
 
 
 def test_a_recording_goes_on_under_its_old_version_while_a_seat_is_left_by_its_deadline() -> None:
-    m = resumed_in_step_3("wait", in_buffer=lambda ordinal: ordinal == 4)
+    m = resumed_in_step_3("wait", in_buffer=lambda group_index: group_index == 4)
     assert m.may_admit(0)
     m.admit(5, 0)
     assert not m.may_admit(0), "step 3 has two seats"
     assert m.may_admit(1)
-    with pytest.raises(StalenessError, match="too late"):
+    with pytest.raises(StalenessError, match="which is too old"):
         m.admit(6, 0)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import Run, World
 
-POLICIES = ["wait", "burst", "mask", "accept", "drop"]
+POLICIES = ["wait", "wait_batched", "mask", "accept", "drop"]
 RUNS_PER_POLICY = 2500
 
 
@@ -36,7 +36,7 @@ def test_every_policy_keeps_its_promise_in_random_runs(policy: str) -> None:
         resumes += run.resumes
     # The runs were hard enough to make each policy do what it is for.
     assert resumes > RUNS_PER_POLICY / 2
-    assert (waits > 100) == (policy in ("wait", "burst"))
+    assert (waits > 100) == (policy in ("wait", "wait_batched"))
     assert (dropped > 100) == (policy == "drop")
     assert (min(partly_masked, wholly_masked) > 50) == (policy == "mask")
     assert (late > 100) == (policy in ("mask", "accept"))
@@ -60,7 +60,7 @@ def worlds(draw: st.DrawFn) -> World:
         mean_ticks=draw(st.sampled_from((1.0, 4.0))),
         tail=draw(st.sampled_from((0.0, 2.0))),
         step_ticks=draw(st.sampled_from((0.0, 1.0))),
-        publication_ticks=draw(st.sampled_from((0.0, 3.0))),
+        weight_sync_ticks=draw(st.sampled_from((0.0, 3.0))),
         queued=draw(chance),
         fails=draw(chance),
         filtered=draw(chance),
@@ -83,12 +83,12 @@ def test_one_straggler_exceeds_the_bound_under_accept_and_stops_the_others_under
 
     class OneStraggler(Run):
         def _length(self) -> float:
-            return 200.0 if self.next_ordinal == 1 else 1.0
+            return 200.0 if self.next_group_index == 1 else 1.0
 
     runs = {policy: OneStraggler(replace(world, policy=policy)).play() for policy in POLICIES}
     assert {policy: max(run.lags) > 2 for policy, run in runs.items()} == {
         "wait": False,
-        "burst": False,
+        "wait_batched": False,
         "mask": True,
         "accept": True,
         "drop": False,

@@ -15,10 +15,10 @@ from rollout_worlds import (
 )
 from scripted import settle
 
-from skyrl_train.concurrency import cancel_within
-from skyrl_train.entrypoints.train import run_loop
+from skyrl_train.entrypoints.run import run_loop
 from skyrl_train.errors import RolloutError
-from skyrl_train.threads import LeavableThreads
+from skyrl_train.runtime.concurrency import cancel_within
+from skyrl_train.runtime.process import DaemonThreadPool
 
 # Shutdown -------------------------------------------------------------------------------------------------------------
 
@@ -59,10 +59,10 @@ async def test_only_what_ignores_its_cancellation_is_left_behind() -> None:
 
 HUNG_PROGRAM = """
 import asyncio, threading
-from skyrl_train.concurrency import cancel_within
-from skyrl_train.entrypoints.train import run_loop
+from skyrl_train.runtime.concurrency import cancel_within
+from skyrl_train.entrypoints.run import run_loop
 from skyrl_train.errors import RolloutError
-from skyrl_train.threads import LeavableThreads
+from skyrl_train.runtime.process import DaemonThreadPool
 
 async def stubborn():
     while True:
@@ -73,7 +73,7 @@ async def stubborn():
 
 async def main():
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
-    loop.set_default_executor(LeavableThreads(shutdown_limit_s=0.1))
+    loop.set_default_executor(DaemonThreadPool(shutdown_limit_s=0.1))
 
     def never_return():
         loop.call_soon_threadsafe(begun.set)
@@ -142,7 +142,7 @@ async def test_the_first_signal_asks_the_loop_to_stop_and_the_handlers_are_put_b
 
 async def test_calls_that_hang_keep_no_other_call_from_a_thread() -> None:
     released = threading.Event()
-    with LeavableThreads() as threads:
+    with DaemonThreadPool() as threads:
         loop = asyncio.get_running_loop()
         hung = [loop.run_in_executor(threads, released.wait) for _ in range(40)]
         assert await asyncio.wait_for(loop.run_in_executor(threads, lambda: 42), 30) == 42
@@ -167,7 +167,7 @@ def test_more_calls_than_threads_wait_for_their_turn() -> None:
             running -= 1
         return running
 
-    with LeavableThreads(max_threads=2) as threads:
+    with DaemonThreadPool(max_threads=2) as threads:
         futures = [threads.submit(call) for _ in range(200)]
     assert all(future.done() for future in futures), "the end of the block waits for what was submitted"
     assert most <= 2

@@ -17,16 +17,14 @@ import torch
 from harness import Harness
 from pyarrow import parquet
 
-from skyrl_train.concurrency import Signal
 from skyrl_train.config.compose import compose
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, ConfigError, DataError
-from skyrl_train.rollout import streaming
-from skyrl_train.rollout.dataloader import PromptLoader
-from skyrl_train.rollout.dataset import check_alphabet, load_dataset, open_prompts
-from skyrl_train.rollout.records import RecordMaker
-from skyrl_train.rollout.rows import Row, open_rows
-from skyrl_train.rollout.streaming import CHUNK_ROWS, ROWS_AHEAD, StreamingPrompts
+from skyrl_train.rollout.data import streaming
+from skyrl_train.rollout.data.dataset import RecordMaker, Row, check_alphabet, load_dataset, open_rows
+from skyrl_train.rollout.data.loader import PromptLoader, open_prompts
+from skyrl_train.rollout.data.streaming import CHUNK_ROWS, ROWS_AHEAD, StreamingPrompts
+from skyrl_train.runtime.concurrency import Signal
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
@@ -67,9 +65,9 @@ class Reader:
         """The next prompts, settled at once; all that are left without ``count``."""
         await self.start()
         records: list[PromptRecord] = []
-        while len(records) != count and (ordinal := await self.issue()) is not None:
-            records.append(self.loader.record(ordinal))
-            self.loader.settle([ordinal], "trained")
+        while len(records) != count and (group_index := await self.issue()) is not None:
+            records.append(self.loader.record(group_index))
+            self.loader.settle([group_index], "trained")
         return records
 
 
@@ -137,10 +135,10 @@ async def test_little_is_read_ahead_and_little_is_kept_however_long_the_stream(t
     await reader.start()
     held: list[int] = []  # a window of prompts in flight
     for _ in range(rows - ROWS_AHEAD):
-        ordinal = await reader.issue()
-        assert ordinal is not None
-        held.append(ordinal)
-        assert read <= ordinal + 1 + ROWS_AHEAD + CHUNK_ROWS
+        group_index = await reader.issue()
+        assert group_index is not None
+        held.append(group_index)
+        assert read <= group_index + 1 + ROWS_AHEAD + CHUNK_ROWS
         if len(held) > 100:
             reader.loader.settle([held.pop(0)], "trained")
     assert len(prompts._records) <= len(held) + ROWS_AHEAD + CHUNK_ROWS
@@ -200,7 +198,7 @@ async def test_characters_that_the_tokenizer_lacks_are_found_as_they_are_read(tm
     await reader.loader.aclose()
 
 
-async def test_duplicate_ids_are_two_prompts_with_an_ordinal_each(tmp_path: Path) -> None:
+async def test_duplicate_ids_are_two_prompts_with_a_group_index_each(tmp_path: Path) -> None:
     path = tmp_path / "twice.jsonl"
     path.write_text('{"prompt": "a", "uid": "x"}\n{"prompt": "b", "uid": "x"}\n')
     records = await Reader(stream([path])).read()
@@ -263,7 +261,7 @@ async def test_a_broken_row_can_be_mended(tmp_path: Path, kind: int, how: str, m
     if how == "not mended":
         with pytest.raises(DataError, match="lacks the key 'prompt'") as caught:
             await resumed.issue()
-        assert "The rows before it must stay as they are" in caught.value.__notes__[0]
+        assert "keep all rows before it as they are" in caught.value.__notes__[0]
     else:
         assert "broken" not in resumed.loader.state_dict()["source"], "from now on it is as any other run"
         rest = [row["prompt"] for row in good[how][broken:]]
@@ -335,7 +333,7 @@ async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_and_goes_on
     run = Harness(tmp_path / "run", f"trainer.mode={mode}", f"data.train_data=[{path}]", "trainer.max_steps=30")
     with pytest.raises(DataError, match=r"broken\.jsonl:11 is not JSON"):
         await run.train()
-    latest = run.trainer.parts.checkpoints.latest()
+    latest = run.trainer.components.checkpoints.latest()
     assert latest is not None
     assert json.loads((latest / "rollout_state.json").read_text())["global_step"] == len(run.trained) // 4
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(16)))
@@ -370,13 +368,13 @@ async def test_a_checkpoint_reads_again_from_the_frontier_on_wherever_it_is(
     reader = Reader(stream(paths))
     await reader.start()
     issued = [await reader.issue() for _ in range(8)]
-    settled = [ordinal for ordinal in issued if ordinal != frontier]
-    reader.loader.settle([ordinal for ordinal in settled if ordinal is not None], "trained")
+    settled = [group_index for group_index in issued if group_index != frontier]
+    reader.loader.settle([group_index for group_index in settled if group_index is not None], "trained")
     resumed = Reader(stream(paths))
     resumed.loader.load_state_dict(json.loads(json.dumps(reader.loader.state_dict())), [])
     await resumed.start()
     assert [await resumed.issue(), await resumed.issue()] == [frontier, 8]
-    texts = [resumed.loader.record(ordinal).prompt[0]["content"] for ordinal in (frontier, 8)]
+    texts = [resumed.loader.record(group_index).prompt[0]["content"] for group_index in (frontier, 8)]
     assert texts == [f"{frontier}=", "8="]
     for loader in (reader.loader, resumed.loader):
         await loader.aclose()

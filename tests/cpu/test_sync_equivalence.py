@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from skyrl_train.assembly import build_trainer
+from skyrl_train.build.trainer import build_trainer
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.rollout.dataset import load_dataset
+from skyrl_train.rollout.data.dataset import load_dataset
 
 SMALL = [
     "trainer.policy_mini_batch_size=4",
@@ -27,7 +27,7 @@ SMALL = [
     "generator.n_samples_per_prompt=4",
     "generator.verify_weights=true",
     "generator.inference_engine.batch_invariant=true",
-    "generator.inference_engine.placement=thread",
+    "generator.inference_engine.executor=thread",
     "data.generate=8",
 ]
 
@@ -70,11 +70,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("recipe", ["quickstart", "guess_number"])
 def test_bound_zero_gives_the_same_tokens_rewards_losses_and_weights(tmp_path: Path, recipe: str) -> None:
-    bound_zero = ("trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.pipeline_depth=0")
+    bound_zero = ("trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.generate_ahead_steps=0")
     sync = train(tmp_path / "sync", recipe, "trainer.mode=sync")
     asynchronous = train(tmp_path / "async", recipe, "trainer.mode=fully_async", *bound_zero)
     assert len(sync[0]) == 5 and len(sync[1]) == 5 * 4 * 4
-    assert asynchronous[0] == sync[0]  # rewards, losses, gradient norms, log-prob mismatch, ordinals
+    assert asynchronous[0] == sync[0]  # rewards, losses, gradient norms, log-prob mismatch, group indices
     assert asynchronous[1] == sync[1]  # tokens
     assert all(asynchronous[2][name].equal(tensor) for name, tensor in sync[2].items())
     assert any(row["policy/grad_norm"] > 0 for row in sync[0])

@@ -10,13 +10,13 @@ import pytest
 from harness import Harness
 from scripted import ScriptedEngine, hashed_token
 
-from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, PublicationError, RolloutError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
+from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, RolloutError, WeightSyncError
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 MODES = ["sync", "fully_async"]
 
 
-def ordinal_of(batch: GeneratorInput) -> int:
+def group_index_of(batch: GeneratorInput) -> int:
     return int(batch["trajectory_ids"][0].instance_id.rpartition("@")[2])
 
 
@@ -36,8 +36,8 @@ async def test_depth_zero_is_the_synchronous_trainer(tmp_path: Path, policy: str
     asynchronous = Harness(
         tmp_path / "async",
         "trainer.fully_async.max_staleness_steps=0",
-        "trainer.fully_async.pipeline_depth=0",
-        f"trainer.fully_async.straggler_policy={policy}",
+        "trainer.fully_async.generate_ahead_steps=0",
+        f"trainer.fully_async.staleness_policy={policy}",
     )
     for h in (sync, asynchronous):
         await h.train()
@@ -46,7 +46,7 @@ async def test_depth_zero_is_the_synchronous_trainer(tmp_path: Path, policy: str
         for x, y in zip(a.sequences, b.sequences, strict=True):
             assert x.token_ids.equal(y.token_ids) and x.versions.equal(y.versions)
             assert x.advantages.equal(y.advantages) and x.behaviour_logprobs.equal(y.behaviour_logprobs)
-    assert all(row["async/lag_max"] == 0 for row in asynchronous.rows)
+    assert all(row["staleness/max"] == 0 for row in asynchronous.rows)
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
@@ -73,16 +73,16 @@ async def test_generation_goes_on_while_the_policy_trains(tmp_path: Path) -> Non
 
     h.backend.before_update = update_waits_for_the_next_batch
     await h.train()
-    assert [row["async/lag_max"] for row in h.rows] == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert [row["staleness/max"] for row in h.rows] == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("policy", "worst"), [("wait", 2), ("accept", 6)])
 async def test_a_straggler_makes_wait_stop_and_accept_go_on(tmp_path: Path, policy: str, worst: int) -> None:
-    h = Harness(tmp_path, f"trainer.fully_async.straggler_policy={policy}", "trainer.fully_async.max_staleness_steps=2")
+    h = Harness(tmp_path, f"trainer.fully_async.staleness_policy={policy}", "trainer.fully_async.max_staleness_steps=2")
     released = asyncio.Event()
 
     def hold_the_second(batch: GeneratorInput) -> object:
-        return released.wait() if ordinal_of(batch) == 1 else None
+        return released.wait() if group_index_of(batch) == 1 else None
 
     def release_when_stuck(minibatch: object) -> None:
         if h.trainer.global_step == 5:
@@ -100,17 +100,17 @@ async def test_a_straggler_makes_wait_stop_and_accept_go_on(tmp_path: Path, poli
         released.set()
     await training
     assert sorted(h.trained) == list(range(32)), "nothing is dropped"
-    trained_in = {o: row["step"] for row in h.rows for o in row["ordinals"]}
+    trained_in = {o: row["step"] for row in h.rows for o in row["group_indices"]}
     assert trained_in[1] <= 3 if policy == "wait" else trained_in[1] >= 6
     # The lag counts tokens: this straggler had none before its release, so only its admission binds the schedule.
-    assert max(row["async/lag_max"] for row in h.rows) <= worst
+    assert max(row["staleness/max"] for row in h.rows) <= worst
 
 
-async def test_several_minibatches_per_publication_share_their_policy(tmp_path: Path) -> None:
+async def test_several_minibatches_per_weight_sync_share_their_policy(tmp_path: Path) -> None:
     h = Harness(tmp_path, "trainer.mode=sync", "trainer.train_batch_size=8")
     await h.train()
     assert sorted(h.trained) == list(range(32))
-    assert [row["async/lag_max"] for row in h.rows] == [0, 1] * 4
+    assert [row["staleness/max"] for row in h.rows] == [0, 1] * 4
     assert h.engine.calls.count("load") == 1 + 4
 
 
@@ -123,13 +123,13 @@ async def test_a_rollout_that_raises_once_is_tried_again(tmp_path: Path, mode: s
     failed: set[int] = set()
 
     def fail_once(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 3 and 3 not in failed:
+        if group_index_of(batch) == 3 and 3 not in failed:
             failed.add(3)
             raise ValueError("scripted")
 
     h.generator.before = fail_once
     await h.train()
-    assert sorted(h.trained) == list(range(32)) and h.trainer.rollout.runner.retries == 1
+    assert sorted(h.trained) == list(range(32)) and h.trainer.rollout.group_generator.retries == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -137,7 +137,7 @@ async def test_a_rollout_that_always_raises_gives_its_seat_to_the_next_prompt(tm
     h = Harness(tmp_path, f"trainer.mode={mode}")
 
     def fail_always(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 3:
+        if group_index_of(batch) == 3:
             raise ValueError("scripted")
 
     h.generator.before = fail_always
@@ -151,7 +151,7 @@ async def test_too_many_failures_stop_the_run_with_a_checkpoint(tmp_path: Path, 
     h = Harness(tmp_path, f"trainer.mode={mode}", "trainer.failures.max_failed_rollouts=2")
 
     def fail_late(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) >= 12:
+        if group_index_of(batch) >= 12:
             raise ValueError("scripted")
 
     h.generator.before = fail_late
@@ -168,7 +168,7 @@ async def test_on_rollout_failure_raise_stops_at_the_first(tmp_path: Path) -> No
     h = Harness(tmp_path, "trainer.failures.on_rollout_failure=raise")
 
     def fail(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 9:
+        if group_index_of(batch) == 9:
             raise ValueError("scripted reason")
 
     h.generator.before = fail
@@ -178,7 +178,7 @@ async def test_on_rollout_failure_raise_stops_at_the_first(tmp_path: Path) -> No
 
 async def test_a_rollout_that_hangs_times_out(tmp_path: Path) -> None:
     h = Harness(tmp_path, "trainer.failures.rollout_timeout_s=0.5")
-    h.generator.before = lambda batch: asyncio.Event().wait() if ordinal_of(batch) == 2 else None
+    h.generator.before = lambda batch: asyncio.Event().wait() if group_index_of(batch) == 2 else None
     await h.train()
     assert h.rows[-1]["async/failed"] == 1 and 2 not in h.trained
 
@@ -187,7 +187,7 @@ async def test_a_generator_that_cancels_itself_has_failed(tmp_path: Path) -> Non
     h = Harness(tmp_path)
 
     def cancel(batch: GeneratorInput) -> None:
-        if ordinal_of(batch) == 2:
+        if group_index_of(batch) == 2:
             raise asyncio.CancelledError
 
     h.generator.before = cancel
@@ -215,7 +215,7 @@ async def test_a_generator_that_breaks_its_contract_stops_the_run_by_name(
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_failed_publication_stops_the_run_with_the_finished_step_saved(tmp_path: Path, mode: str) -> None:
+async def test_a_failed_weight_sync_stops_the_run_with_the_finished_step_saved(tmp_path: Path, mode: str) -> None:
     h = Harness(tmp_path, f"trainer.mode={mode}")
 
     def break_engine(minibatch: object) -> None:
@@ -223,7 +223,7 @@ async def test_a_failed_publication_stops_the_run_with_the_finished_step_saved(t
             h.engine.fail["load"] = EngineError("scripted")
 
     h.backend.before_update = break_engine
-    with pytest.raises(PublicationError, match="scripted"):
+    with pytest.raises(WeightSyncError, match="scripted"):
         await h.train()
     again = Harness(tmp_path, f"trainer.mode={mode}")
     await again.train()
@@ -299,7 +299,7 @@ async def test_finished_groups_are_trained_after_resuming_and_not_generated_agai
 
     h.backend.before_update = stop_when_the_next_batch_is_finished
     await h.train()
-    kept = sorted(group.ordinal for group in h.trainer.rollout.buffer)
+    kept = sorted(group.group_index for group in h.trainer.rollout.buffer)
     assert len(kept) == 4
     again = Harness(tmp_path)
     await again.train()
@@ -322,7 +322,7 @@ async def test_a_resumed_synchronous_run_is_the_uninterrupted_one(tmp_path: Path
         await first.train()
     second = Harness(tmp_path / "parts", "trainer.mode=sync", "trainer.ckpt_interval=3")
     await second.train()
-    assert second.trainer.parts.checkpoints.latest().name == "global_step_8"  # type: ignore[union-attr]
+    assert second.trainer.components.checkpoints.latest().name == "global_step_8"  # type: ignore[union-attr]
     assert second.trained == whole.trained
     for a, b in zip(second.backend.minibatches, whole.backend.minibatches[3:], strict=True):
         assert all(x.token_ids.equal(y.token_ids) for x, y in zip(a.sequences, b.sequences, strict=True))
@@ -361,7 +361,7 @@ async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
         "time/pause",
         "reward/mean",
         "inference/tokens_per_second",
-        "async/lag_histogram/1",
+        "staleness/histogram/1",
     ):
         assert key in row
 
@@ -382,7 +382,7 @@ async def test_an_update_that_is_refused_leaves_its_groups_to_be_trained_after_r
         assert sorted(again.trained) == list(range(32))
 
 
-async def test_a_run_resumed_between_two_publications_keeps_their_rhythm(tmp_path: Path) -> None:
+async def test_a_run_resumed_between_two_weight_sync_keeps_their_rhythm(tmp_path: Path) -> None:
     overrides = ("trainer.mode=sync", "trainer.train_batch_size=8", "trainer.ckpt_interval=1")
     whole = Harness(tmp_path / "whole", *overrides)
     await whole.train()

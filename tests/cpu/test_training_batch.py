@@ -1,4 +1,4 @@
-"""From lengths to micro-batches and ranks: within the budget, nothing lost, as little padding and imbalance as possible."""
+"""From lengths to micro-batches: within the budget, nothing lost, as little padding as possible."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.training.attention import Segments
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import (
     MICRO_BATCH_COST_TOKENS,
-    balance,
     collate_packed,
     collate_padded,
     flat_tokens,
     pack_rows,
     pad_rows,
-    sequence_cost,
 )
-from skyrl_train.training.segments import Segments
 
 lengths_and_budget = st.lists(st.integers(1, 50), max_size=30).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 400))
@@ -86,23 +84,6 @@ def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy(
     ) as e:
         split([3, 12, 11, 10], 10)
     assert "Set trainer.micro_batch_tokens to 12 or more" in str(e.value)
-
-
-class TestRanks:
-    @given(st.lists(st.integers(1, 40_000), max_size=40), st.integers(1, 8))
-    def test_no_rank_has_more_than_the_mean_and_one_sequence(self, lengths: list[int], ranks: int) -> None:
-        shares = balance(lengths, ranks)
-        assert len(shares) == ranks
-        assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
-        loads = [sum(sequence_cost(lengths[i]) for i in share) for share in shares]
-        assert max(loads) <= sum(loads) / ranks + max(map(sequence_cost, lengths), default=0.0) + 1e-6
-
-    def test_one_long_sequence_weighs_as_much_as_all_short_ones(self) -> None:
-        assert balance([8, 2, 2, 2, 2], ranks=2) == [[0], [1, 2, 3, 4]]
-
-    def test_attention_makes_a_long_sequence_cost_more_than_its_tokens(self) -> None:
-        assert sequence_cost(24_576) == pytest.approx(2 * 24_576)
-        assert sequence_cost(10) == pytest.approx(10, rel=1e-3)
 
 
 def sequence(ids: list[int], trained: list[int]) -> TrainingSequence:

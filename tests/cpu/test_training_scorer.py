@@ -18,13 +18,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training import head as of_head
-from skyrl_train.training.activations import checkpoint_activations
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import MicroBatch
-from skyrl_train.training.rank_trainer import RankTrainer
-from skyrl_train.training.ranks import OneRank
+from skyrl_train.training.collectives import SingleRank
+from skyrl_train.training.layers import checkpoint_activations
+from skyrl_train.training.policy_worker import PolicyWorker
 from skyrl_train.training.scorer import Scorer
-from skyrl_train.training.snapshots import Snapshots
+from skyrl_train.training.state import Snapshots
 from tests.cpu.training_worlds import config
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
@@ -244,7 +244,7 @@ def test_what_bfloat16_rounds_is_not_another_log_prob(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Scorer, "_scores", rounded)
     wide = model("qwen3").float()
     for dtype, packs in (("bfloat16", True), ("float32", False)):
-        trainer = RankTrainer(wide, "", config(policy__dtype=dtype), 10, 1.0, OneRank(), Snapshots())
+        trainer = PolicyWorker(wide, "", config(policy__dtype=dtype), 10, 1.0, SingleRank(), Snapshots())
         assert trainer._scorer.packs is packs
 
 

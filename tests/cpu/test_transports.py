@@ -18,22 +18,19 @@ from embedded_models import CONTEXT, EOS, empty_copy, tiny_model
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from skyrl_train.config.refusals import problems
-from skyrl_train.config.schema.run import RunConfig
-from skyrl_train.errors import ConfigError, EngineError, PublicationError
+from skyrl_train.build.engines import build_transport
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.validate import validate
+from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
-from skyrl_train.inference.interface import PauseMode
-from skyrl_train.inference.receivers import WeightReceiver
-from skyrl_train.inference.weight_update import WeightUpdate
-from skyrl_train.publication import folder_claim
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.delta import DeltaTransport
-from skyrl_train.publication.disk import DiskTransport
-from skyrl_train.publication.factory import build_transport
-from skyrl_train.publication.folder_claim import FolderClaim
-from skyrl_train.publication.process_group import GlooTransport
-from skyrl_train.publication.safetensors_file import write_weights
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync import disk
+from skyrl_train.weight_sync.delta import DeltaTransport
+from skyrl_train.weight_sync.disk import DiskTransport, FolderClaim, write_weights
+from skyrl_train.weight_sync.process_group import GlooTransport
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 MakeTransport = Callable[..., WeightTransport]
 CPU = torch.device("cpu")
@@ -173,7 +170,7 @@ def test_after_close_nothing_is_left_and_nothing_is_gathered(make: MakeTransport
     transport.close()
     with closing(WeightReceiver(CPU)) as receiver, pytest.raises(EngineError, match="must still be open"):
         receiver.open_update(update)
-    with pytest.raises(PublicationError, match="closed"):
+    with pytest.raises(WeightSyncError, match="closed"):
         transport.gather(tiny_model().named_parameters(), 1)
     assert not list(tmp_path.rglob("skyrl*"))
 
@@ -219,7 +216,7 @@ def test_weights_that_cannot_be_written_leave_no_file(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with closing(DiskTransport(str(tmp_path))) as transport:
-        with pytest.raises(PublicationError, match="weight_folder"):
+        with pytest.raises(WeightSyncError, match="weight_folder"):
             transport.gather(failing(), 0)
         assert not list(tmp_path.glob("*.safetensors*"))
 
@@ -250,7 +247,7 @@ def test_what_a_killed_trainer_has_left_is_removed_and_nothing_else(
 def in_a_child_that_is_killed(do: Callable[[], object]) -> None:
     child = os.fork()
     if child == 0:
-        folder_claim._held_here.clear()  # a process of its own has no claims yet
+        disk._labels_of_this_process.clear()  # a process of its own has no claims yet
         do()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
@@ -273,7 +270,7 @@ def test_who_starts_at_the_same_time_is_not_taken_for_dead(tmp_path: Path, monke
 
 
 def test_locks_of_another_machine_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_claim, "_machine", lambda: b"another")
+    monkeypatch.setattr(disk, "_machine", lambda: b"another")
     in_a_child_that_is_killed(lambda: FolderClaim(tmp_path).path("1").touch())
     monkeypatch.undo()
     FolderClaim(tmp_path).release()
@@ -287,7 +284,6 @@ def test_locks_of_another_machine_say_nothing(tmp_path: Path, monkeypatch: pytes
     ("settings", "remedy"),
     [
         ({"weight_transport": "disk"}, "weight_folder=/path"),
-        ({"weight_transport": "shared_memory", "weight_folder": "/w"}, "Leave the folder out"),
         ({"weight_transport": "cuda_ipc"}, "shared_memory"),
         ({"weight_transport": "dsk"}, "disk"),
     ],
@@ -296,8 +292,22 @@ def test_a_transport_that_cannot_work_is_refused_with_the_remedy(settings: dict[
     config = RunConfig()
     for key, value in settings.items():
         setattr(config.generator, key, value)
-    found = problems(config, {"generator.weight_transport": ["disk", "shared_memory"]})
+    found = validate(config, {"generator.weight_transport": ["disk", "shared_memory"]}).errors
     assert any(remedy in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"weight_transport": "shared_memory", "weight_folder": "/w"}, "Leave the folder out"),
+    ],
+)
+def test_a_folder_that_the_transport_does_not_use_is_a_warning(settings: dict[str, str], remedy: str) -> None:
+    config = RunConfig()
+    for key, value in settings.items():
+        setattr(config.generator, key, value)
+    found = validate(config, {"generator.weight_transport": ["disk", "shared_memory"]})
+    assert found.errors == [] and any(remedy in warning for warning in found.warnings), found
 
 
 def test_a_named_folder_is_used_and_ones_own_transport_is_found_by_its_path(tmp_path: Path) -> None:
@@ -306,7 +316,7 @@ def test_a_named_folder_is_used_and_ones_own_transport_is_found_by_its_path(tmp_
     config.generator.weight_folder = str(tmp_path)
     config.generator.weight_transport_kwargs = {"sync": True}
     assert isinstance(build_transport(config), DiskTransport)
-    config.generator.weight_transport = "skyrl_train.publication.shared_memory:SharedMemoryTransport"
+    config.generator.weight_transport = "skyrl_train.weight_sync.shared_memory:SharedMemoryTransport"
     with pytest.raises(ConfigError, match="weight_transport_kwargs"):
         build_transport(config)
     config.generator.weight_transport_kwargs = {}

@@ -12,7 +12,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.entrypoints.train import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "tutorials"
-SHORT = ["trainer.max_steps=2", "trainer.trackers=[]", "generator.inference_engine.placement=thread"]
+SHORT = ["trainer.max_steps=2", "trainer.trackers=[]", "generator.inference_engine.executor=thread"]
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -10,12 +10,13 @@ import torch
 from vllm_engines import ALPHABET, CONTEXT, TOLERANCE, Served, greedy_after, request, tiny_model
 from vllm_engines import token_logprobs as reference
 
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineOutput, PauseMode
+from skyrl_train.inference.interface import InferenceEngineOutput
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.types import PauseMode
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

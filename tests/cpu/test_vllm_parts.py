@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import threading
 from types import SimpleNamespace
@@ -16,20 +17,19 @@ from hypothesis import strategies as st
 from vllm_engines import tiny_model
 
 from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference.engines.vllm.adapter import OutputQueue, completion_chunk
 from skyrl_train.inference.engines.vllm.arguments import (
     VLLMSettings,
     capabilities,
     check_names,
+    environment,
     process_environment,
     vllm_arguments,
 )
-from skyrl_train.inference.engines.vllm.environment import environment
-from skyrl_train.inference.engines.vllm.frontend import OutputQueue
-from skyrl_train.inference.engines.vllm.messages import from_message, to_message
-from skyrl_train.inference.engines.vllm.model_tensors import ModelTensors, check_update
-from skyrl_train.inference.engines.vllm.requests import Asked, Flight
+from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, token_versions
+from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
 from skyrl_train.inference.interface import SamplingParams
-from skyrl_train.inference.weight_update import TensorSpec, WeightUpdate
+from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
 
 
 def settings(**changes: Any) -> VLLMSettings:
@@ -142,22 +142,19 @@ def test_another_environment_waits_for_its_turn() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=6), st.lists(st.integers(1, 9), max_size=8))
 def test_each_token_has_the_version_that_was_loaded_when_it_was_sampled(updates: list[int], chunks: list[int]) -> None:
-    flight = Flight(Asked([1], SamplingParams(), stream=True), "key", None, version=10)
-    for number, sampled in enumerate(sorted(updates), start=1):
-        flight.weights_changed(sampled, 10 + number)
+    spans = [(10, 0), *((10 + number, sampled) for number, sampled in enumerate(sorted(updates), start=1))]
     found: list[int] = []
     for size in chunks:
-        found += flight.versions(size)
-        flight.delivered += size
+        found += token_versions(spans, len(found), size)
     assert found == [10 + sum(sampled <= index for sampled in updates) for index in range(sum(chunks))]
 
 
 def test_a_failed_request_is_no_answer() -> None:
-    flight = Flight(Asked([1], SamplingParams(), stream=False), "key", None, version=0)
+    request = InFlightRequest(EngineRequest([1], SamplingParams(), stream=False), "key", None, spans=[(0, 0)])
     with pytest.raises(EngineError, match="'error'"):
-        flight.chunk(SimpleNamespace(finish_reason="error", token_ids=[], logprobs=[]))
+        completion_chunk(request, SimpleNamespace(finish_reason="error", token_ids=[], logprobs=[]))
     with pytest.raises(EngineError, match="1 tokens and 0 log-probs"):
-        flight.chunk(SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None))
+        completion_chunk(request, SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None))
 
 
 async def test_what_has_arrived_counts_as_handled_when_the_handler_asks_for_more() -> None:
@@ -185,7 +182,7 @@ def test_an_update_is_the_whole_model_and_nothing_else() -> None:
     tensors = ModelTensors.of_module(tiny_model(0, True))
     good = WeightUpdate(1, "shared_memory", "/x", 0, specs())
     check_update(good, tensors, "float32")
-    assert from_message(to_message(good)) == good
+    assert WeightUpdate.from_message(json.loads(json.dumps(good.to_message()))) == good
     head = tuple(tiny_model(0, True).lm_head.weight.shape)
     both = dataclasses.replace(good, tensors=specs(**{"lm_head.weight": head}))
     check_update(both, tensors, "float32")  # a tied weight may come under both its names

@@ -13,7 +13,8 @@ from vllm_engines import CONTEXT, PROMPT, TOLERANCE, Served, full_greedy, greedy
 from vllm_engines import token_logprobs as reference
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.interface import PauseMode, TokenChunk
+from skyrl_train.inference.interface import TokenChunk
+from skyrl_train.types import PauseMode
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 LENGTH = 200
@@ -58,7 +59,7 @@ async def test_a_frozen_request_goes_on_under_the_new_weights(vllm: Served, mode
     company = asyncio.create_task(vllm.engine.generate(request([8] * 11, max_tokens=LENGTH)))
     await reader.read(10)
     update = await vllm.publish(1, mode)
-    assert await vllm.engine.served_checksum() == update.checksum
+    assert await vllm.served_checksum(update) == update.checksum
     await reader.read()
     assert reader.versions == sorted(reader.versions)
     before = reader.versions.count(old)

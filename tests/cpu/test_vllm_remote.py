@@ -16,22 +16,24 @@ from embedded_models import full_greedy, full_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import settle
+from vllm_read_back import EXTENSION, served_checksum
 from vllm_servers import KEY, FakeServer, VLLMServer, event, free_port, get, saying, whole
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
 from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
-from skyrl_train.inference.engines.vllm.remote_flight import RemoteFlight
-from skyrl_train.inference.engines.vllm.remote_server import authorized
-from skyrl_train.inference.engines.vllm.remote_wire import GENERATE_PATH, Spans, parse_part, request_body
-from skyrl_train.inference.engines.vllm.requests import Asked
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode, SamplingParams, StructuredOutput
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.engines.vllm.remote_link import RemoteRequest
+from skyrl_train.inference.engines.vllm.remote_server import authorized, receives_weights
+from skyrl_train.inference.engines.vllm.remote_wire import GENERATE_PATH, parse_part, request_body
+from skyrl_train.inference.engines.vllm.requests import EngineRequest, Spans, token_versions
+from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StructuredOutput
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.disk import DiskTransport
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.disk import DiskTransport
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 pytestmark = pytest.mark.timeout(300)  # whoever comes first waits for a real server, on a busy machine too
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
@@ -52,15 +54,15 @@ def test_spans_give_each_token_the_version_of_the_span_it_lies_in(
     runs: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     labels = [version for version, length in runs for _ in range(length)]
-    starts = tuple((version, sum(length for _, length in runs[:i])) for i, (version, _) in enumerate(runs))
+    spans = [(version, sum(length for _, length in runs[:i])) for i, (version, _) in enumerate(runs)]
     first = data.draw(st.integers(0, len(labels)))
     count = data.draw(st.integers(0, len(labels) - first))
-    assert Spans(starts).versions(first, count) == labels[first : first + count]
+    assert token_versions(spans, first, count) == labels[first : first + count]
 
 
 def test_no_version_and_no_logprob_is_ever_made_up() -> None:
     with pytest.raises(EngineError, match="which weight version"):
-        Spans(()).versions(0, 1)
+        token_versions([], 0, 1)
     missing = event([5, 6])
     missing["choices"][0]["logprobs"]["content"].pop()
     with pytest.raises(EngineError, match="log-prob"):
@@ -79,7 +81,7 @@ def test_the_sampled_token_is_not_counted_among_the_alternatives_unless_it_is_on
         {"token_id": 2, "logprob": -1.0},
     ]
     assert parse_part(part, 2).top_logprobs == [[(1, -0.5), (2, -1.0)]]
-    body = request_body("a", [1], SamplingParams(top_logprobs=2), salt="s", stream=False, priority=0)
+    body = request_body("a", EngineRequest([1], SamplingParams(top_logprobs=2), stream=False), salt="s")
     assert body["sampling_params"]["logprobs"] == 3
 
 
@@ -87,6 +89,11 @@ def test_a_key_is_asked_for_where_the_server_has_one() -> None:
     assert authorized(None, [])
     assert authorized("Bearer b", ["a", "b"])
     assert not any(authorized(given, ["a"]) for given in (None, "", "a", "Bearer", "Bearer aa", "Basic a", "Bearer é"))
+
+
+def test_an_extension_that_builds_on_ours_receives_weights_too() -> None:
+    assert receives_weights(WORKER_EXTENSION) and receives_weights(EXTENSION)
+    assert not any(receives_weights(other) for other in ("", "builtins.dict", "no.such.Extension", "json.dumps"))
 
 
 # Against a server that does what the test says ------------------------------------------------------------------------
@@ -252,7 +259,7 @@ async def test_an_update_that_failed_half_way_needs_another_server(fake: FakeSer
 
 
 class Asking:
-    """Answers what a flight asks the server about itself, and counts."""
+    """Answers what a request asks the server about itself, and counts."""
 
     def __init__(self, *spans: Spans | None) -> None:
         self.spans, self.asked = list(spans), 0
@@ -262,32 +269,34 @@ class Asking:
         return self.spans.pop(0)
 
 
-def a_flight() -> RemoteFlight:
-    return RemoteFlight("a", Asked([3], SamplingParams(), stream=True), salt="s", version=0, loads=4)
+def a_request() -> RemoteRequest:
+    return RemoteRequest(
+        EngineRequest([3], SamplingParams(), stream=True), "a", asyncio.Queue(), spans=[(0, 0)], version=0, loads=4
+    )
 
 
 async def test_without_an_update_a_stream_is_labelled_with_what_the_server_held() -> None:
     ask = Asking()
-    chunk = await a_flight().label(parse_part(event([5, 6]), 0), loads=4, version=0, ask=ask)
+    chunk = await a_request().label(parse_part(event([5, 6]), 0), loads=4, version=0, ask=ask)
     assert chunk is not None and (chunk.versions, ask.asked) == ([0, 0], 0)
 
 
 async def test_after_an_update_the_server_says_where_the_new_version_began() -> None:
     """Tokens of the old version can arrive after the update, and wait here for a slow reader."""
-    flight, ask = a_flight(), Asking(Spans(((0, 0),)), Spans(((0, 0), (1, 5))))
+    sent, ask = a_request(), Asking([(0, 0)], [(0, 0), (1, 5)])
     versions = []
     for tokens in ([5, 6], [7], [8, 9, 10], [11]):
-        chunk = await flight.label(parse_part(event(tokens), 0), loads=5, version=1, ask=ask)
+        chunk = await sent.label(parse_part(event(tokens), 0), loads=5, version=1, ask=ask)
         assert chunk is not None and chunk.token_ids == tokens
         versions += chunk.versions
     assert (versions, ask.asked) == ([0, 0, 0, 0, 0, 1, 1], 2)
 
 
 async def test_tokens_are_held_back_until_their_version_is_known() -> None:
-    flight, ask = a_flight(), Asking(None)
-    assert await flight.label(parse_part(event([5, 6]), 0), loads=5, version=1, ask=ask) is None
+    sent, ask = a_request(), Asking(None)
+    assert await sent.label(parse_part(event([5, 6]), 0), loads=5, version=1, ask=ask) is None
     last = parse_part(event([7], "length", [("0", 0), ("1", 1)]), 0)
-    chunk = await flight.label(last, loads=5, version=1, ask=ask)
+    chunk = await sent.label(last, loads=5, version=1, ask=ask)
     assert chunk is not None
     assert (chunk.token_ids, chunk.logprobs, chunk.versions) == ([5, 6, 7], [-5.0, -6.0, -7.0], [0, 1, 1])
     assert chunk.stop_reason == "length"
@@ -378,14 +387,15 @@ async def publish(
     transport: WeightTransport,
     version: int,
     mode: PauseMode = PauseMode.KEEP,
-) -> None:
+) -> WeightUpdate:
     update = transport.gather(named, version)
     await engine.receive_weights(update)
     await engine.pause(mode)
     await engine.load_weights(update)
-    assert await engine.served_checksum() == update.checksum
+    assert await served_checksum(engine, update) == update.checksum
     await engine.resume()
     assert (engine.policy_version, (await engine.health()).policy_version) == (version, version)
+    return update
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -458,7 +468,7 @@ async def test_a_stream_has_the_tokens_of_the_whole_answer(engine: RemoteVLLMEng
 @on_the_modules_loop
 async def test_a_request_that_does_not_fit_fails_its_own_call_only(engine: RemoteVLLMEngine) -> None:
     good = asyncio.create_task(engine.generate(request(max_tokens=30)))
-    for prompt, reason in (([3] * 4096, "max_model_len=4096"), ([], "0 tokens"), ([10_000], "vocabulary")):
+    for prompt, reason in (([3] * 4096, "max_model_len=4096"), ([], "empty"), ([10_000], "vocabulary")):
         with pytest.raises(RequestError, match=reason):
             await engine.generate(request(prompt))
         with pytest.raises(RequestError, match=reason):
@@ -578,11 +588,11 @@ async def test_nothing_is_sampled_while_paused_and_what_arrives_waits(engine: Re
     await settle()
     health = await engine.health()
     assert (health.paused, health.running + health.waiting) == (True, 2)
-    frozen = await engine._alive().requests()
-    assert await engine._alive().requests() == frozen and not late.done()
+    frozen = await engine._alive()[0].unfinished_requests()
+    assert await engine._alive()[0].unfinished_requests() == frozen and not late.done()
     await engine.resume()
     await late
-    assert await engine._alive().requests() != frozen
+    assert await engine._alive()[0].unfinished_requests() != frozen
     await stream.aclose()
 
 
@@ -600,9 +610,10 @@ async def test_resuming_fails_a_wait_that_is_still_draining(engine: RemoteVLLMEn
 
 @on_the_modules_loop
 async def test_a_bad_update_is_refused_and_the_old_weights_stay(
-    engine: RemoteVLLMEngine, transport: SharedMemoryTransport
+    engine: RemoteVLLMEngine, folder: str, transport: SharedMemoryTransport
 ) -> None:
-    before, version = await engine.served_checksum(), engine.policy_version
+    version = engine.policy_version
+    served = await publish(engine, weights(folder), transport, version)
     update = transport.gather([], version + 1)
     await engine.receive_weights(update)
     with pytest.raises(EngineError, match="pause"):
@@ -611,7 +622,7 @@ async def test_a_bad_update_is_refused_and_the_old_weights_stay(
     with pytest.raises(EngineError, match="misses"):
         await engine.load_weights(update)
     await engine.resume()
-    assert (await engine.served_checksum(), engine.policy_version) == (before, version)
+    assert (await served_checksum(engine, served), engine.policy_version) == (served.checksum, version)
 
 
 @on_the_modules_loop

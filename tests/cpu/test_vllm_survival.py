@@ -15,7 +15,7 @@ from test_vllm_continuation import check, client_of
 from vllm_engines import PROMPT, Served, request, tiny_model
 
 from skyrl_train.errors import EngineDeadError
-from skyrl_train.inference.interface import PauseMode
+from skyrl_train.types import PauseMode
 
 pytestmark = pytest.mark.timeout(600)
 on_the_session_loop = pytest.mark.asyncio(loop_scope="session")
@@ -45,7 +45,7 @@ async def test_the_requests_of_a_killed_engine_go_on_where_one_lives(
         twin.engine.generate(request()),
         twin.engine.pause(PauseMode.KEEP),
         twin.engine.load_weights(update),
-        twin.engine.served_checksum(),
+        twin.engine.worker_pids(),
         twin.engine.abort_generation(),
     ):
         with pytest.raises(EngineDeadError):

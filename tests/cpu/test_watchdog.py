@@ -14,9 +14,10 @@ from scripted import ScriptedEngine, settle
 
 from skyrl_train.errors import EngineDeadError, NoEngineError
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.fleet import FleetLimits
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.rollout.watchdog import LoopMonitor, Phase, Watchdog
+from skyrl_train.inference.interface import InferenceEngineInput
+from skyrl_train.inference.pool.fleet import FleetLimits
+from skyrl_train.runtime.watchdog import LoopMonitor, Phase, Watchdog
+from skyrl_train.types import PauseMode
 
 
 class Time:
@@ -125,7 +126,7 @@ async def test_it_says_for_how_long_and_asks_what_the_run_is_busy_with_only_then
     assert w.said == [
         (
             10.0,
-            "no group and no step has ended for 10 s. This is what the run is busy with:\n"
+            "no group and no step has ended for 10 s. Current activities of the run:\n"
             "  the trainer: waiting\n  engine 0: dead",
         )
     ]
@@ -145,10 +146,10 @@ def test_a_phase_has_a_name_and_an_age() -> None:
     time = Time()
     phase = Phase(time, "starting")
     time.now = 5.0
-    assert phase.describe() == "the trainer: starting, for 5 s"
+    assert phase.describe() == "the trainer starting, for 5 s"
     phase.enter("training step 3")
     time.now = 905.0
-    assert phase.describe() == "the trainer: training step 3, for 900 s"
+    assert phase.describe() == "the trainer training step 3, for 900 s"
 
 
 # The loop monitor -----------------------------------------------------------------------------------------------------

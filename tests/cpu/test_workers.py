@@ -14,16 +14,16 @@ from rollout_worlds import (
     World,
     cancel_its_task,
     fail,
+    group_index_of,
     hang,
     ignore_cancellation,
-    ordinal_of,
     quiet,
     return_late,
 )
 from scripted import settle
 
 from skyrl_train.errors import NoEngineError, RolloutError
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
+from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 # Dynamic sampling -----------------------------------------------------------------------------------------------------
 
@@ -32,16 +32,16 @@ async def test_groups_without_signal_leave_as_they_arrive_and_the_step_is_full_a
     async with World(max_filtered_share=0.9) as w:
         w.generator.plays.update({0: [quiet], 2: [quiet], 5: [quiet]})
         assert await w.step(fill=True) == [1, 3, 4, 6]
-        assert sorted(w.loader.filtered) == [0, 2, 5] and w.staleness.counts.filtered == 3
+        assert sorted(w.loader.ledger.filtered) == [0, 2, 5] and w.staleness.counts.filtered == 3
         w.check_books()
 
 
 async def test_a_run_in_which_nothing_has_signal_stops_with_the_remedy() -> None:
     async with World(max_filtered_share=0.9, b=1) as w:
-        w.generator.plays.update({ordinal: [quiet] for ordinal in range(200)})
+        w.generator.plays.update({group_index: [quiet] for group_index in range(200)})
         await w.workers.fill()
         with pytest.raises(RolloutError, match="dynamic_sampling=none"):
-            w.workers.raise_if_failed()
+            w.raise_if_failed()
         assert w.staleness.counts.filtered == 58, "the first that is more than 0.9 of 64"
         w.check_books()
 
@@ -58,12 +58,12 @@ def test_with_depth_zero_the_same_groups_train_in_the_same_order_as_in_sync(
 
             async def shuffled(batch: GeneratorInput) -> GeneratorOutput | None:
                 await settle(rng.randrange(20))
-                ordinal = ordinal_of(batch)
-                if ordinal in failing:
+                group_index = group_index_of(batch)
+                if group_index in failing:
                     raise ValueError("scripted")
-                return await quiet(batch) if ordinal in silent else None
+                return await quiet(batch) if group_index in silent else None
 
-            w.generator.plays = {ordinal: [shuffled] for ordinal in range(200)}
+            w.generator.plays = {group_index: [shuffled] for group_index in range(200)}
             if background:
                 w.workers.start()
             for _ in range(5):
@@ -73,8 +73,8 @@ def test_with_depth_zero_the_same_groups_train_in_the_same_order_as_in_sync(
 
     synchronous = asyncio.run(run(False, random.Random(seed)))
     assert synchronous == asyncio.run(run(True, random.Random(seed + 1)))
-    kept = [ordinal for ordinal in range(200) if ordinal not in silent | failing]
-    assert [ordinal for batch in synchronous for ordinal in batch] == kept[:20]
+    kept = [group_index for group_index in range(200) if group_index not in silent | failing]
+    assert [group_index for batch in synchronous for group_index in batch] == kept[:20]
 
 
 # Dropped groups -------------------------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ async def test_an_overdue_group_is_cancelled_and_its_seat_goes_to_the_next_promp
             await w.step()
             dropped.append(w.workers.drop_overdue())
             w.check_books()
-        assert [0] in dropped and w.loader.dropped == [0]
-        assert 0 not in w.trained and 0 not in [group.ordinal for group in w.buffer]
+        assert [0] in dropped and w.loader.ledger.dropped == [0]
+        assert 0 not in w.trained and 0 not in [group.group_index for group in w.buffer]
         assert w.staleness.counts.dropped == 1
 
 
@@ -126,12 +126,12 @@ async def test_admission_ends_quietly_with_the_prompts() -> None:
 
 async def test_admission_waits_for_rows_that_are_still_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     is_ready = False
-    monkeypatch.setattr("skyrl_train.rollout.dataloader.PromptLoader.ready", property(lambda loader: is_ready))
+    monkeypatch.setattr("skyrl_train.rollout.data.loader.PromptLoader.ready", property(lambda loader: is_ready))
     async with World() as w:
         filling = asyncio.create_task(w.workers.fill())
         await settle()
         assert not filling.done() and w.generator.calls == []
-        assert "wait for the data set's next rows" in w.workers.describe()[0]
+        assert "wait for the next rows of the data set" in w.workers.describe()[0]
         is_ready = True
         w.changed.notify()
         await asyncio.wait_for(filling, 10)
@@ -141,17 +141,17 @@ async def test_admission_waits_for_rows_that_are_still_being_read(monkeypatch: p
 async def test_a_group_that_goes_on_from_old_tokens_is_admitted_under_their_version() -> None:
     async with World(s=4, depth=1) as w:
         w.engines.policy_version = 2
-        w.workers._admission_version = lambda ordinal: 1 if ordinal == 2 else 2
+        w.workers._admission_version = lambda group_index: 1 if group_index == 2 else 2
         admit, admitted = w.staleness.admit, dict[int, int]()
 
-        def noting(ordinal: int, version: int) -> None:
-            admitted[ordinal] = version
-            admit(ordinal, version)
+        def noting(group_index: int, version: int) -> None:
+            admitted[group_index] = version
+            admit(group_index, version)
 
         w.staleness.admit = noting  # type: ignore[method-assign]
         w.workers.start()
         await w.until(lambda: len(w.buffer) == 8)
-        assert admitted == {ordinal: 1 if ordinal == 2 else 2 for ordinal in range(8)}
+        assert admitted == {group_index: 1 if group_index == 2 else 2 for group_index in range(8)}
 
 
 async def test_seats_that_become_free_are_filled_at_once_and_not_when_all_have_ended() -> None:
@@ -220,7 +220,7 @@ async def test_a_bug_in_any_part_of_the_workers_reaches_the_trainer_as_itself() 
 
 async def test_after_the_first_error_nothing_more_is_admitted_and_the_first_is_raised() -> None:
     async with World(on_rollout_failure=RAISE, max_rollout_retries=0) as w:
-        w.generator.plays.update({ordinal: [fail] for ordinal in range(20)})
+        w.generator.plays.update({group_index: [fail] for group_index in range(20)})
         w.workers.start()
         await w.until(lambda: w.workers.error is not None)
         await settle()
@@ -230,14 +230,14 @@ async def test_after_the_first_error_nothing_more_is_admitted_and_the_first_is_r
 
 async def test_workers_say_what_runs_since_when_the_oldest_first() -> None:
     async with World(b=20, workers=20, max_rollout_retries=1, prompts=40) as w:
-        w.generator.plays.update({ordinal: [hang] for ordinal in range(20)})
+        w.generator.plays.update({group_index: [hang] for group_index in range(20)})
         w.generator.plays[7] = [fail, hang]
         w.workers.start()
         await settle()
         w.now = 903.0
         lines = w.workers.describe()
         uid = w.loader.record(7).uid
-        assert lines[0] == "generation: 20 of 20 groups run, 0 wait to be trained; room for 0 more"
+        assert lines[0] == "generation: 20 of 20 groups run, 0 wait to be trained; capacity for 0 more"
         assert f"group 7 (prompt {uid!r}): attempt 2 of 2 began 903 s ago, 2 sessions from {uid}@7_0 on" in lines
         assert len(lines) == 1 + 16 + 1 and lines[-1] == "and 4 groups that began later"
 
@@ -282,14 +282,14 @@ def test_books_agree_at_every_step_of_every_schedule(seed: int, policy: str, on_
                     raise NoEngineError("scripted")
                 return await quiet(batch) if kind < 0.4 else None
 
-            w.generator.plays = {ordinal: [play] for ordinal in range(2000)}
+            w.generator.plays = {group_index: [play] for group_index in range(2000)}
             w.workers.start()
             for _ in range(12):
                 await asyncio.wait_for(w.step(), 30)
                 w.check_books()
                 w.workers.drop_overdue()
                 w.check_books()
-            assert policy == "drop" or not w.loader.dropped
+            assert policy == "drop" or not w.loader.ledger.dropped
             await w.workers.close()
             w.check_books()
             assert w.runner._running == {}

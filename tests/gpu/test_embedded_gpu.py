@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.schema.model import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 # TF32 and bf16 round differently in one row and in many.
@@ -45,11 +46,11 @@ async def publish(
     assert await engine.served_checksum() == update.checksum, "served bit for bit"
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("executor", ["thread", "process"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_logprobs_match_the_plain_forward_pass(folder: str, dtype: str, placement: str) -> None:
+async def test_logprobs_match_the_plain_forward_pass(folder: str, dtype: str, executor: str) -> None:
     model, transport = load_model(folder, dtype, "cuda").eval(), SharedMemoryTransport(dtype, verify=True)
-    engine = EmbeddedEngine(folder, placement=placement, device="cuda", dtype=dtype, max_num_seqs=3)
+    engine = EmbeddedEngine(folder, executor=executor, device="cuda", dtype=dtype, max_num_seqs=3)
     await engine.start()
     try:
         await engine.pause(PauseMode.KEEP)
@@ -69,7 +70,7 @@ async def test_logprobs_match_the_plain_forward_pass(folder: str, dtype: str, pl
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_versions_tell_which_weights_sampled_each_token(folder: str, dtype: str, mode: PauseMode) -> None:
     model, transport = load_model(folder, dtype, "cuda").eval(), SharedMemoryTransport(dtype, verify=True)
-    engine = EmbeddedEngine(folder, placement="thread", device="cuda", dtype=dtype)
+    engine = EmbeddedEngine(folder, executor="thread", device="cuda", dtype=dtype)
     await engine.start()
     try:
         await engine.pause(PauseMode.KEEP)
@@ -95,7 +96,7 @@ async def test_versions_tell_which_weights_sampled_each_token(folder: str, dtype
 
 async def test_batch_invariant_on_a_gpu_too(folder: str) -> None:
     model, transport = load_model(folder, "float32", "cuda").eval(), SharedMemoryTransport()
-    engine = EmbeddedEngine(folder, placement="thread", device="cuda", batch_invariant=True)
+    engine = EmbeddedEngine(folder, executor="thread", device="cuda", batch_invariant=True)
     await engine.start()
     try:
         await engine.pause(PauseMode.KEEP)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.schema.model import BuildModelConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.local_backend import LocalBackend

@@ -14,13 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from skyrl_train.config import derive
-from skyrl_train.config.schema.model import BuildModelConfig
-from skyrl_train.config.schema.trainer import TrainerConfig
-from skyrl_train.config.schema.training import TrainingStrategy
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig, TrainingStrategy
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
-from skyrl_train.training.distributed.shares import PackedSequences
-from skyrl_train.training.distributed.worker import ModelSettings, Refused, Returned, Role, TrainingWorker
+from skyrl_train.training.distributed.worker import (
+    ModelSettings,
+    PackedSequences,
+    Role,
+    TrainingWorker,
+)
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
 
 pytestmark = [
@@ -80,13 +82,8 @@ def rank() -> Iterator[TrainingWorker]:
 
 def join(worker: TrainingWorker, folder: str, config: TrainerConfig) -> None:
     meeting = worker.host_store("127.0.0.1", 1)
-    assert worker.join(0, 1, meeting, config, "trainer.fsdp") == Returned(None)
-    assert worker.hold(Role.policy, ModelSettings(folder, config, 10, 1.0, 0)) == Returned(None)
-
-
-def value(outcome: Returned | Refused):  # type: ignore[no-untyped-def]
-    assert isinstance(outcome, Returned), outcome
-    return outcome.value
+    worker.join(0, 1, meeting, config, "trainer.fsdp")
+    worker.hold(Role.policy, ModelSettings(folder, config, 10, 1.0, 0))
 
 
 @pytest.mark.parametrize("fsdp", [{}, {"cpu_offload": True}], ids=["on the GPU", "in main memory"])
@@ -97,17 +94,17 @@ def test_a_rank_on_a_gpu_trains_as_the_local_backend_and_resumes(
     alone = LocalBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
     for step in (1, 2, 3):
         batch = minibatch(step, LENGTHS)
-        metrics = value(rank.update(Role.policy, PackedSequences.of(batch.sequences), batch))
+        metrics = rank.update(Role.policy, PackedSequences.of(batch.sequences), batch)
         assert metrics == pytest.approx(alone.update(batch), rel=1e-3, abs=1e-4)
     for name, weight in alone.named_weights():
-        torch.testing.assert_close(value(rank.weight(name)), weight.cpu(), atol=1e-4, rtol=0, msg=name)
+        torch.testing.assert_close(rank.weight(name), weight.cpu(), atol=1e-4, rtol=0, msg=name)
     where = {p.to_local().device.type for p in rank._policy.parameters()}  # type: ignore[attr-defined]
     assert where == {"cpu" if fsdp else "cuda"}
-    value(rank.save(Role.policy, value(rank.snapshot(Role.policy)), tmp_path))
+    rank.save(Role.policy, rank.snapshot(Role.policy), tmp_path)
     batch = minibatch(4, LENGTHS)
-    after = value(rank.update(Role.policy, PackedSequences.of(batch.sequences), batch))
-    value(rank.load(Role.policy, tmp_path))
-    assert value(rank.update(Role.policy, PackedSequences.of(batch.sequences), batch)) == pytest.approx(
+    after = rank.update(Role.policy, PackedSequences.of(batch.sequences), batch)
+    rank.load(Role.policy, tmp_path)
+    assert rank.update(Role.policy, PackedSequences.of(batch.sequences), batch) == pytest.approx(
         after, rel=1e-3, abs=1e-5
     )
 
@@ -122,7 +119,7 @@ def test_a_critic_beside_the_policy_on_a_gpu_trains_as_the_local_one(
     config.critic.fsdp.cpu_offload = offload
     join(rank, folder, config)
     of_critic = derive.critic_trainer(config)
-    assert rank.hold(Role.critic, ModelSettings(folder, of_critic, 10, 1.0, 0)) == Returned(None)
+    rank.hold(Role.critic, ModelSettings(folder, of_critic, 10, 1.0, 0))
     alone, policy = LocalCritic(folder, of_critic, total_steps=10), LocalBackend(folder, config, 10, 1.0, 0)
     for step in (1, 2, 3):
         batch = minibatch(step, LENGTHS)
@@ -133,11 +130,11 @@ def test_a_critic_beside_the_policy_on_a_gpu_trains_as_the_local_one(
         ]
         packed, batch = PackedSequences.of(valued), replace(batch, sequences=valued)
         rank.accumulate(Role.policy, packed, batch)
-        assert value(rank.update(Role.critic, packed, batch)) == pytest.approx(alone.update(batch), rel=1e-3, abs=1e-4)
-        assert value(rank.finish(Role.policy, step)) == pytest.approx(policy.update(batch), rel=1e-3, abs=1e-4)
-    for ours, expected in zip(value(rank.score(Role.critic, packed)), alone.forward_values(valued), strict=True):
+        assert rank.update(Role.critic, packed, batch) == pytest.approx(alone.update(batch), rel=1e-3, abs=1e-4)
+        assert rank.finish(Role.policy, step) == pytest.approx(policy.update(batch), rel=1e-3, abs=1e-4)
+    for ours, expected in zip(rank.score(Role.critic, packed), alone.forward_values(valued), strict=True):
         torch.testing.assert_close(torch.from_numpy(ours), expected, atol=1e-4, rtol=0)
-    where = {p.to_local().device.type for p in rank._held[Role.critic].trainer.model.parameters()}  # type: ignore[attr-defined]
+    where = {p.to_local().device.type for p in rank._held[Role.critic].worker.model.parameters()}  # type: ignore[attr-defined]
     assert where == {"cpu" if offload else "cuda"}
 
 

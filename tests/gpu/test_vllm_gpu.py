@@ -17,14 +17,16 @@ import pytest
 import pytest_asyncio
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from vllm_read_back import EXTENSION, served_checksum
 
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.engines.vllm import VLLMEngine
-from skyrl_train.inference.interface import InferenceEngineInput, PauseMode
+from skyrl_train.inference.engines.vllm import VLLMEngine, arguments
+from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.tiny import character_tokenizer
-from skyrl_train.publication.base import WeightTransport
-from skyrl_train.publication.cuda_ipc import CudaIpcTransport
-from skyrl_train.publication.shared_memory import SharedMemoryTransport
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.cuda_ipc import CudaIpcTransport
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.update import WeightTransport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +86,7 @@ class World:
         await self.engine.load_weights(update)
         await self.engine.resume()
         times.append(time.perf_counter())
-        assert await self.engine.served_checksum() == update.checksum, "served bit for bit"
+        assert await served_checksum(self.engine, update) == update.checksum, "served bit for bit"
         gather, transfer, paused = (1e3 * (after - before) for before, after in itertools.pairwise(times))
         return {"gather": gather, "transfer": transfer, "paused": paused, "load": 1e3 * self.engine.last_load_s}
 
@@ -112,7 +114,9 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
     await asyncio.to_thread(save_model, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
     world = World(folder, model)
-    await world.engine.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "WORKER_EXTENSION", EXTENSION)
+        await world.engine.start()
     yield world
     await world.engine.teardown()
     for transport in world.transports.values():

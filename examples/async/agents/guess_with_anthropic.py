@@ -8,9 +8,9 @@ from pathlib import Path
 
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
-from skyrl_train.entrypoints.train import main
+import skyrl_train
 
-HTTP = DefaultAsyncHttpxClient()  # shared by all runs: making one takes longer than playing
+HTTP = DefaultAsyncHttpxClient()  # shared by all runs: creating one takes longer than a run
 COMPARE = {
     "name": "compare",
     "description": "Says where the number is.",
@@ -44,7 +44,7 @@ def result(call, number, guesses):
 
 
 def score(number, guesses, said):
-    """Teaches the format first, then the number."""
+    """Reward the format first, then the number."""
     if number in guesses:
         return 1.0
     if guesses:
@@ -55,4 +55,4 @@ def score(number, guesses, said):
 if __name__ == "__main__":
     here = Path(__file__).resolve()
     settings = [f"generator.kwargs.agent={here}:run", f"trainer.run_name={here.stem}", *sys.argv[1:]]
-    sys.exit(main([f"--config-name={here.parent / 'guess.yaml'}", *settings]))
+    skyrl_train.train(here.parent / "guess.yaml", overrides=settings)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from skyrl_train.entrypoints.train import main
+import skyrl_train
 
-HTTP = DefaultAsyncHttpxClient()  # shared by all runs: making one takes longer than playing
+HTTP = DefaultAsyncHttpxClient()  # shared by all runs: creating one takes longer than a run
 
 
 async def run(prompt, base_url, api_key, extras):
@@ -31,4 +31,4 @@ async def run(prompt, base_url, api_key, extras):
 if __name__ == "__main__":
     here = Path(__file__).resolve()
     settings = [f"generator.kwargs.agent={here}:run", f"trainer.run_name={here.stem}", *sys.argv[1:]]
-    sys.exit(main([f"--config-name={here.parent / 'guess.yaml'}", *settings]))
+    skyrl_train.train(here.parent / "guess.yaml", overrides=settings)

@@ -1,6 +1,6 @@
-"""An agent on ``smolagents``: a synchronous framework that writes its own account of each step into the next prompt.
+"""An agent on ``smolagents``: a synchronous framework that writes its own description of each step into the next prompt.
 
-Each step therefore begins a new branch of the session: the endpoint trains what was sampled, in several sequences.
+Each step therefore starts a new branch of the session, and a run becomes several training sequences.
 
 ./uvw run examples/async/agents/guess_with_smolagents.py [key=value ...]
 """
@@ -12,9 +12,9 @@ from openai import DefaultHttpxClient
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
-from skyrl_train.entrypoints.train import main
+import skyrl_train
 
-HTTP = DefaultHttpxClient()  # shared by all runs: making one takes longer than playing
+HTTP = DefaultHttpxClient()  # shared by all runs: creating one takes longer than a run
 # The framework's own instructions are longer than this model's context.
 SHORT = {**EMPTY_PROMPT_TEMPLATES, "final_answer": {"pre_messages": "", "post_messages": "?"}}
 
@@ -41,7 +41,7 @@ def run(prompt, base_url, api_key, extras):
 
 
 def score(number, guesses, said):
-    """Teaches the format first, then the number."""
+    """Reward the format first, then the number."""
     if number in guesses:
         return 1.0
     if guesses:
@@ -54,9 +54,9 @@ if __name__ == "__main__":
     settings = [
         f"generator.kwargs.agent={here}:run",
         f"trainer.run_name={here.stem}",
-        "trainer.policy.model.build.max_position_embeddings=1024",  # it speaks of errors at length
+        "trainer.policy.model.build.max_position_embeddings=1024",  # its error messages are long
         "generator.max_input_length=1000",
         "generator.inference_engine.max_num_seqs=64",
         *sys.argv[1:],
     ]
-    sys.exit(main([f"--config-name={here.parent / 'guess.yaml'}", *settings]))
+    skyrl_train.train(here.parent / "guess.yaml", overrides=settings)

@@ -3,7 +3,7 @@
 ./uvw run examples/recipes/code/prepare_data.py [--source mbpp|code_contests] [--output data/code]
 
 MBPP (arXiv 2108.07732) has 374 tasks to train on and 500 to evaluate on; CodeContests (deepmind/code_contests, arXiv
-2203.07814) has more than 13,000, of which those without tests by stdin and stdout are left out.
+2203.07814) has more than 13,000; tasks without stdin and stdout tests are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TESTS = 16  # per task: public ones first, then private ones, then generated
 
 
 def convert_mbpp(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``text``, ``test_list``, ``test_setup_code`` -> ``python_tests``'s columns; the first test names the function."""
+    """``text``, ``test_list``, ``test_setup_code`` -> the columns of ``python_tests``; the first test names the function."""
     setup = row["test_setup_code"]
     tests = [{"assert": f"{setup}\n{test}".strip()} for test in row["test_list"]]
     content = f"{row['text'].strip()}\nYour program should pass this test: {row['test_list'][0]}\n{FENCE}"

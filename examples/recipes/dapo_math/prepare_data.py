@@ -20,7 +20,7 @@ SOURCES = {"train": "BytedTsinghua-SIA/DAPO-Math-17k", "aime_2024": "BytedTsingh
 
 
 def convert(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``prompt`` (messages that ask for a last line ``Answer: ...``) and ``reward_model.ground_truth`` -> ``math_answer``'s."""
+    """``prompt`` (asks for a last line ``Answer: ...``) and ``reward_model.ground_truth`` -> the columns of ``math_answer``."""
     return {
         "prompt": [{"role": message["role"], "content": message["content"]} for message in row["prompt"]],
         "answer": str(row["reward_model"]["ground_truth"]),

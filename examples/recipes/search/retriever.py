@@ -3,8 +3,7 @@
 ./uvw run examples/recipes/search/retriever.py --corpus passages.jsonl [--port 8000]
 
 Each line of the corpus is ``{"id": ..., "contents": text}``, as in ``wiki-18.jsonl``. The index is a dictionary in
-memory: right for thousands of passages. For all of Wikipedia start Search-R1's own server, which speaks the same
-protocol.
+memory, for thousands of passages. For all of Wikipedia, start Search-R1's server, which has the same protocol.
 """
 
 from __future__ import annotations

@@ -1,32 +1,46 @@
-"""What an agent is to the generator: something that is given a task and may say what its run was worth.
+"""The interface between the harness generator and an agent, and agents that are Python functions.
 
-AgentTask ──Agent.run──> AgentResult
-               │
-               └── requests to base_url with api_key: they are recorded as the task's session
+    AgentTask ──FunctionAgent.run or ProcessAgent.run──> AgentResult
+                      │
+                      └── requests to base_url with api_key, recorded as the task's session
+
+A function agent is ``async def run(prompt, base_url, api_key) -> float | dict``. Agents that are programs are in
+:mod:`~skyrl_train.generators.harness.process`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
+
+from skyrl_train.errors import ConfigError
 
 _REDACTED = "<api key>"
-_TELLING_CHARACTERS = 8  # of a key in a row
+_REDACTED_LENGTH = 8  # the shortest part of a key that is redacted, in characters
+_ARGUMENTS = ("prompt", "base_url", "api_key", "extras", "session_id", "seed")
+_SHAPE = 'Return a number, or {"reward": number, "turn_rewards": [number, ...], "metrics": {name: number}}.'
+
+
+class AgentError(Exception):
+    """A run failed. The generator converts it into a RolloutError that names the sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """One sample to be played.
+    """One sample to generate.
 
     Args:
         prompt: the conversation of the data row.
         extras: the other columns of the data row.
-        base_url: for OpenAI clients, ends in ``/v1``; Anthropic's clients want it without.
-        seed: for everything random in the agent itself.
+        base_url: for OpenAI clients; ends in ``/v1``. Anthropic clients take ``server_url``.
+        seed: for randomness in the agent itself.
     """
 
     prompt: Sequence[Mapping[str, Any]]
@@ -38,23 +52,33 @@ class AgentTask:
 
     @property
     def server_url(self) -> str:
-        """The endpoint without ``/v1``."""
+        """The endpoint's URL without ``/v1``."""
         return self.base_url.removesuffix("/v1")
 
     def redact(self, text: str) -> str:
-        """``text`` without the key and without any part of it that is long enough to be told from chance.
+        """Return ``text`` without the API key, and without any part of it that has at least 8 characters.
 
-        Texts are cut somewhere before they are shown, and so may a key have been.
+        Parts matter because outputs are truncated before they are shown, possibly inside a key.
         """
-        return _without_parts(text, self.api_key)
+        key, size = self.api_key, min(_REDACTED_LENGTH, len(self.api_key))
+        parts = "|".join(re.escape(key[start : start + size]) for start in range(len(key) - size + 1))
+        kept: list[str] = []
+        end = 0
+        for match in re.finditer(f"(?={parts})", text):  # lookahead, because parts of a key overlap
+            if match.start() > end or not kept:
+                kept += [text[end : match.start()], _REDACTED]
+            end = match.start() + size
+        return "".join([*kept, text[end:]])
 
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """What an agent says of its run. Without a reward and turn rewards, they must have been posted to the endpoint.
+    """The result that an agent returned. Without rewards here, the agent must have posted them to the endpoint.
 
-    ``turn_rewards``: one per turn, in the order in which the responses ended. ``metrics`` are averaged over the samples as
-    ``environment/<name>``. ``remark`` is for the message where a reward turns out to be missing.
+    Args:
+        turn_rewards: one per turn, in the order in which the responses ended.
+        metrics: averaged over the samples as ``environment/<name>``.
+        remark: explains in an error message why there is no reward.
     """
 
     reward: float | None = None
@@ -63,46 +87,17 @@ class AgentResult:
     remark: str = "it returned none"
 
 
-class Agent(Protocol):
-    """Runs tasks, many at once."""
-
-    async def run(self, task: AgentTask) -> AgentResult:
-        """Plays one task. Cancelling it ends everything that the run has started.
-
-        Raises:
-            AgentError: the run failed, and the message says how.
-        """
-
-
-def _without_parts(text: str, key: str) -> str:
-    size = min(_TELLING_CHARACTERS, len(key))
-    parts = "|".join(re.escape(key[place : place + size]) for place in range(len(key) - size + 1))
-    kept: list[str] = []
-    end = 0
-    for match in re.finditer(f"(?={parts})", text):  # looking ahead: parts of a key overlap
-        if match.start() > end or not kept:
-            kept += [text[end : match.start()], _REDACTED]
-        end = match.start() + size
-    return "".join([*kept, text[end:]])
-
-
-class AgentError(Exception):
-    """A run failed; the generator makes a RolloutError of it that names the sample."""
-
-
-_SHAPE = 'Return a number, or {"reward": number, "turn_rewards": [number, ...], "metrics": {name: number}}.'
-
-
 def to_result(value: Any) -> AgentResult:
-    """Reads what an agent returned: a number, a mapping, or None where the reward was posted to the endpoint.
+    """Convert an agent's return value: a number, a mapping, or None if the reward was posted to the endpoint.
 
     Raises:
-        AgentError: it is anything else, or has a number that is not finite.
+        AgentError: it has another shape, or contains a number that is not finite.
     """
     if value is None:
         return AgentResult()
     if not isinstance(value, Mapping):
         return AgentResult(_number(value, "the reward"))
+    # A misspelt key would silently drop a reward.
     unknown = sorted(str(key) for key in value.keys() - {"reward", "turn_rewards", "metrics"})
     if unknown:
         raise AgentError(f"it returned an object with the unknown key {unknown[0]!r}. {_SHAPE}")
@@ -120,3 +115,74 @@ def _number(value: Any, what: str) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise AgentError(f"{what} that it returned is {value!r:.80}, not a finite number. {_SHAPE}")
     return float(value)
+
+
+class FunctionAgent:
+    """Calls a function with the arguments that it names: ``prompt, base_url, api_key, extras, session_id, seed``.
+
+    An async function runs on the control loop and must not block it. Other functions run in a new thread each. A thread
+    cannot be stopped from outside: after a timeout it runs until its next request, which the endpoint rejects.
+
+    Raises:
+        ConfigError: (constructor) the object is not callable with these arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        if not callable(function):
+            raise ConfigError(f"generator.kwargs.agent={name!r} is a {type(function).__name__}, not a function.")
+        parameters = inspect.signature(function).parameters.values()
+        kinds = inspect.Parameter
+        named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        unknown = [p.name for p in named if p.name not in _ARGUMENTS and p.default is kinds.empty]
+        # A function with **kwargs takes all arguments.
+        takes_any = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)
+        if unknown and not takes_any:
+            raise ConfigError(
+                f"generator.kwargs.agent={name!r} asks for {unknown[0]!r}. An agent may name {', '.join(_ARGUMENTS)}."
+            )
+        self._function = function
+        self._names = list(_ARGUMENTS) if takes_any else [p.name for p in named if p.name in _ARGUMENTS]
+        # Decides where the function runs; a wrapper without async is called in a thread.
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  # an object with an async __call__
+        )
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        """Call the function and return its result.
+
+        Raises:
+            AgentError: it called ``exit()`` or returned an invalid reward.
+            Exception: any exception that the function raised.
+        """
+        arguments = {name: getattr(task, name) for name in self._names}
+        try:
+            value = await (self._function(**arguments) if self._is_async else _in_thread(self._function, arguments))
+        except SystemExit as error:  # would end the training run
+            raise AgentError(f"it ended itself with exit status {error.code}") from error
+        return to_result(value)
+
+
+async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Run a function in a daemon thread. One that never returns blocks neither a thread pool nor the process's exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_result: Callable[[Any], None], value: Any) -> None:
+        if not done.done():  # the waiter may have been cancelled by the timeout
+            set_result(value)
+
+    def call() -> None:
+        try:
+            value = function(**arguments)
+        except BaseException as error:
+            # A future rejects StopIteration, and other BaseExceptions would end the event loop.
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                error = AgentError(f"it ended itself: {error!r}")
+            outcome = done.set_exception, error
+        else:
+            outcome = done.set_result, value
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=call, name=f"agent-{arguments.get('session_id', '')}", daemon=True).start()
+    return await done

@@ -1,34 +1,42 @@
-"""The endpoint that agents speak to, and a session per run of an agent."""
+"""The endpoint that agents call: one session per run of an agent, sampled as the training run is configured.
+
+    agent's request ──> RunSampling: the run's temperature and filters, a seed of the trajectory ──> client
+
+The trainer evaluates log-probs at the run's temperature. Tokens sampled at another temperature come from another
+distribution than the trained one. By default the run's settings therefore replace the agent's, and requests with other
+settings are counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.config.keys import did_you_mean
-from skyrl_train.errors import ConfigError
-from skyrl_train.generators.harness.sampling import RunSampling, SessionSampling
-from skyrl_train.inference.chat_service import ChatService
-from skyrl_train.inference.interface import SamplingParams
-from skyrl_train.inference.server.app import create_app
-from skyrl_train.inference.server.endpoint import EndpointServer
-from skyrl_train.inference.server.settings import ServerSettings
-from skyrl_train.inference.sessions import OpenedSession, SessionLimits, SessionStore
+from skyrl_train.endpoint.server.app import create_app
+from skyrl_train.endpoint.server.server import EndpointServer
+from skyrl_train.endpoint.server.settings import ServerSettings
+from skyrl_train.endpoint.sessions import OpenedSession, SessionLimits, SessionStore
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference.chat.service import ChatService
+from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
+from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
+from skyrl_train.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
     from skyrl_train.inference.client import RequestClient
 
 T = TypeVar("T")
 
+_RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p")  # the run decides these
+_DEFAULTS = SamplingParams()  # the values of fields that a request leaves out
 
-@dataclass(frozen=True, slots=True)
-class RunSession:
-    """One run's session, its key, and how its requests are sampled."""
-
-    opened: OpenedSession
-    sampling: SessionSampling
+_RequestKey = tuple[int, int]  # digest of the prompt, number of the choice; equal for repetitions of a request
 
 
 class SessionEndpoint:
@@ -53,29 +61,31 @@ class SessionEndpoint:
     ) -> None:
         self._sampling = RunSampling(client, agents_choose=agents_choose)
         self._limits = _dataclass(SessionLimits, limits, "session_limits")
-        self._store = SessionStore(client.renderer, self._limits, self._wait_of_others)
+        self._store = SessionStore(client.renderer, self._limits, self._admission_wait)
         service = ChatService(self._sampling, client.renderer)
-        self._settings = _dataclass(ServerSettings, settings, "endpoint")
-        self._server = EndpointServer(create_app(service, client, self._store, self._settings))
-        self._others_may_begin: Callable[[], bool] = lambda: True
+        server_settings = _dataclass(ServerSettings, settings, "endpoint")
+        self.admin_key = server_settings.admin_key
+        self._server = EndpointServer(create_app(service, client, self._store, server_settings))
+        # Called before an outside program opens a session; False makes it come back later.
+        self.outside_may_begin: Callable[[], bool] = lambda: True
         self._base_url: str | None = None
 
     async def start(self) -> None:
-        """Listens.
+        """Listen.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be bound.
         """
         self._base_url = await self._server.start()
 
     async def stop(self) -> None:
-        """Interrupts what still runs and stops listening. Idempotent."""
+        """Interrupt running requests and stop listening. Idempotent."""
         self._base_url = None
         await self._server.stop(drain_s=0)
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as ``base_url``.
+        """The URL for OpenAI clients.
 
         Raises:
             ConfigError: the endpoint does not listen.
@@ -84,29 +94,22 @@ class SessionEndpoint:
             raise ConfigError("The harness generator was not started: await generator.start() before generate().")
         return self._base_url
 
-    @property
-    def admin_key(self) -> str | None:
-        """The key that opens further sessions, if there is one."""
-        return self._settings.admin_key
-
-    def pace(self, may_begin: Callable[[], bool]) -> None:
-        """Asked from now on before anyone but the run opens a session; where it says no, they are to come back later."""
-        self._others_may_begin = may_begin
-
-    def _wait_of_others(self) -> float | None:
-        return None if self._others_may_begin() else self._limits.retry_after_s
+    def _admission_wait(self) -> float | None:
+        return None if self.outside_may_begin() else self._limits.retry_after_s
 
     @contextmanager
     def session(self, run: SamplingParams, seed: int | None, trajectory: str) -> Iterator[RunSession]:
-        """A session for the time of the context; what it still generates at its end is cancelled.
+        """Open a session for the duration of the context. Requests that still run at its end are cancelled.
 
-        The client knows its requests as the trajectory's.
+        The dispatcher has already admitted the sample: the session ignores ``max_sessions`` and ``outside_may_begin``.
 
-        The run has admitted its sample: neither ``session_limits.max_sessions`` nor :meth:`pace` hold it up.
+        Args:
+            trajectory: the client sees the session's requests under this name.
         """
         opened = self._store.open(reserved=True)
         session_id = opened.session.id
         try:
+            # Known to RunSampling before the agent gets the key, so that no request passes unchanged.
             yield RunSession(opened, self._sampling.open(session_id, run, seed, trajectory))
         finally:
             self._sampling.close(session_id)
@@ -114,9 +117,180 @@ class SessionEndpoint:
 
 
 def _dataclass(cls: type[T], values: Mapping[str, Any], setting: str) -> T:
+    """Return ``cls(**values)``; an unknown name raises ConfigError with the closest known one."""
     known = getattr(cls, "__dataclass_fields__")  # noqa: B009  # the type of any dataclass has no such attribute
     for name in values:
         if name not in known:
             raise ConfigError(f"generator.kwargs.{setting}.{name} is unknown.{did_you_mean(name, known)}")
+    # Lists come from yaml; the settings are frozen and take tuples.
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return cls(**plain)
+
+
+@dataclass(slots=True)
+class SessionSampling:
+    """The sampling settings and counts of one session.
+
+    Args:
+        known_as: name of the session in requests to the client. The endpoint's session ids differ in every run, but
+            trajectories keep their names, under which requests are recorded and replayed. None: the endpoint's id.
+        overridden: number of requests with other sampling settings or a seed. A grammar (``response_format``) is applied
+            but counted too: its log-probs belong to the masked distribution, which the trainer does not evaluate.
+        faults: engine errors of requests that no later attempt has made up for, by request. The agent sees only a failed
+            request.
+    """
+
+    run: SamplingParams
+    seed: int | None
+    known_as: str | None = None
+    overridden: int = 0
+    faults: dict[_RequestKey, EngineError] = field(default_factory=dict)
+    _times: Counter[_RequestKey] = field(default_factory=Counter, repr=False)
+
+    @property
+    def engine_error(self) -> EngineError | None:
+        """The latest engine error that no later attempt has made up for."""
+        return next(reversed(self.faults.values()), None)
+
+    @contextmanager
+    def recording_faults(self, key: _RequestKey) -> Iterator[None]:
+        """Record an engine error. A success removes the error of an earlier attempt at the same request."""
+        earlier = self.faults.get(key)
+        try:
+            yield
+        except EngineError as error:
+            self.faults.pop(key, None)  # insertion order: the latest error is last
+            self.faults[key] = error
+            raise
+        if earlier is not None and self.faults.get(key) is earlier:
+            del self.faults[key]
+
+    def next_seed(self, request: GenerationRequest, key: _RequestKey) -> int | None:
+        """Return a seed from the trajectory's seed, the prompt, and the number of equal requests before.
+
+        The seed does not depend on the order of concurrent requests with different prompts.
+        """
+        if self.seed is None:
+            return request.params.seed
+        # Counts repetitions: two equal requests get two different samples.
+        seed = derive_seed(self.seed, key[0], self._times[key])
+        self._times[key] += 1
+        return seed
+
+
+@dataclass(frozen=True, slots=True)
+class RunSession:
+    """The session of one agent run, its API key and its sampling."""
+
+    opened: OpenedSession
+    sampling: SessionSampling
+
+
+class RunSampling:
+    """A generation service that samples requests of known sessions with the settings of the training run.
+
+    | field | taken from |
+    |---|---|
+    | temperature, top_p, top_k, min_p | the run |
+    | seed | the trajectory |
+    | max_tokens | the smaller of both |
+    | stop strings, min_tokens | the request if it has any, else the run |
+    | stop_token_ids, ignore_eos | both |
+    | grammar | the request |
+    | session | the trajectory |
+
+    Requests of other sessions or without a session pass unchanged.
+
+    Args:
+        agents_choose: temperature, filters and seed of a request apply where they differ from the API's defaults.
+    """
+
+    def __init__(self, generation: GenerationService, *, agents_choose: bool = False) -> None:
+        self._generation = generation
+        self._agents_choose = agents_choose
+        self._sessions: dict[str, SessionSampling] = {}
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """The capabilities that all routable engines share."""
+        return self._generation.capabilities
+
+    @property
+    def policy_version(self) -> int:
+        """The policy version of all routable engines."""
+        return self._generation.policy_version
+
+    def open(
+        self, session_id: str, run: SamplingParams, seed: int | None, known_as: str | None = None
+    ) -> SessionSampling:
+        """Register a session."""
+        session = self._sessions[session_id] = SessionSampling(run, seed, known_as)
+        return session
+
+    def close(self, session_id: str) -> None:
+        """Remove a session."""
+        self._sessions.pop(session_id, None)
+
+    async def complete(self, request: GenerationRequest) -> Generation:
+        """See :class:`~skyrl_train.inference.requests.GenerationService`."""
+        session = self._sessions.get(request.session_id or "")
+        if session is None:
+            return await self._generation.complete(request)  # of an outside program
+        key = _request_key(request)
+        with session.recording_faults(key):
+            return await self._generation.complete(self._as_configured(request, session, key))
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """See :class:`~skyrl_train.inference.requests.GenerationService`."""
+        session = self._sessions.get(request.session_id or "")
+        key = _request_key(request)
+        if session is not None:
+            request = self._as_configured(request, session, key)
+        chunks = self._generation.stream(request)
+        try:
+            with nullcontext() if session is None else session.recording_faults(key):
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            await chunks.aclose()  # cancels the request if the reader leaves early
+
+    def _as_configured(
+        self, request: GenerationRequest, session: SessionSampling, key: _RequestKey
+    ) -> GenerationRequest:
+        params, differs = run_params(request.params, session.run, agents_choose=self._agents_choose)
+        session.overridden += differs
+        seed = session.next_seed(request, key)
+        if self._agents_choose and request.params.seed is not None:
+            seed = request.params.seed
+        return replace(request, params=replace(params, seed=seed), session_id=session.known_as or request.session_id)
+
+
+def run_params(requested: SamplingParams, run: SamplingParams, *, agents_choose: bool) -> tuple[SamplingParams, bool]:
+    """Return the parameters to sample with, and whether the agent requested another distribution or a seed.
+
+    A grammar is applied because an agent that requests one cannot parse other output. It counts as another distribution.
+    """
+    # Only the fields that shape the distribution; budgets and stop conditions leave the log-probs as they are.
+    chosen = {
+        name: getattr(requested, name) for name in _RUN_FIELDS if getattr(requested, name) != getattr(_DEFAULTS, name)
+    }
+    # A value equal to the API's default cannot be told from an absent field, so it means the run's value.
+    kept = chosen if agents_choose else {}
+    max_tokens = min(requested.max_tokens, run.max_tokens)
+    params = replace(
+        requested,
+        max_tokens=max_tokens,
+        min_tokens=min(requested.min_tokens or run.min_tokens, max_tokens),
+        stop=requested.stop or run.stop,
+        stop_token_ids=tuple(dict.fromkeys((*requested.stop_token_ids, *run.stop_token_ids))),
+        ignore_eos=requested.ignore_eos or run.ignore_eos,
+        **{name: kept.get(name, getattr(run, name)) for name in _RUN_FIELDS},
+    )
+    differs = any(value != getattr(params, name) for name, value in chosen.items())
+    differs |= not agents_choose and (requested.seed is not None or requested.structured != run.structured)
+    return params, differs
+
+
+def _request_key(request: GenerationRequest) -> _RequestKey:
+    digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big"), request.choice

@@ -1,11 +1,11 @@
-"""The harness generator: any agent that speaks to a language model becomes a generator of training data.
+"""The harness generator: any agent that calls a language model becomes a generator of training data.
 
     prompt ──> open a session ──> agent: any number of requests with the session's key ──> reward ──> close the session
                                     │                                                                    │
                                     └──HTTP──> endpoint ──RunSampling──> client              token-exact sequences
 
-The agent sees an ordinary endpoint. Weight updates, engine deaths and continuations happen underneath, and what is
-trained on are the tokens that were really sampled for it.
+The agent sees an ordinary endpoint. Weight updates, engine failures and continuations stay invisible to it, and training
+uses exactly the tokens that were sampled for it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,22 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.import_path import import_name
-from skyrl_train.config.schema.generator import GeneratorConfig
+from skyrl_train.config.schema import GeneratorConfig
+from skyrl_train.endpoint.sessions import Session, SessionSequence, SessionStatistics
 from skyrl_train.errors import ConfigError, NoEngineError, RolloutError, SessionError
-from skyrl_train.generators.base import (
-    ConversationType,
-    GeneratorInput,
-    GeneratorInterface,
-    GeneratorOutput,
-    TrajectoryID,
-)
-from skyrl_train.generators.harness.agent import Agent, AgentError, AgentResult, AgentTask
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, FunctionAgent
 from skyrl_train.generators.harness.endpoint import SessionEndpoint
-from skyrl_train.generators.harness.function import FunctionAgent
-from skyrl_train.generators.harness.output import PlayedSession, to_output
 from skyrl_train.generators.harness.process import ProcessAgent
 from skyrl_train.inference.interface import SamplingParams
-from skyrl_train.inference.sessions import Session
+from skyrl_train.runtime.concurrency import gather_or_cancel
+from skyrl_train.types import ConversationType, GeneratorInput, GeneratorOutput, TrajectoryID
 
 if TYPE_CHECKING:
     from skyrl_train.inference.client import RequestClient
@@ -46,22 +39,22 @@ logger = logging.getLogger(__name__)
 
 
 class HarnessGenerator(GeneratorInterface):
-    """Runs one agent per sample; the reward comes from the agent, the training data from its session.
+    """Runs one agent per sample. The agent gives the reward, its session the training data.
 
     Args:
         agent: a function, as ``package.module:function`` or ``file.py:function``; see :class:`FunctionAgent`.
         command: a program and its arguments instead; see :class:`ProcessAgent`.
-        environment: further variables of the program.
-        timeout_s: of one run, from its start.
-        max_concurrency: runs at once; further ones wait for their turn.
-        failure_reward: what a run is worth that raised, timed out or exited with an error after it had sampled
-            something. None: it fails its rollout, which is tried again.
-        agents_choose_sampling: lets requests set temperature, top_p, top_k, min_p and seed; otherwise the run does.
-        endpoint: settings of the endpoint (:class:`~skyrl_train.inference.server.settings.ServerSettings`).
-        session_limits: such as ``max_turns`` (:class:`~skyrl_train.inference.sessions.SessionLimits`).
+        environment: additional variables for the program.
+        timeout_s: time limit of one run, from its start.
+        max_concurrency: concurrent runs, separately for training and for evaluation.
+        failure_reward: reward of a run that sampled something and then raised, timed out or exited with an error.
+            None: the run fails its rollout, which is retried.
+        agents_choose_sampling: requests may set temperature, top_p, top_k, min_p and seed; otherwise the run does.
+        endpoint: settings of the endpoint (:class:`~skyrl_train.endpoint.server.settings.ServerSettings`).
+        session_limits: such as ``max_turns`` (:class:`~skyrl_train.endpoint.sessions.SessionLimits`).
 
     Raises:
-        ConfigError: (constructor) neither or both of ``agent`` and ``command``, or a setting that cannot work.
+        ConfigError: (constructor) neither or both of ``agent`` and ``command``, or an impossible setting.
     """
 
     def __init__(
@@ -79,14 +72,15 @@ class HarnessGenerator(GeneratorInterface):
         endpoint: Mapping[str, Any] | None = None,
         session_limits: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_positive("timeout_s", timeout_s)
-        _check_positive("max_concurrency", max_concurrency)
+        for name, value in (("timeout_s", timeout_s), ("max_concurrency", max_concurrency)):
+            if not value > 0:
+                raise ConfigError(f"generator.kwargs.{name}={value}: must be more than 0.")
         if failure_reward is not None and not math.isfinite(failure_reward):
             raise ConfigError(f"generator.kwargs.failure_reward={failure_reward}: must be a finite number, or null.")
         self._config = generator_config
         self._timeout_s = timeout_s
         self._failure_reward = failure_reward
-        # A share for each phase: an evaluation whose agents waited behind those of training would only time out.
+        # Separate for each phase: evaluation agents that queue behind training agents would only time out.
         self._running = {phase: asyncio.Semaphore(max_concurrency) for phase in ("train", "eval")}
         self._endpoint = SessionEndpoint(
             client,
@@ -94,51 +88,65 @@ class HarnessGenerator(GeneratorInterface):
             limits=dict(session_limits or {}),
             agents_choose=agents_choose_sampling,
         )
-        self._agent = _build_agent(
-            agent,
-            command,
-            environment,
-            withheld=(generator_config.inference_engine.remote_api_key_variable,),
-            secrets=filter(None, (self._endpoint.admin_key,)),
-        )
+        if (agent is None) == (command is None):
+            raise ConfigError(
+                "The harness needs one agent: set generator.kwargs.agent (package.module:function or file.py:function) "
+                "or generator.kwargs.command (a list: a program and its arguments)."
+            )
+        self._agent: FunctionAgent | ProcessAgent
+        if command is not None:
+            # The program must not inherit the keys of the inference servers or of the endpoint's administrator.
+            self._agent = ProcessAgent(
+                command,
+                environment,
+                withheld=(generator_config.inference_engine.remote_api_key_variable,),
+                secrets=[self._endpoint.admin_key] if self._endpoint.admin_key else [],
+            )
+        elif environment is not None:
+            raise ConfigError("generator.kwargs.environment needs generator.kwargs.command; functions ignore it.")
+        else:
+            self._agent = FunctionAgent(import_name(str(agent), "generator.kwargs.agent", "function"), str(agent))
 
     async def start(self) -> None:
-        """Opens the endpoint."""
+        """Open the endpoint."""
         await self._endpoint.start()
 
     async def aclose(self) -> None:
-        """Closes the endpoint; requests in flight are cancelled."""
+        """Close the endpoint and cancel its requests."""
         await self._endpoint.stop()
 
     def pace(self, may_begin: Callable[[], bool]) -> None:
-        """Sets what is asked before a program from outside opens a session beside the run's own.
+        """Throttle sessions that outside programs open besides the run's own.
 
-        Where ``may_begin()`` is false (the staleness budget is spent), it gets a 429 with ``Retry-After``. The run's own
-        samples were admitted with their group and are not held up; nor is any session that is open already.
+        While ``may_begin()`` is False (the staleness budget is spent), they get a 429 with ``Retry-After``. The run's own
+        samples were admitted with their group. They and all open sessions continue.
         """
-        self._endpoint.pace(may_begin)
+        self._endpoint.outside_may_begin = may_begin
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Runs an agent for every entry of ``input_batch``.
+        """Run an agent for every entry of ``input_batch``.
 
         Raises:
-            RolloutError: a run failed, gave no reward, or never called the model; the other runs are ended.
-            EngineError: a run failed because the engines did.
-            NoEngineError: no engine was left for a request of a run, whatever its agent made of that.
+            RolloutError: a run failed, gave no reward or never called the model; the other runs are cancelled.
+            EngineError: a run failed because of the engines.
+            NoEngineError: no engine was left for a request, even if the agent handled the failed request.
         """
         params = input_batch["sampling_params"]
         sampling = SamplingParams.parse(asdict(self._config.sampling_params) if params is None else params)
         ids = input_batch["trajectory_ids"]
+        # Without seeds in the batch, the requests keep their own.
         seeds = input_batch["batch_metadata"].seeds or (None,) * len(ids)
-        sessions = await gather_or_cancel(
-            self._play(prompt, extras, trajectory_id, sampling, seed, input_batch["batch_metadata"].training_phase)
+        runs = await gather_or_cancel(
+            self._run_sample(
+                prompt, extras, trajectory_id, sampling, seed, input_batch["batch_metadata"].training_phase
+            )
             for prompt, extras, trajectory_id, seed in zip(
                 input_batch["prompts"], input_batch["env_extras"], ids, seeds, strict=True
             )
         )
-        return to_output(sessions, ids)
+        return to_output(runs, ids)
 
-    async def _play(
+    async def _run_sample(
         self,
         prompt: ConversationType,
         extras: Mapping[str, Any],
@@ -146,47 +154,55 @@ class HarnessGenerator(GeneratorInterface):
         sampling: SamplingParams,
         seed: int | None,
         phase: str,
-    ) -> PlayedSession:
+    ) -> AgentRun:
+        """Run the agent in a new session and return the session's training data."""
         async with self._running[phase]:
-            base_url = self._endpoint.base_url
+            base_url = self._endpoint.base_url  # raises if the generator was not started
             with self._endpoint.session(sampling, seed, trajectory_id.to_string()) as run:
                 session, usage = run.opened.session, run.sampling
                 task = AgentTask(prompt, extras, base_url, run.opened.api_key, session.id, seed)
                 result = AgentResult()
                 started, failed = time.perf_counter(), False
                 try:
-                    result = await self._run(task)
+                    result = await self._run_agent(task)
                     _set_rewards(session, result)
                 except AgentError as error:
+                    # An engine error, not the agent, is the cause: the group is retried without blaming the agent.
                     if usage.engine_error is not None:
                         raise usage.engine_error from None
+                    failure = RolloutError(
+                        task.redact(f"The agent of sample {trajectory_id.to_string()!r} failed: {error}")
+                    )
+                    # Without a sampled turn there is nothing that a reward could train.
                     if self._failure_reward is None or not session.statistics().turns:
-                        raise _rollout_error(error, task, trajectory_id) from _printable(error.__cause__, task)
-                    logger.warning("%s", _rollout_error(error, task, trajectory_id))
-                    if not session.finished:  # an agent may end its session itself
+                        raise failure from _without_key(error.__cause__, task)
+                    logger.warning("%s", failure)
+                    if not session.finished:  # an agent may finish its session itself
                         session.set_reward(self._failure_reward)
                     failed = True
-                # A reward for what an agent made of that is none of its own.
+                # Without engines, a reward would only rate how the agent handled failed requests.
                 if isinstance(usage.engine_error, NoEngineError):
                     raise usage.engine_error
                 seconds = time.perf_counter() - started
+                # Finishing cancels requests that the agent left running; nothing is recorded after it.
                 session.finish()
                 sequences = await session.export()
-                return PlayedSession(sequences, session.statistics(), seconds, usage.overridden, failed, result.metrics)
+                return AgentRun(sequences, session.statistics(), seconds, usage.overridden, failed, result.metrics)
 
-    async def _run(self, task: AgentTask) -> AgentResult:
-        """Runs the agent.
+    async def _run_agent(self, task: AgentTask) -> AgentResult:
+        """Run the agent with the time limit.
 
         Raises:
-            AgentError: whatever it did wrong.
+            AgentError: any failure of the agent.
         """
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
                 return await self._agent.run(task)
         except AgentError:
-            raise
+            raise  # already says what the agent did wrong
         except asyncio.CancelledError as error:
+            # Re-raise a cancellation from outside; an agent's own code can raise the exception too.
             current = asyncio.current_task()
             if current is None or current.cancelling():
                 raise
@@ -194,41 +210,19 @@ class HarnessGenerator(GeneratorInterface):
         except Exception as error:
             if limit.expired():
                 raise AgentError(f"it took longer than generator.kwargs.timeout_s={self._timeout_s:g} s") from None
-            raise AgentError(f"it raised {error!r} ({_place(error)})") from error
-
-
-def _build_agent(
-    agent: str | None,
-    command: Sequence[str] | None,
-    environment: Mapping[str, str] | None,
-    *,
-    withheld: Iterable[str],
-    secrets: Iterable[str],
-) -> Agent:
-    if (agent is None) == (command is None):
-        raise ConfigError(
-            "The harness needs one agent: set generator.kwargs.agent (package.module:function or file.py:function) or "
-            "generator.kwargs.command (a list: a program and its arguments)."
-        )
-    if command is not None:
-        return ProcessAgent(command, environment, withheld=tuple(withheld), secrets=tuple(secrets))
-    if environment is not None:
-        raise ConfigError(
-            "generator.kwargs.environment is for generator.kwargs.command; a function has none of its own."
-        )
-    return FunctionAgent(import_name(str(agent), "generator.kwargs.agent", "function"), str(agent))
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"generator.kwargs.{name}={value}: must be more than 0.")
+            # The last frame only: a whole traceback would hide the cause in a long log.
+            frames = traceback.extract_tb(error.__traceback__)
+            place = "nowhere"
+            if frames:
+                place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
+            raise AgentError(f"it raised {error!r} ({place})") from error
 
 
 def _set_rewards(session: Session, result: AgentResult) -> None:
-    """Gives the session what the agent returned, and makes sure that it is worth something.
+    """Set the rewards that the agent returned.
 
     Raises:
-        AgentError: there is no reward, or nothing that it could be the reward of.
+        AgentError: the session has no turns or no reward, or a reward is invalid.
     """
     if not session.statistics().turns:
         raise AgentError(
@@ -242,6 +236,7 @@ def _set_rewards(session: Session, result: AgentResult) -> None:
             session.set_reward(result.reward)
     except SessionError as error:
         raise AgentError(f"its reward cannot be set: {error}") from error
+    # Posted rewards count too; without any the run would be trained with 0 by accident.
     if not session.rewarded:
         raise AgentError(
             f"it gave no reward: {result.remark}. Return it, print it as the last line, or post it to "
@@ -249,17 +244,65 @@ def _set_rewards(session: Session, result: AgentResult) -> None:
         )
 
 
-def _rollout_error(error: AgentError, task: AgentTask, trajectory_id: TrajectoryID) -> RolloutError:
-    return RolloutError(task.redact(f"The agent of sample {trajectory_id.to_string()!r} failed: {error}"))
+def _without_key(cause: BaseException | None, task: AgentTask) -> BaseException | None:
+    """Return ``cause`` unless its traceback contains the API key."""
+    shown = "" if cause is None else "".join(traceback.format_exception(cause))
+    return cause if shown == task.redact(shown) else None
 
 
-def _place(error: BaseException) -> str:
-    """Where an agent raised: file, line and function."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else "nowhere"
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """A finished run of an agent.
+
+    Args:
+        seconds: duration of the run.
+        overridden: requests whose sampling settings the run replaced.
+        failed: the run got ``failure_reward``.
+    """
+
+    sequences: Sequence[SessionSequence]
+    statistics: SessionStatistics
+    seconds: float
+    overridden: int
+    failed: bool = False
+    agent_metrics: Mapping[str, float] | None = None
 
 
-def _printable(cause: BaseException | None, task: AgentTask) -> BaseException | None:
-    """``cause`` where its traceback does not speak of the key."""
-    told = "" if cause is None else "".join(traceback.format_exception(cause))
-    return cause if told == task.redact(told) else None
+def to_output(runs: Sequence[AgentRun], ids: Sequence[TrajectoryID]) -> GeneratorOutput:
+    """Return one row per sequence; the rows of one run are adjacent."""
+    # is_last_step marks the last sequence of a run.
+    rows = [
+        (row, trajectory_id, row is run.sequences[-1])
+        for run, trajectory_id in zip(runs, ids, strict=True)
+        for row in run.sequences
+    ]
+    return {
+        "prompt_token_ids": [row.prompt_token_ids for row, _, _ in rows],
+        "response_ids": [row.response_ids for row, _, _ in rows],
+        "rewards": [row.rewards for row, _, _ in rows],
+        "loss_masks": [row.loss_mask for row, _, _ in rows],
+        "stop_reasons": [row.stop_reason for row, _, _ in rows],
+        "rollout_metrics": run_metrics(runs),
+        "rollout_logprobs": [row.logprobs for row, _, _ in rows],
+        "rollout_versions": [row.versions for row, _, _ in rows],
+        "trajectory_ids": [trajectory_id for _, trajectory_id, _ in rows],
+        "is_last_step": [is_last for _, _, is_last in rows],
+    }
+
+
+def run_metrics(runs: Sequence[AgentRun]) -> dict[str, float]:
+    """Return means over the runs; an agent's own metrics are averaged over the runs that report them."""
+    values: dict[str, list[float]] = {
+        "generate/turns": [run.statistics.turns for run in runs],
+        "generate/branches": [run.statistics.branches for run in runs],
+        "generate/drifted_turns": [run.statistics.drifted_turns for run in runs],
+        "generate/drifted_tokens": [run.statistics.drifted_tokens for run in runs],
+        "generate/response_tokens": [run.statistics.sampled_tokens for run in runs],
+        "generate/agent_seconds": [run.seconds for run in runs],
+        "generate/overridden_requests": [run.overridden for run in runs],
+        "generate/failed_agents": [run.failed for run in runs],
+    }
+    for run in runs:
+        for name, value in (run.agent_metrics or {}).items():
+            values.setdefault(f"environment/{name}", []).append(value)
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

@@ -1,16 +1,16 @@
-"""Agents that are programs: any argument list, in whatever language.
+"""Agents that are programs, in any language.
 
-| the program gets | where |
+| the program gets | from |
 |---|---|
-| its task | the JSON file that ``SKYRL_PROMPT`` names, also standard input: ``prompt, extras, session_id, seed`` |
+| its task | the JSON file ``SKYRL_PROMPT``, also on standard input: ``prompt, extras, session_id, seed`` |
 | the endpoint | ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` |
 | its key | ``OPENAI_API_KEY``, ``ANTHROPIC_API_KEY`` |
 | its session | ``SKYRL_SESSION_ID``, for ``POST /v1/sessions/{id}/reward`` |
 
-The rest of this process's environment is passed on, without the keys of this library: ``SKYRL_ADMIN_KEY``, the inference
-servers' key, and whatever variable has one of them for its value.
+It inherits this process's environment without the keys of this library: ``SKYRL_ADMIN_KEY``, the inference servers' key,
+and every variable that has one of them as its value.
 
-It says what its run was worth in the last line of its standard output, as JSON, or posts the reward and prints none.
+The last line of its standard output is its reward as JSON, unless it posts the reward and prints none.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from urllib.parse import urlsplit
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, to_result
 
-_KEPT_BYTES = 65536  # of each output stream, its end
+_KEPT_BYTES = 65536  # kept from the end of each output stream
 _ERROR_LINES = 8
-_WITHHELD = ("SKYRL_ADMIN_KEY", "VLLM_API_KEY")  # of whoever serves, not of an agent
-_READ_TIMEOUT_S = 1.0  # for what is still in the pipes once the whole process group is gone
+_WITHHELD = ("SKYRL_ADMIN_KEY", "VLLM_API_KEY")  # keys of the servers, which agents must not have
+_READ_TIMEOUT_S = 1.0  # to drain the pipes after the process group has ended
 
 
 class ProcessAgent:
-    """Starts ``command`` once per task, each in a process group of its own that ends with the run, whole.
+    """Starts ``command`` once per task, in a new process group that is killed at the end of the run.
 
     Args:
-        command: the program and its arguments; no shell.
-        environment: variables beside those of this process and the task's own; these are passed whatever they are.
-        withheld: further variables of this process that are not passed on.
-        secrets: further values that no variable of this process is passed on with.
-        grace_s: between the request to end (SIGTERM) and the end (SIGKILL).
+        command: the program and its arguments, without a shell.
+        environment: additional variables for the program. They are passed even if ``withheld`` or ``secrets`` match.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        withheld: names of further variables that are not inherited.
+        secrets: further values; variables with such a value are not inherited.
 
     Raises:
         ConfigError: (constructor) there is no command.
@@ -70,33 +70,33 @@ class ProcessAgent:
         self._grace_s = grace_s
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """Runs the program to its end. Cancelled, it ends the whole process group first.
+        """Run the program. Cancellation ends the whole process group first.
 
         Raises:
-            AgentError: it cannot be started, exited with another status than 0, or printed a reward of the wrong shape.
+            AgentError: it cannot be started, exited with a non-zero status, or printed an invalid reward.
         """
         with tempfile.TemporaryDirectory(prefix="skyrl-agent-") as folder:
+            # A file, because the length of arguments and variables is limited.
             prompt = Path(folder) / "prompt.json"
             prompt.write_text(json.dumps(_task_json(task), default=_plain), encoding="utf-8")
-            environment = {**self._inherited(), **self._environment, **_variables(task, prompt)}
+            secrets = self._secrets | {os.environ[name] for name in self._withheld if os.environ.get(name)}
+            inherited = {
+                name: value for name, value in os.environ.items() if name not in self._withheld and value not in secrets
+            }
+            environment = {**inherited, **self._environment, **_variables(task, prompt)}
             status, *streams = await self._run(prompt, environment)
-        # Whole, before anything is cut out of them.
+        # Redact the whole outputs before they are truncated, because a cut key would not be found.
         out, err = (task.redact(stream.decode(errors="replace")) for stream in streams)
         if status:
             how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
-            raise AgentError(f"{self._command[0]} {how}; its last words: {_last_lines(err or out)}")
+            lines = (err or out).strip().splitlines()[-_ERROR_LINES:]
+            last = "\n".join(["", *lines]) if lines else "none"
+            raise AgentError(f"{self._command[0]} {how}; its last output: {last}")
         return _read_reward(out)
 
-    def _inherited(self) -> dict[str, str]:
-        """The variables of this process that are no keys of this library."""
-        secrets = self._secrets | {os.environ[name] for name in self._withheld if os.environ.get(name)}
-        return {
-            name: value for name, value in os.environ.items() if name not in self._withheld and value not in secrets
-        }
-
     async def _run(self, prompt: Path, environment: Mapping[str, str]) -> tuple[int, bytes, bytes]:
-        """Returns exit status and the ends of both output streams."""
-        # Pipes of our own: asyncio's would make the end of the process wait for everyone who inherited them.
+        """Return the exit status and the last ``_KEPT_BYTES`` of both output streams."""
+        # Own pipes: with asyncio's, process.wait() would also wait for other processes that inherited them.
         async with _Pipe() as out, _Pipe() as err:
             with prompt.open("rb") as task:
                 try:
@@ -110,6 +110,7 @@ class ProcessAgent:
                     )
                 except OSError as error:
                     raise AgentError(f"{self._command[0]} cannot be started: {error.strerror or error}") from error
+            # Only the program holds the write ends now, so the pipes end when it does.
             out.close_write_end()
             err.close_write_end()
             try:
@@ -118,7 +119,7 @@ class ProcessAgent:
                 await self._end(process)
                 raise
             finally:
-                _kill_group(process.pid, signal.SIGKILL)  # what it left running in the background
+                _kill_group(process.pid, signal.SIGKILL)  # also ends its background processes
             return status, await out.end(), await err.end()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
@@ -132,7 +133,7 @@ class ProcessAgent:
 
 
 class _Pipe:
-    """A pipe whose end is kept: the reader never waits for memory, the writer never for the reader."""
+    """A pipe that keeps the last ``_KEPT_BYTES``, so that a program with much output neither blocks nor fills the memory."""
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe()
@@ -143,6 +144,7 @@ class _Pipe:
 
     async def __aenter__(self) -> _Pipe:
         reader = asyncio.StreamReader()
+        # Unbuffered, because asyncio reads the descriptor itself.
         pipe = os.fdopen(self._read_end, "rb", buffering=0)
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -160,7 +162,7 @@ class _Pipe:
             self._write_open = False
 
     async def end(self) -> bytes:
-        """The last bytes written. A process that left the group may hold the pipe for ever: it is not waited for."""
+        """Return the last bytes written. Waits briefly: a process that left the group may keep the pipe open forever."""
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=_READ_TIMEOUT_S)
         return self._kept
@@ -184,7 +186,7 @@ def _task_json(task: AgentTask) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What a row may have that JSON lacks: times in ISO 8601, bytes in base64, numpy's as Python's; anything else as text."""
+    """Convert a value that JSON lacks: times to ISO 8601, bytes to base64, numpy's to Python's, others to text."""
     if hasattr(value, "isoformat"):
         return value.isoformat()
     if isinstance(value, bytes):
@@ -194,7 +196,7 @@ def _plain(value: Any) -> Any:
 
 def _variables(task: AgentTask, prompt: Path) -> dict[str, str]:
     host = urlsplit(task.server_url).hostname or ""
-    # Clients ask the proxy of the environment also for this machine, unless they are told not to.
+    # HTTP clients use the proxy of the environment even for this machine unless NO_PROXY names it.
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host)))
     return {
         "OPENAI_BASE_URL": task.base_url,
@@ -214,20 +216,16 @@ def _kill_group(group: int, how: signal.Signals) -> None:
     except ProcessLookupError:
         return  # it has ended
     except PermissionError:
-        return  # macOS says this of a group that has only zombies left
+        return  # macOS raises this for a group that has only zombies left
 
 
 def _read_reward(out: str) -> AgentResult:
+    # Only the last line counts, so that programs may print other output.
     lines = [line for line in out.splitlines() if line.strip()]
     if not lines:
         return AgentResult(remark="it printed nothing")
     try:
         value = json.loads(lines[-1])
     except ValueError:
-        return AgentResult(remark=f"the last line that it printed is no JSON: {lines[-1]!r:.200}")
+        return AgentResult(remark=f"the last line that it printed is not JSON: {lines[-1]!r:.200}")
     return to_result(value)
-
-
-def _last_lines(output: str) -> str:
-    lines = output.strip().splitlines()[-_ERROR_LINES:]
-    return "\n".join(["", *lines]) if lines else "none"

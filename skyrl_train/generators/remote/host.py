@@ -1,137 +1,153 @@
-"""What runs inside an actor: the generator, behind three calls. Knows nothing of Ray, so that it can run anywhere.
+"""The content of a rollout actor: the generator, and a client that has responses sampled by the driver's client.
 
-    centre ──send(Begin, Answer, ...)──> GeneratorHost ──task per call──> generator
-           <──next_events(Ask, Played, ...)── outbox <── ForwardingClient <──┘
-
-Nobody can call the centre: it asks for events, with one waiting call at a time, and sends answers.
+driver ──generate(pickled input)──> GeneratorHost ──> generator ──> ForwardingClient ──complete / stream──> driver
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import sys
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from skyrl_train.concurrency import cancel_within
-from skyrl_train.errors import GeneratorOutputError, RolloutError
-from skyrl_train.generators.base import GeneratorInterface, play
-from skyrl_train.generators.remote.client import ForwardingClient
-from skyrl_train.generators.remote.messages import (
-    Answer,
-    Begin,
-    Cancel,
-    CentralState,
-    Command,
-    Event,
-    Failed,
-    Message,
-    Part,
-    Played,
-    Setup,
-)
+from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.generators.base import GeneratorInterface, run_generator
+from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.inference.chat.renderer import ChatRenderer
+from skyrl_train.inference.client import RequestClient
+from skyrl_train.inference.interface import EngineCapabilities
+from skyrl_train.inference.pool.fleet import EngineState
+from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
+from skyrl_train.workers.host import Hosted
+from skyrl_train.workers.peer import Peer
 
-CANCEL_LIMIT_S = 5.0  # what calls may take to end when the actor is stopped
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-class GeneratorHost:
-    """Builds a generator on :meth:`start` and serves it. All methods run on one event loop."""
+@dataclass(frozen=True, slots=True)
+class DriverState:
+    """The state of the driver that an actor knows: properties of its client, and ``may_begin``, whether the actor may start
+    work that no call asked for."""
+
+    policy_version: int
+    capabilities: EngineCapabilities
+    adapters: Mapping[str, str]
+    engine_states: Mapping[int, EngineState]
+    may_begin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSetup:
+    """The data with which an actor starts.
+
+    Args:
+        tool_parser, reasoning_parser: see :class:`~skyrl_train.inference.chat.renderer.ChatRenderer`.
+        folder: the driver's working folder: relative paths in settings start there.
+        search_path: the folders from which the driver imports.
+    """
+
+    spec: GeneratorSpec
+    tokenizer: PreTrainedTokenizerBase
+    tool_parser: str | None
+    reasoning_parser: str | None
+    folder: str
+    search_path: tuple[str, ...]
+
+
+class GeneratorHost(Hosted):
+    """Builds a generator and runs it for the driver."""
 
     def __init__(self) -> None:
-        self._client: ForwardingClient | None = None
+        self._state: DriverState
         self._generator: GeneratorInterface | None = None
-        self._calls: dict[int, asyncio.Task[bytes]] = {}
-        self._outbox: list[Event] = []
-        self._arrival = asyncio.Event()
-        self._early: dict[int, Message] = {}
-        self._next_message = 0
 
-    async def start(self, setup: Setup, state: CentralState) -> Failed | None:
-        """Builds the generator and starts it; returns what that raised, if anything."""
-        try:
-            _import_from_where_the_centre_does(setup)
-            renderer = ChatRenderer(
-                setup.tokenizer,
-                setup.spec.model_path,
-                tool_parser=setup.tool_parser,
-                reasoning_parser=setup.reasoning_parser,
-            )
-            self._client = client = ForwardingClient(setup.tokenizer, renderer, state, self._tell)
-            self._generator = setup.spec.build(client, setup.tokenizer)
-            self._generator.pace(lambda: client.state.may_begin)
-            await self._generator.start()
-        except Exception as error:  # crosses the border as data, whatever it is
-            return Failed.of(0, error)
-        return None
+    def take_state(self, state: DriverState) -> None:
+        self._state = state
 
-    async def send(self, sequence: int, message: Message) -> None:
-        """Takes the ``sequence``-th message (0, 1, ...): a large one can be overtaken on its way. Returns at once."""
-        self._early[sequence] = message
-        while (due := self._early.pop(self._next_message, None)) is not None:
-            self._next_message += 1
-            self._started().state = due.state
-            for command in due.commands:
-                self._obey(command)
+    async def start(self, setup: ActorSetup) -> None:
+        """Build the generator and start it."""
+        # Settings may name modules and files of the driver's folders; a node that has these folders finds them.
+        with suppress(OSError):
+            os.chdir(setup.folder)
+        sys.path += [path for path in setup.search_path if path not in sys.path]
+        renderer = ChatRenderer(
+            setup.tokenizer,
+            setup.spec.model_path,
+            tool_parser=setup.tool_parser,
+            reasoning_parser=setup.reasoning_parser,
+        )
+        client = ForwardingClient(setup.tokenizer, renderer, lambda: self._state, self.driver)
+        generator = setup.spec.build(client, setup.tokenizer)
+        # Read at each call: every batch of messages brings a new state.
+        generator.pace(lambda: self._state.may_begin)
+        await generator.start()
+        self._generator = generator
 
-    async def next_events(self) -> list[Event]:
-        """Waits until there is something to tell, and returns all of it. One call at a time."""
-        await self._arrival.wait()
-        self._arrival.clear()
-        events, self._outbox = self._outbox, []
-        return events
-
-    async def stop(self) -> None:
-        """Cancels what runs and closes the generator."""
-        await cancel_within(list(self._calls.values()), CANCEL_LIMIT_S)
-        if self._generator is not None:
-            await self._generator.aclose()
-
-    def _started(self) -> ForwardingClient:
-        assert self._client is not None, "the centre calls start() first"
-        return self._client
-
-    def _obey(self, command: Command) -> None:
-        match command:
-            case Begin():
-                task = asyncio.create_task(self._play(command.pickled), name=f"call-{command.call}")
-                self._calls[command.call] = task
-                task.add_done_callback(lambda task: self._ended(command.call, task))
-            case Cancel():
-                if (running := self._calls.get(command.call)) is not None:
-                    running.cancel()
-            case Answer() | Part():
-                self._started().take(command, command.ask)
-            case Failed():
-                self._started().take(command, command.number)
-
-    async def _play(self, pickled: bytes) -> bytes:
-        assert self._generator is not None, "started first"
-        output = await play(self._generator, pickle.loads(pickled))
+    async def generate(self, pickled: bytes) -> bytes:
+        """Run a pickled ``GeneratorInput``; return the pickled ``GeneratorOutput``."""
+        assert self._generator is not None, "the driver calls start() first"
+        output = await run_generator(self._generator, pickle.loads(pickled))
         try:
             return pickle.dumps(output)
-        except Exception as error:  # whatever somebody's object does when it is pickled
+        except Exception as error:  # user objects may raise anything when they are pickled
             raise GeneratorOutputError(
                 f"the generator's output cannot leave its actor: {error}. It must be plain data; see GeneratorOutput."
             ) from error
 
-    def _ended(self, call: int, task: asyncio.Task[bytes]) -> None:
-        del self._calls[call]
-        if task.cancelled():
-            self._tell(Failed.of(call, RolloutError("it cancelled itself")))
-        elif (error := task.exception()) is not None:
-            self._tell(Failed.of(call, error))
-        else:
-            self._tell(Played(call, task.result()))
-
-    def _tell(self, event: Event) -> None:
-        self._outbox.append(event)
-        self._arrival.set()
+    async def stop(self) -> None:
+        if self._generator is not None:
+            await self._generator.aclose()
 
 
-def _import_from_where_the_centre_does(setup: Setup) -> None:
-    """What settings name by module or by file is found here too, where this node has it."""
-    with suppress(OSError):
-        os.chdir(setup.folder)
-    sys.path += [path for path in setup.search_path if path not in sys.path]
+class ForwardingClient(RequestClient):
+    """The client of a generator in an actor. It renders, parses and decodes here; the driver's client samples.
+
+    Versions, log-probs, continuation and replay are therefore the same as without actors. Properties such as
+    ``policy_version`` are as of the driver's last message; the versions of tokens are exact.
+
+    Args:
+        state: returns the driver's last state.
+        driver: calls the driver's client.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        renderer: ChatRenderer,
+        state: Callable[[], DriverState],
+        driver: Peer,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.renderer = renderer
+        self._state = state
+        self._driver = driver
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._state().capabilities
+
+    @property
+    def policy_version(self) -> int:
+        return self._state().policy_version
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._state().adapters
+
+    @property
+    def engine_states(self) -> dict[int, EngineState]:
+        return dict(self._state().engine_states)
+
+    async def complete(self, request: GenerationRequest) -> Generation:
+        # Cancelling this call cancels the request in the driver.
+        generation: Generation = await self._driver.call("complete", request)
+        return generation
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        async with aclosing(self._driver.stream("stream", request)) as chunks:
+            async for chunk in chunks:
+                yield chunk

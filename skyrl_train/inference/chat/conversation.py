@@ -1,7 +1,7 @@
-"""What a caller may send as messages, brought into the one shape that every chat template understands.
+"""Normalizes request messages into the shape that every chat template understands.
 
-Contents become text, tool-call arguments become objects (templates walk through them), and what cannot be rendered is
-refused with the index of the message and the name of the field.
+Contents become text and tool-call arguments become objects, because templates iterate over them. Content that cannot be
+rendered raises an error with the index of the message and the name of the field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 def normalize_messages(
     messages: Sequence[Mapping[str, Any]], *, knows_developer: bool = True, strict_roles: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns ``messages`` with text contents and parsed tool-call arguments; keys whose value is None are left out.
+    """Return ``messages`` with text contents and parsed tool-call arguments, without keys whose value is None.
 
     Args:
         knows_developer: without it, the role "developer" becomes "system".
@@ -104,7 +104,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Arguments come as JSON text or as an object; none at all are an empty object."""
+    """Parse arguments given as JSON text or as an object; missing arguments are an empty object."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):

@@ -1,7 +1,7 @@
-"""Which hand-written renderer of the ``renderers`` library fits a model, if any.
+"""Selects the renderer of the ``renderers`` library that fits a model, if there is one.
 
-A hub name that the library lists is taken at its word. A folder has no family name: what its ``config.json`` says is
-tried, and kept only if the family's renderer writes, token by token, what the folder's own chat template writes.
+A hub name that the library lists selects its family. For a folder, the architecture in ``config.json`` suggests a family,
+which is used only if its renderer produces the same tokens as the folder's own chat template.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Architectures with one chat format of their own. A token of the format keeps small models with another vocabulary
-# from importing the library for nothing.
+# Architectures with one chat format. The token check avoids importing the library for small models with another vocabulary.
 _BY_MODEL_TYPE = {
     "qwen3": (("qwen3",), "<|im_start|>"),
     "qwen3_moe": (("qwen3",), "<|im_start|>"),
@@ -55,7 +54,7 @@ _PROBES: tuple[tuple[list[Any], list[Any] | None], ...] = (
 
 
 class Family:
-    """A family of the library by its name there; renderers are made per set of template arguments."""
+    """A model family of the library. Creates one renderer per set of template arguments."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name = name
@@ -63,7 +62,7 @@ class Family:
         self._made = lru_cache(maxsize=16)(self._make)
 
     def renderer(self, template_kwargs: Mapping[str, Any]) -> Renderer:
-        """The renderer with these arguments of the chat template.
+        """Return the renderer for these arguments of the chat template.
 
         Raises:
             ConfigError: the family's template has no such argument, or the value is impossible.
@@ -77,7 +76,7 @@ class Family:
         config = config_from_name(self.name)
         if config is None:
             raise ConfigError(f"The renderers library has no family {self.name!r}.")
-        # "all": a new message never makes the bridge drop the reasoning of earlier turns.
+        # "all": the bridge to a new turn must keep the reasoning of earlier turns.
         config = type(config)(thinking_retention="all")
         try:
             return create_renderer(self._tokenizer, merge_chat_template_kwargs(config, json.loads(template_kwargs)))
@@ -86,7 +85,7 @@ class Family:
 
 
 def find_family(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> Family | None:
-    """The family of a hub name or a model folder; None: the chat template is all that is known."""
+    """Return the family of a hub name or a model folder; None: only the chat template is known."""
     if not name_or_path:
         return None
     folder = Path(name_or_path)
@@ -126,6 +125,6 @@ def _writes_like_the_template(family: Family, tokenizer: PreTrainedTokenizerBase
             == list(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
             for messages, tools in _PROBES
         )
-    except Exception:  # a stranger's template and a renderer made for another one: whatever fails, they do not match
+    except Exception:  # an unknown template may fail in any way; then it does not match
         logger.debug("%s does not fit", family.name, exc_info=True)
         return False

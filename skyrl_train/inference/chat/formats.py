@@ -1,8 +1,8 @@
-"""How model families write tool calls and reasoning, by name.
+"""The formats in which model families write tool calls and reasoning, by name.
 
-The marks around a block of calls are ours to find while tokens stream in; what is inside a block is read by the
-``renderers`` library's parser of that family. Those parsers look for token ids: a block's characters and marks are
-given to them as ids of a vocabulary made for the purpose, so that they also read formats whose marks have no token.
+Our parser finds the marks around a block of calls while tokens stream in; the ``renderers`` library's parser of the family
+reads the inside of a block. Those parsers look for token ids. We pass a block's characters and marks as ids of an
+artificial vocabulary, so that they also read formats whose marks have no token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]]
 
-# What reading a model's text may raise: numbers of thousands of digits, NaN, nesting without end, odd tool schemas.
-_TRIPPED = (ValueError, TypeError, AttributeError, RecursionError)
+# Raised by text with numbers of thousands of digits, NaN, endless nesting, or by odd tool schemas.
+_PARSE_ERRORS = (ValueError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class CallText:
-    """A call as parsed: ``arguments`` is the JSON text of an object; ``id`` where the format carries one."""
+    """A parsed call. ``arguments`` is the JSON text of an object; ``id`` is None if the format has none."""
 
     name: str
     arguments: str
@@ -36,14 +36,14 @@ class CallText:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of tool calls holds. ``malformed`` is the text of attempts that are no calls."""
+    """The contents of a block of tool calls. ``malformed`` is the text of attempts that could not be parsed."""
 
     calls: tuple[CallText, ...]
     malformed: tuple[str, ...]
 
 
 class _BlockVocabulary:
-    """Characters are their code points; marks have the ids above them. The library's parsers take it for a tokenizer."""
+    """Maps characters to their code points and marks to ids above them. It acts as a tokenizer for the library's parsers."""
 
     unk_token_id = None
     _FIRST = 0x110000
@@ -73,7 +73,7 @@ _Reader = Callable[[_BlockVocabulary, list[int], "list[Any] | None"], "ParsedRes
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way of writing tool calls.
+    """A format of tool calls.
 
     ``marks`` (opening, closing) enclose a block; without them a response that is one JSON object is the block.
     """
@@ -83,22 +83,23 @@ class ToolFormat:
     inner: tuple[str, ...] = ()
 
     def all_marks(self) -> dict[str, Mark]:
-        """The text of each mark and what it does."""
+        """Return the text of each mark with its meaning."""
         enclosing = {} if self.marks is None else {self.marks[0]: Mark.TOOL, self.marks[1]: Mark.TOOL_END}
         return {**enclosing, **dict.fromkeys(self.inner, Mark.INNER)}
 
     def parse(self, pieces: Sequence[Piece], tools: Tools) -> Block:
-        """Reads a block, its marks included."""
+        """Parse a block, including its marks."""
+        # The library's parsers ask for the ids of reasoning marks even where a block has none.
         vocabulary = _BlockVocabulary([*(self.marks or ()), *self.inner, "<think>", "</think>"])
         ids = vocabulary.encode_pieces(pieces)
         try:
             return block_of(self.read(vocabulary, ids, [dict(tool) for tool in tools] or None).tool_calls)
-        except _TRIPPED:
+        except _PARSE_ERRORS:
             return Block((), ("".join(piece.text for piece in pieces),))
 
 
 def block_of(attempts: Sequence[ParsedToolCall]) -> Block:
-    """Tells calls from attempts that failed. A call needs a name and an object as arguments."""
+    """Separate calls from failed attempts. A call needs a name, and an object as arguments."""
     calls, malformed = [], []
     for attempt in attempts:
         call = _call(attempt)
@@ -110,7 +111,7 @@ def block_of(attempts: Sequence[ParsedToolCall]) -> Block:
 
 
 def _call(attempt: ParsedToolCall) -> CallText | None:
-    # "invalid_json" is also said of a value that is no JSON where any text may stand: then the arguments are an object.
+    # The library also reports "invalid_json" for a text parameter that is not JSON; then the arguments are an object.
     if attempt.status not in ("ok", "invalid_json") or not isinstance(attempt.name, str) or not attempt.name:
         return None
     try:
@@ -119,7 +120,7 @@ def _call(attempt: ParsedToolCall) -> CallText | None:
         if not isinstance(arguments, dict):
             return None
         return CallText(attempt.name, _json_text(arguments), attempt.id)
-    except _TRIPPED:
+    except _PARSE_ERRORS:
         return None
 
 
@@ -127,7 +128,7 @@ def _json_text(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can express it, UTF-8 cannot
         return json.dumps(arguments)
     return text
 
@@ -255,7 +256,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 }
 REASONING_MARKS: dict[str, tuple[str, str]] = {"think": ("<think>", "</think>")}
 
-# Families of the library whose responses the formats above cover; the library parses the others' responses whole.
+# Families of the library that the formats above cover; the library parses whole responses of the others.
 FAMILY_TOOL_FORMATS = {
     **dict.fromkeys(("qwen3", "qwen3-vl"), "qwen3"),
     **dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3"), "qwen3.5"),
@@ -267,7 +268,7 @@ FAMILY_TOOL_FORMATS = {
     "minimax-m2": "minimax",
     "llama-3": "llama-3",
 }
-# What tells a format by the text of a chat template or by the vocabulary; the first that is found counts.
+# Texts in a chat template or vocabulary that indicate a format; the first match counts.
 _HINTS = (
     ("<arg_key>", "glm"),
     ("<function=", "qwen3.5"),
@@ -281,35 +282,35 @@ _HINTS = (
 
 
 @dataclass(frozen=True)
-class ResponseFormat:
-    """What is told apart in a response; None: not looked for."""
+class MessageFormat:
+    """The parts to recognise in a response; None: ignored."""
 
     tools: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None
 
     def marks(self, *, with_tools: bool) -> dict[str, Mark]:
-        """The text of each mark and what it does."""
+        """Return the text of each mark with its meaning."""
         thinking = {} if self.reasoning is None else {self.reasoning[0]: Mark.THINK, self.reasoning[1]: Mark.THINK_END}
         return {**thinking, **(self.tools.all_marks() if with_tools and self.tools is not None else {})}
 
 
 def guess_tool_format(hints: str) -> str:
-    """The format that a template's text and a vocabulary's added tokens speak of; JSON in ``<tool_call>`` without any."""
+    """Return the format that template and added tokens indicate; JSON in ``<tool_call>`` without any indication."""
     return next((name for hint, name in _HINTS if hint in hints), "qwen3")
 
 
 def guess_reasoning(hints: str) -> str:
-    """``"think"`` where template or vocabulary know the mark, else ``"none"``: then such tags are content like any."""
+    """Return ``"think"`` if template or vocabulary contain the mark, else ``"none"``: then such tags are plain content."""
     return next((name for name, (opening, _) in REASONING_MARKS.items() if opening in hints), "none")
 
 
-def response_format(tool_parser: str, reasoning_parser: str) -> ResponseFormat:
-    """The formats of these names; ``"none"`` looks for nothing.
+def message_format(tool_parser: str, reasoning_parser: str) -> MessageFormat:
+    """Return the formats with these names; ``"none"`` disables one.
 
     Raises:
         ConfigError: a name is unknown.
     """
-    return ResponseFormat(
+    return MessageFormat(
         _named("generator.chat.tool_parser", tool_parser, TOOL_FORMATS),
         _named("generator.chat.reasoning_parser", reasoning_parser, REASONING_MARKS),
     )

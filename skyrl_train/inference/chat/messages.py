@@ -1,6 +1,6 @@
-"""What a model said, as messages: the common tongue of every dialect (OpenAI chat, responses, Anthropic messages).
+"""Parsed responses as messages, common to all dialects (OpenAI chat and responses, Anthropic messages).
 
-Messages that come in are plain mappings in OpenAI's chat shape (``role``, ``content``, ``tool_calls``, ``tool_call_id``,
+Request messages are plain mappings in OpenAI's chat shape (``role``, ``content``, ``tool_calls``, ``tool_call_id``,
 ``reasoning_content``); the dialects translate theirs into it.
 """
 
@@ -12,27 +12,27 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the model made. ``arguments`` is JSON text."""
+    """A tool call of the model. ``arguments`` is JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def to_openai(self) -> dict[str, Any]:
-        """OpenAI's chat shape."""
+        """Return the call in OpenAI's chat shape."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """A parsed response. ``content`` is empty where the model only thought or called tools."""
+    """A parsed response. ``content`` is empty if the model only reasoned or called tools."""
 
     content: str
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
     def to_openai(self) -> dict[str, Any]:
-        """OpenAI's chat shape; ``content`` is None where there are only tool calls."""
+        """Return the message in OpenAI's chat shape; ``content`` is None if there are only tool calls."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
@@ -43,7 +43,7 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of tool call number ``index``: ``id`` and ``name`` come with its first piece, once."""
+    """A piece of tool call number ``index``. Only the first piece has ``id`` and ``name``."""
 
     index: int
     arguments: str = ""
@@ -53,7 +53,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class MessageDelta:
-    """A piece of a message that is still being sampled. All pieces joined are the parsed message."""
+    """A piece of a message that is still being sampled. The joined pieces are the parsed message."""
 
     content: str = ""
     reasoning_content: str = ""

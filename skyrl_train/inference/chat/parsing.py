@@ -1,20 +1,19 @@
-"""A response read as a message while it is sampled: reasoning, content, tool calls.
+"""Parses a response into reasoning, content and tool calls while it is sampled.
 
     tokens ──PieceReader──> pieces ──MessageBuilder──> MessageDelta ... AssistantMessage
 
-A whole response is parsed by the same machine that reads a stream, so that the deltas joined are the message, and what
-was sent is never taken back. Nothing that the model said is lost: a tool call that cannot be read stays in the content
-as it was written. Only white space next to a mark is dropped, at the ends of reasoning and content; without any mark
-the content is the decoded response, character by character.
+The same state machine parses whole responses and streams: the joined deltas are the message, and a delta is never taken
+back. No text is lost: a tool call that cannot be parsed stays in the content as written. Only white space next to a mark
+is dropped, at the ends of reasoning and content. Without any mark the content is exactly the decoded response.
 
 | state | text goes to | leaves it |
 |---|---|---|
 | start | content | reasoning mark: reasoning; tool mark: tool; other text: content |
 | reasoning | reasoning | closing mark: content; tool mark: held |
-| held | nowhere yet | closing mark: it was all reasoning; the end: calls, if there are any in it |
+| held | undecided | closing mark: all of it was reasoning; the end: calls, if it contains any |
 | content | content | tool mark: tool (reasoning comes first or not at all) |
-| tool | a block of calls | closing mark: calls if they can be read, else content |
-| body | a block of calls | the end: one call if it can be read, else content |
+| tool | a block of calls | closing mark: calls if they can be parsed, else content |
+| body | a block of calls | the end: one call if it can be parsed, else content |
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from skyrl_train.inference.chat.formats import Block, CallText, ResponseFormat, Tools, block_of
+from skyrl_train.inference.chat.formats import Block, CallText, MessageFormat, Tools, block_of
 from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from skyrl_train.inference.chat.pieces import Mark, Piece, PieceReader
 
@@ -37,18 +36,18 @@ NameCall = Callable[[int, CallText], str]  # position among the calls of a respo
 
 
 class ResponseParser(Protocol):
-    """Reads one response. ``visible`` is how many characters of the decoded response (special tokens left out) may be
-    shown: those before what is, or could become, a stop string; None: all."""
+    """Parses one response. ``visible`` is the number of characters of the decoded response (without special tokens) before
+    an actual or possible stop string; None: all of them may be shown."""
 
     def feed(self, token_ids: Sequence[int], visible: int | None = None) -> MessageDelta:
-        """What these tokens add to the message."""
+        """Return the addition of these tokens to the message."""
 
     def finish(self, visible: int | None = None) -> tuple[MessageDelta, AssistantMessage]:
-        """What is left to add, and the whole message."""
+        """Return the last addition, and the whole message."""
 
 
 class StreamParser:
-    """Reads a response token by token; see the module's text for the rules."""
+    """Parses a response token by token; the module docstring has the rules."""
 
     def __init__(self, reader: PieceReader, builder: MessageBuilder) -> None:
         self._reader = reader
@@ -63,6 +62,7 @@ class StreamParser:
         return self._builder.take()
 
     def finish(self, visible: int | None = None) -> tuple[MessageDelta, AssistantMessage]:
+        # The end decides about held text: it is no part of a mark or a stop string any more.
         self._waiting += self._reader.flush()
         self._build(visible)
         self._waiting.clear()
@@ -70,9 +70,10 @@ class StreamParser:
         return self._builder.take(), message
 
     def _build(self, visible: int | None) -> None:
-        """Hands the waiting pieces on, up to the last visible character; only plain text can be cut in two."""
+        """Pass waiting pieces to the builder, up to the last visible character. Only plain text can be split."""
         while self._waiting:
             piece = self._waiting.popleft()
+            # Text beyond ``visible`` may belong to a stop string; it waits until that is decided.
             room = piece.shown if visible is None else visible - self._shown
             if piece.shown > room:
                 if room > 0 and piece.mark is None:
@@ -86,10 +87,10 @@ class StreamParser:
 
 
 class WholeParser:
-    """For families whose responses are read by the library, as a whole: the message comes with the end.
+    """Parses whole responses with the library, for families without a format here. The message comes at the end.
 
     Args:
-        decode: the text of some tokens, special ones left out.
+        decode: returns the text of tokens without special ones.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class WholeParser:
         return MessageDelta()
 
     def finish(self, visible: int | None = None) -> tuple[MessageDelta, AssistantMessage]:
+        # The library parses tokens, and a stop string may end inside one: its visible part is added as text.
         ids, rest = self._cut(visible)
         parsed = self._renderer.parse_response(ids, tools=self._tools or None, prompt_ids=self._prompt)
         block = block_of(parsed.tool_calls) if self._tools else Block((), tuple(c.raw for c in parsed.tool_calls))
@@ -124,9 +126,10 @@ class WholeParser:
         return MessageDelta(message.content, message.reasoning_content or "", pieces), message
 
     def _cut(self, visible: int | None) -> tuple[list[int], str]:
-        """The tokens that end before the last visible character, and the visible text of the one that does not."""
+        """Return the tokens before the last visible character, and the visible text of the token that contains it."""
         if visible is None or len(self._decode(self._token_ids)) <= visible:
             return self._token_ids, ""
+        # Binary search: the decoded length grows with the number of tokens.
         low, high = 0, len(self._token_ids)
         while low < high:
             middle = (low + high + 1) // 2
@@ -146,23 +149,23 @@ class _State(Enum):
 
 
 class MessageBuilder:
-    """Puts pieces together to a message."""
+    """Builds a message from pieces."""
 
-    def __init__(self, form: ResponseFormat, tools: Tools, name_call: NameCall, *, reasoning_open: bool) -> None:
+    def __init__(self, form: MessageFormat, tools: Tools, name_call: NameCall, *, reasoning_open: bool) -> None:
         self._form = form
         self._tools = tools
         self._name_call = name_call
         self._state = _State.REASONING if reasoning_open else _State.START
         self._content = _Text(trimmed=reasoning_open)
         self._reasoning = _Text(trimmed=True)
-        self._block: list[Piece] = []  # of a tool call that is not closed yet, or held
+        self._block: list[Piece] = []  # the open tool call, or held text
         self._calls: list[ToolCall] = []
         self._sent_calls = 0
 
     def add(self, piece: Piece) -> None:
-        """Takes the next piece."""
+        """Add the next piece."""
         if piece.special and self._state is not _State.TOOL:
-            return  # not shown, like in the decoded text
+            return  # the decoded text does not show it either
         match self._state:
             case _State.START | _State.CONTENT:
                 self._add_content(piece)
@@ -171,6 +174,7 @@ class MessageBuilder:
             case _State.HELD:
                 self._block.append(piece)
                 if piece.mark is Mark.THINK_END:
+                    # The closing mark itself is no text of the reasoning.
                     self._block.pop()
                     self._reasoning.add(self._take_block_text())
                     self._leave_reasoning()
@@ -192,6 +196,7 @@ class MessageBuilder:
             self._state = _State.BODY
             self._block.append(piece)
         else:
+            # White space alone does not decide: a reasoning or tool mark may still follow.
             if not piece.text.isspace():
                 self._state = _State.CONTENT
             self._content.add(piece.text)
@@ -206,7 +211,7 @@ class MessageBuilder:
         elif piece.mark is Mark.TOOL:
             self._state = _State.HELD
             self._block.append(piece)
-        elif piece.mark is not Mark.THINK:  # opened twice: by the prompt and by the model
+        elif piece.mark is not Mark.THINK:  # both the prompt and the model may open it
             self._reasoning.add(piece.text)
 
     def _leave_reasoning(self) -> None:
@@ -219,7 +224,8 @@ class MessageBuilder:
         return text
 
     def _close_block(self) -> None:
-        """Takes the block for calls if it has any, else for content. Text in it that is no call stays visible."""
+        """Parse the block. Without calls it becomes content; text in it that is no call stays visible."""
+        # Set first: text after the block is content, also when the block holds no call.
         tools, self._state = self._form.tools, _State.CONTENT
         block = tools.parse(self._block, self._tools) if tools is not None else Block((), ())
         text = self._take_block_text()
@@ -227,22 +233,24 @@ class MessageBuilder:
             self._content.add(text)
             return
         self._content.trim()
+        # Numbered over the whole response: a call's position is part of its id.
         self._calls += _named(block.calls, self._name_call, len(self._calls))
         for attempt in block.malformed:
             self._content.add(attempt)
 
     def finish(self) -> AssistantMessage:
-        """Closes what is open and returns the message."""
+        """Close the open block and return the message."""
         if self._state is _State.BODY:
             self._close_block()
         elif self._state is _State.HELD:
             self._settle_held()
-        self._content.add(self._take_block_text())  # a call without its end cannot be told from one that was cut off
+        self._content.add(self._take_block_text())  # a call without its closing mark may be truncated
         self._content.finish(keep_space=not self._calls)
         return AssistantMessage(self._content.whole, self._reasoning.whole or None, tuple(self._calls))
 
     def _settle_held(self) -> None:
-        """Reasoning that was never closed: a call in it counts, text with no call in it is reasoning."""
+        """Decide on reasoning that was never closed: calls in it count; without a call it is reasoning."""
+        # Parse the held pieces again, this time as content.
         inner = MessageBuilder(self._form, self._tools, self._name_call, reasoning_open=False)
         for piece in self._block:
             inner.add(piece)
@@ -256,7 +264,7 @@ class MessageBuilder:
             self._reasoning.add(text)
 
     def take(self) -> MessageDelta:
-        """What has become certain since the last call."""
+        """Return the text and calls that became certain since the last call."""
         new = tuple(
             ToolCallDelta(index, call.arguments, call.id, call.name)
             for index, call in enumerate(self._calls[self._sent_calls :], self._sent_calls)
@@ -266,9 +274,9 @@ class MessageBuilder:
 
 
 class _Text:
-    """Text whose white space at the end is held back until other text follows.
+    """Text that holds back trailing white space until other text follows.
 
-    ``trimmed``: white space before the first other character is dropped.
+    ``trimmed``: leading white space is dropped.
     """
 
     def __init__(self, *, trimmed: bool) -> None:
@@ -278,6 +286,7 @@ class _Text:
         self._taken = 0
 
     def add(self, text: str) -> None:
+        # White space at the end waits: it is dropped if a mark follows, and kept if text does.
         end = len(text.rstrip())
         if end:
             if self._trimmed and not self._certain:
@@ -290,7 +299,7 @@ class _Text:
             self._space.append(text[end:])
 
     def trim(self) -> None:
-        """Says that a mark was next to the text."""
+        """Record that a mark is next to the text."""
         self._trimmed = True
 
     def finish(self, *, keep_space: bool) -> None:
@@ -316,9 +325,9 @@ def _named(calls: Sequence[CallText], name_call: NameCall, first: int = 0) -> tu
 
 
 class CallNames:
-    """Ids of tool calls whose format has none: a function of the prompt, the call and its position.
+    """Creates ids for tool calls without one, from the prompt, the call and its position.
 
-    The same conversation gets the same ids; the next turn has another prompt, and with it other ids.
+    The same conversation gets the same ids; the next turn has another prompt and therefore other ids.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:

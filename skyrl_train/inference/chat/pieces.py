@@ -2,11 +2,11 @@
 
     token ──> text as far as it is certain ──> split at marks ──> Piece ...
 
-A mark is what a chat format puts around reasoning and tool calls (``<think>``, ``<tool_call>``). Where the vocabulary
-has a token for it, only that token counts and the same letters spelled out are text; where it has none, the letters
-count. A character or a mark that may still be incomplete is held back.
+A mark encloses reasoning or tool calls in a chat format (``<think>``, ``<tool_call>``). If the vocabulary has a token for
+it, only that token counts, and the same letters spelled out are text; otherwise the letters count. A character or a mark
+that may still be incomplete is held back.
 
-Each token is decoded on its own turn, so that pieces depend on the tokens alone, never on how they were handed over.
+Tokens are decoded one at a time, so that the pieces do not depend on how tokens are grouped into calls.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from skyrl_train.inference.incremental_text import IncrementalText
+from skyrl_train.inference.response_text import IncrementalText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class Mark(Enum):
-    """What a mark does in a response."""
+    """The meaning of a mark in a response."""
 
     THINK = "opens reasoning"
     THINK_END = "closes reasoning"
@@ -35,9 +35,9 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text; with ``mark``, that of one mark; with ``special``, that of another special token, which is not shown.
+    """Text, or a mark (``mark``), or another special token that is not shown (``special``).
 
-    ``shown`` counts the characters that the decoded response, special tokens left out, has for it.
+    ``shown`` is its number of characters in the response decoded without special tokens.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the tokenizer tells apart: ``added`` tokens (id to text) and which of them are ``special``."""
+    """A tokenizer with its ``added`` tokens (id to text) and the ids of the ``special`` ones."""
 
     tokenizer: PreTrainedTokenizerBase
     added: Mapping[int, str]
@@ -56,7 +56,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-        """Reads it from a tokenizer."""
+        """Build it from a tokenizer."""
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return cls(
             tokenizer,
@@ -70,7 +70,7 @@ class PieceReader:
 
     Args:
         marks: text to meaning.
-        silent: tokens that end a response; they are no part of its text.
+        silent: tokens that end a response; they are not part of its text.
     """
 
     def __init__(self, vocabulary: Vocabulary, marks: Mapping[str, Mark], silent: frozenset[int]) -> None:
@@ -82,7 +82,7 @@ class PieceReader:
         self._silent = silent
 
     def feed(self, token_id: int) -> list[Piece]:
-        """The pieces that ``token_id`` completes."""
+        """Return the pieces that ``token_id`` completes."""
         if token_id in self._silent:
             return self.flush()
         mark = self._atomic.get(token_id)
@@ -94,7 +94,7 @@ class PieceReader:
         return [*pieces, Piece(self._vocabulary.added[token_id], shown, mark, special=mark is None)]
 
     def flush(self) -> list[Piece]:
-        """What was held back, as plain text; nothing can complete it any more."""
+        """Return text that was held back, as plain text."""
         return [*self._plain(self._decoder.flush()), *self._finder.flush()]
 
     def _plain(self, text: str) -> list[Piece]:
@@ -102,7 +102,7 @@ class PieceReader:
 
 
 class _MarkFinder:
-    """Splits text at marks that have no token of their own."""
+    """Splits text at marks that have no token in the vocabulary."""
 
     def __init__(self, marks: Mapping[str, Mark]) -> None:
         self._marks = marks
@@ -128,7 +128,7 @@ class _MarkFinder:
         self._held = text[end:]
 
     def _partial(self, text: str) -> int:
-        """The length of the longest end of ``text`` that begins a mark."""
+        """Return the length of the longest suffix of ``text`` that begins a mark."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             if text[-size] in self._first and any(mark.startswith(text[-size:]) for mark in self._marks):
                 return size

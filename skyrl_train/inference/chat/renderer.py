@@ -1,9 +1,9 @@
-"""Messages to tokens, once: what was sampled is never decoded and encoded again (SEMANTICS 2.2).
+"""Renders messages to tokens and parses responses. Sampled tokens are never decoded and encoded again.
 
 render(messages) ─────────────────────────────> prompt tokens
 extend(prompt tokens, sampled tokens, new messages)
     = prompt tokens + sampled tokens            verbatim
-    + what closes the assistant's turn          where the sampled tokens lack it
+    + the end of the assistant's turn           if the sampled tokens lack it
     + new messages + generation prompt
 parse(sampled tokens) ────────────────────────> reasoning, content, tool calls
 """
@@ -24,28 +24,28 @@ from skyrl_train.inference.chat.conversation import normalize_messages
 from skyrl_train.inference.chat.families import Family, find_family
 from skyrl_train.inference.chat.formats import (
     FAMILY_TOOL_FORMATS,
-    ResponseFormat,
+    MessageFormat,
     guess_reasoning,
     guess_tool_format,
-    response_format,
+    message_format,
 )
 from skyrl_train.inference.chat.messages import AssistantMessage
 from skyrl_train.inference.chat.parsing import CallNames, MessageBuilder, ResponseParser, StreamParser, WholeParser
 from skyrl_train.inference.chat.pieces import PieceReader, Vocabulary
-from skyrl_train.inference.incremental_text import text_of
+from skyrl_train.inference.response_text import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-# Stands for the assistant's answer when a template is rendered to see what follows it. Plain letters and digits survive
-# every template's trimming; no template and no system prompt contains them.
+# A placeholder answer, rendered to see what a template puts after it. Letters and digits survive every template's
+# trimming, and no template and no system prompt contains this text.
 _ANSWER = "q7Zk3vX9"
-# Tokens at the end of a prompt that may spell the mark with which it opens reasoning, white space included.
+# Tokens at the end of a prompt in which an opening reasoning mark, with white space, is looked for.
 _REASONING_MARK_TOKENS = 24
-# Rendered conversations are kept for the samples of a group, which share their prompt. Longer ones are rendered each
-# time, so that all that are kept have 4 million characters at most, whatever requests bring.
+# Rendered conversations are cached for the samples of a group, which share their prompt. Longer ones are not, so that the
+# cache holds at most 4 million characters.
 _CACHED_CONVERSATIONS = 64
 _CACHED_CHARACTERS = 65_536
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -56,18 +56,18 @@ T = TypeVar("T")
 
 
 class ChatRenderer:
-    """Renders conversations with the model's own chat format, and reads its responses.
+    """Renders conversations with the model's own chat format, and parses its responses.
 
-    Model families that the ``renderers`` library knows (by hub name, or recognised in a folder) are rendered by it; any
-    other template is asked what it puts between an answer and the next generation prompt. Without a template, a
-    conversation is its contents in a row.
+    The ``renderers`` library renders the model families that it knows (by hub name, or recognised in a folder). Any other
+    chat template is rendered with a placeholder to find the text between an answer and the next generation prompt.
+    Without a template, a conversation is the concatenation of its contents.
 
-    Earlier turns stay exactly as sampled, reasoning included, also where the template would drop it from history: the
-    tokens trained on are the tokens seen.
+    Earlier turns stay exactly as sampled, including reasoning that the template would drop from history: the tokens seen
+    are the tokens trained on.
 
     Args:
         tool_parser: the format of tool calls by name (``formats.TOOL_FORMATS``, ``"none"``); None: the family's, else
-            what template and vocabulary speak of, else JSON in ``<tool_call>``.
+            the one that template and vocabulary indicate, else JSON in ``<tool_call>``.
         reasoning_parser: ``"think"`` or ``"none"``; None: the family's, else by template and vocabulary.
 
     Raises:
@@ -87,7 +87,7 @@ class ChatRenderer:
         self._family = find_family(tokenizer, model_name_or_path)
         self._template = _template_text(tokenizer)
         self._parsers = (tool_parser, reasoning_parser)
-        response_format(tool_parser or "none", reasoning_parser or "none")  # names are checked before anything runs
+        message_format(tool_parser or "none", reasoning_parser or "none")  # reject unknown names early
         self._render = _cached(self._render_json)
         self._closing = _cached(self._closing_json)
         self._warned_of_tools = False
@@ -97,7 +97,7 @@ class ChatRenderer:
     def render(
         self, messages: Messages, tools: Messages = (), template_kwargs: Mapping[str, Any] = _NO_KWARGS
     ) -> list[int]:
-        """Returns the tokens of ``messages`` and the generation prompt.
+        """Return the tokens of ``messages`` and the generation prompt.
 
         Args:
             messages: in OpenAI's chat shape.
@@ -105,7 +105,7 @@ class ChatRenderer:
             template_kwargs: further arguments of the chat template.
 
         Raises:
-            ConfigError: a message is malformed, the template refuses the messages, or nothing is left to encode.
+            ConfigError: a message is malformed, the template rejects the messages, or nothing is left to encode.
         """
         if not messages:
             raise ConfigError("messages is empty; a conversation needs at least one message.")
@@ -121,7 +121,7 @@ class ChatRenderer:
         else:
             ids = list(self._tokenizer(_contents(messages), add_special_tokens=True)["input_ids"])
             if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id:
-                ids.pop()  # a tokenizer that ends every text by itself would end the prompt before the answer
+                ids.pop()  # some tokenizers append an end token, which would end the prompt before the answer
         if not ids:
             raise ConfigError(f"The conversation {messages!r:.200} has no tokens; a prompt must not be empty.")
         return array("i", ids)
@@ -145,12 +145,14 @@ class ChatRenderer:
         tools: Messages = (),
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> list[int]:
-        """Returns the next turn's input; it begins with ``prompt_token_ids + response_ids``.
+        """Return the next turn's prompt, which begins with ``prompt_token_ids + response_ids``.
 
         Raises:
-            ConfigError: a message is malformed, or the template refuses the messages or rewrites answers so that it
+            ConfigError: a message is malformed, or the template rejects the messages or rewrites answers so that it
                 cannot be extended.
         """
+        # 1. A family's renderer bridges to the next turn itself. 2. Another template is rendered after a placeholder answer.
+        # 3. Without a template the contents are appended.
         previous = [*prompt_token_ids, *response_ids]
         new = self.normalize(new_messages)
         arguments = self._checked(template_kwargs)
@@ -161,6 +163,7 @@ class ChatRenderer:
                 new,
                 tools=[dict(tool) for tool in tools] or None,
             )
+            # A bridge that changes earlier tokens would train on tokens that were not sampled.
             if bridged is not None and bridged.token_ids[: len(previous)] == previous:
                 return list(bridged.token_ids)
         if not self._template:
@@ -169,6 +172,7 @@ class ChatRenderer:
                     f"The chat format {self._family.name!r} cannot continue this conversation token by token."
                 )
             return previous + self._encode_after_answer(_contents(new))
+        # The response may have sampled the beginning of what closes its turn (its end token, usually): do not repeat it.
         following = self._encode_after_answer(self._after_answer(new, tools, arguments, add_generation_prompt=True))
         closing = self._closing(_json([list(tools), arguments]))
         return previous + following[_overlap(response_ids, closing) :]
@@ -183,6 +187,7 @@ class ChatRenderer:
         dummy = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         text = self._apply([*dummy, *new], tools, template_kwargs, add_generation_prompt=add_generation_prompt)
         _, found, rest = text.partition(_ANSWER)
+        # Without the placeholder in its output, nothing tells where the answer ends.
         if not found:
             raise ConfigError(
                 f"The chat template of {self._name!r} drops earlier answers, so that a conversation cannot be "
@@ -216,12 +221,12 @@ class ChatRenderer:
             logger.warning("The chat template of %r does not show tools to the model.", self._name)
 
     def normalize(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages as they are rendered: contents as text, tool-call arguments as objects, roles that are known.
+        """Return the messages as they are rendered: contents as text, tool-call arguments as objects, known roles.
 
         Raises:
             ConfigError: a message is malformed; the error names its index and the field.
         """
-        if self._family is not None:  # the library's renderers leave out a role that they do not know
+        if self._family is not None:  # the library's renderers silently drop unknown roles
             knows_developer = self._family.name in _KNOW_DEVELOPER
             return normalize_messages(messages, knows_developer=knows_developer, strict_roles=True)
         knows_developer = not self._template or "developer" in self._template
@@ -237,19 +242,19 @@ class ChatRenderer:
         return dict(template_kwargs)
 
     def retokenise(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens that rendering the text of ``token_ids`` would give: others, where the model cut it differently."""
+        """Decode and encode ``token_ids``. The result differs if the model split the text differently than the tokenizer."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return self._encode(str(text))
 
     def count(self, text: str) -> int:
-        """How many tokens ``text`` is by itself."""
+        """Return the number of tokens of ``text``."""
         return len(self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode_after_answer(self, text: str) -> list[int]:
-        """Encodes ``text`` as it would be after other text: some tokenizers put a space before the first word."""
+        """Encode ``text`` as a continuation: some tokenizers put a space before the first word of a text."""
         if not text:
             return []
         answer, both = self._encode(_ANSWER), self._encode(_ANSWER + text)
@@ -259,18 +264,18 @@ class ChatRenderer:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens with which the model ends its turn."""
+        """The tokens that end the model's turn."""
         if self._family is not None:
             return tuple(self._family.renderer({}).get_stop_token_ids())
         end = self._tokenizer.eos_token_id
         return () if end is None else (int(end),)
 
     def parser(self, prompt_token_ids: Sequence[int], tools: Messages = ()) -> ResponseParser:
-        """A parser for one response to ``prompt_token_ids``; without ``tools``, tool calls are content."""
+        """Return a parser for one response to ``prompt_token_ids``. Without ``tools``, tool calls are content."""
         name_call = CallNames(prompt_token_ids)
         if self._format is None and self._family is not None:
             return WholeParser(self._family.renderer({}), prompt_token_ids, tools, name_call, self._decode)
-        form = self._format or ResponseFormat()
+        form = self._format or MessageFormat()
         reader = PieceReader(self._vocabulary, form.marks(with_tools=bool(tools)), frozenset(self.stop_token_ids))
         opened = self._opens_reasoning(form, prompt_token_ids)
         return StreamParser(reader, MessageBuilder(form, tools, name_call, reasoning_open=opened))
@@ -283,7 +288,7 @@ class ChatRenderer:
         tools: Messages = (),
         visible: int | None = None,
     ) -> AssistantMessage:
-        """The message that a whole response is.
+        """Parse a whole response into a message.
 
         Args:
             visible: characters of the decoded response before its stop string; None: there is none.
@@ -293,22 +298,23 @@ class ChatRenderer:
         return parser.finish(visible)[1]
 
     def load_parsers(self) -> None:
-        """Imports what parsing needs (seconds), so that no request waits for it."""
+        """Import the parsers, which takes seconds, so that no request waits for it."""
         import renderers.parsing  # noqa: F401
 
         self.parser(())
 
     @cached_property
-    def _format(self) -> ResponseFormat | None:
-        """None: the library reads whole responses of this family."""
+    def _format(self) -> MessageFormat | None:
+        """The response format; None: the library parses whole responses of this family."""
         tool_parser, reasoning_parser = self._parsers
         if self._family is not None:
             name = FAMILY_TOOL_FORMATS.get(self._family.name)
             if name is None and tool_parser is None and reasoning_parser is None:
                 return None
-            return response_format(tool_parser or name or "none", reasoning_parser or "think")
+            return message_format(tool_parser or name or "none", reasoning_parser or "think")
+        # Unknown family: the marks in the template and the vocabulary show the format.
         hints = "\n".join([self._template, *self._vocabulary.added.values()])
-        return response_format(tool_parser or guess_tool_format(hints), reasoning_parser or guess_reasoning(hints))
+        return message_format(tool_parser or guess_tool_format(hints), reasoning_parser or guess_reasoning(hints))
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -317,15 +323,16 @@ class ChatRenderer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return text_of(self._tokenizer, token_ids)
 
-    def _opens_reasoning(self, form: ResponseFormat, prompt_token_ids: Sequence[int]) -> bool:
+    def _opens_reasoning(self, form: MessageFormat, prompt_token_ids: Sequence[int]) -> bool:
         if form.reasoning is None:
             return False
+        # A template may open reasoning in the generation prompt; then the response has only the closing mark.
         tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
         return str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
 
 
 def _cached(function: Callable[[str], T]) -> Callable[[str], T]:
-    """``function``, with its latest results kept for keys that are not too long."""
+    """Cache the latest results of ``function`` for keys that are not too long."""
     cached = lru_cache(maxsize=_CACHED_CONVERSATIONS)(function)
     return lambda key: (cached if len(key) <= _CACHED_CHARACTERS else function)(key)
 
@@ -343,7 +350,7 @@ def _json(value: object) -> str:
 
 
 def _overlap(response_ids: Sequence[int], closing: Sequence[int]) -> int:
-    """How many tokens of ``closing`` the response has sampled already: its longest prefix that ends the response."""
+    """Return the length of the longest prefix of ``closing`` with which the response already ends."""
     for length in range(min(len(closing), len(response_ids)), 0, -1):
         if list(response_ids[-length:]) == list(closing[:length]):
             return length

@@ -1,4 +1,4 @@
-"""A chat request and its result, whichever dialect it came in.
+"""A chat request and its result, common to all dialects.
 
 dialect ──ChatRequest──> ChatService ──ChatEvent ...──> dialect (streaming)
                                      ──ChatResult─────> dialect
@@ -23,13 +23,14 @@ class ChatRequest:
 
     Args:
         messages: in OpenAI's chat shape.
-        params: how to sample; its ``max_tokens`` is not looked at.
-        max_tokens: of one response; None: what the context leaves.
+        params: sampling parameters; ``max_tokens`` is ignored.
+        max_tokens: of one response; None: the rest of the context.
         tools: OpenAI tool specifications (``{"type": "function", "function": {...}}``).
-        tool_choice: "none" keeps the tools from the model.
+        tool_choice: "none" hides the tools from the model.
         adapter: a LoRA adapter by name; None: the policy.
         template_kwargs: further arguments of the chat template (``enable_thinking``).
         logprobs: whether the dialect shows log-probs (they are recorded in any case).
+        session_id: keeps requests on one engine if there is no recording session.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -40,11 +41,20 @@ class ChatRequest:
     adapter: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     logprobs: bool = False
+    session_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The prompt of a turn. Its first ``reused_tokens`` are tokens of earlier turns, as sampled."""
+
+    prompt_token_ids: list[int]
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChatChoice:
-    """One of the ``n`` answers. ``generation`` has its tokens, log-probs and versions."""
+    """One of the ``n`` choices. ``generation`` has its tokens, log-probs and versions."""
 
     index: int
     message: AssistantMessage
@@ -54,7 +64,7 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult:
-    """All answers. ``reused_tokens`` of the prompt were taken from earlier turns as sampled; the others were rendered."""
+    """All choices. ``reused_tokens`` of the prompt were taken from earlier turns as sampled; the others were rendered."""
 
     prompt_token_ids: list[int]
     choices: tuple[ChatChoice, ...]
@@ -62,15 +72,15 @@ class ChatResult:
 
     @property
     def completion_tokens(self) -> int:
-        """Sampled tokens of all choices, each counted once."""
+        """The number of sampled tokens of all choices."""
         return sum(len(choice.generation.token_ids) for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """A piece of answer number ``index``: what it adds to the message, and the tokens sampled since the last event.
+    """A piece of choice number ``index``: the addition to the message, and the tokens sampled since the last event.
 
-    The last event of an answer has ``choice``. A ``delta`` may be empty while tokens arrive, and the reverse.
+    The last event of a choice has ``choice``. ``delta`` may be empty while tokens arrive, and the reverse.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""For how long an engine had something to do."""
+"""The time during which an engine had work."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections.abc import Callable
 
 
 class BusyTime:
-    """Adds up the time during which there were requests and the engine was neither paused nor asleep (which it is only while
-    paused)."""
+    """Adds up the time during which an engine had requests and was not paused (an engine sleeps only while paused)."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._requests = False
         self._paused = False
-        self._since: float | None = None  # busy since then; None: it is not
-        self._before = 0.0
+        self._since: float | None = None  # start of the current busy period
+        self._before = 0.0  # seconds of all earlier ones
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
+        """Busy seconds until now."""
         return self._before + (0.0 if self._since is None else self._clock() - self._since)
 
     def requests(self, number: int) -> None:
-        """So many requests are in the engine from now on."""
+        """Set the number of requests in the engine."""
         self._requests = number > 0
         self._settle()
 
     def paused(self, paused: bool) -> None:
-        """Requests stand still from now on, or go on."""
+        """Set whether the engine is paused."""
         self._paused = paused
         self._settle()
 

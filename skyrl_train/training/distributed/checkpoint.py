@@ -1,4 +1,4 @@
-"""A sharded policy's part of a checkpoint: safetensors files, one per rank, that any number of ranks can read.
+"""The checkpoint of a sharded model: safetensors files, one per rank, that any number of ranks can read.
 
 live shards ──snapshot──> copies in main memory ──write (in the background)──> shard-0000R-*.safetensors
                                  files ──read (each rank what its shards need)──> copies ──> live shards
@@ -26,19 +26,18 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import base_fingerprint, policy_weights
-from skyrl_train.training.distributed.sharding import local
+from skyrl_train.training.distributed.sharding import local_shard
 from skyrl_train.training.optimizer import PolicyOptimizer
-from skyrl_train.training.snapshots import Buffers
-from skyrl_train.training.state import POLICY_FILE, REMEDY, check_base, check_weights
+from skyrl_train.training.state import POLICY_FILE, REMEDY, Buffers, check_base, check_weights
 
-State = dict[str, torch.Tensor]
+ShardState = dict[str, torch.Tensor]  # by name in the checkpoint
 _POLICY, _OPTIMIZER, _RNG = "policy.", "optimizer.", "rng."
 
 
-def copy_of(model: PreTrainedModel, optimizer: PolicyOptimizer, cpu_mesh: DeviceMesh, buffers: Buffers) -> State:
-    """What ``buffers`` will hold of all that is saved: weights, moments, and this rank's generator states."""
+def copy_of(model: PreTrainedModel, optimizer: PolicyOptimizer, cpu_mesh: DeviceMesh, buffers: Buffers) -> ShardState:
+    """Return the state to save, with its tensors in ``buffers``: weights, moments, and this rank's generator states."""
     state = {
-        name: _on_cpu(tensor, buffers.copy_of(name, local(tensor)), cpu_mesh)
+        name: _on_cpu(tensor, buffers.copy_of(name, local_shard(tensor)), cpu_mesh)
         for name, tensor in _live(model, optimizer).items()
     }
     state[f"{_RNG}{dist.get_rank()}.cpu"] = torch.get_rng_state()
@@ -47,11 +46,11 @@ def copy_of(model: PreTrainedModel, optimizer: PolicyOptimizer, cpu_mesh: Device
     return state
 
 
-def write(state: State, folder: Path, group: dist.ProcessGroup) -> None:
-    """Writes this rank's shards into ``folder``, which all ranks share. Called by all of them.
+def write(state: ShardState, folder: Path, group: dist.ProcessGroup) -> None:
+    """Write this rank's shards into ``folder``, which all ranks share. Called by all ranks.
 
     Args:
-        group: a group of the CPU's that nothing else uses meanwhile.
+        group: a CPU (gloo) group that nothing else uses meanwhile.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; on every rank.
@@ -67,9 +66,8 @@ def write(state: State, folder: Path, group: dist.ProcessGroup) -> None:
         raise next((cause for cause in causes if isinstance(cause, OSError)), OSError(str(causes[0]))) from error
 
 
-def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_mesh: DeviceMesh) -> State:
-    """This rank's shards of what ``write`` left, whatever number of ranks wrote it. Changes nothing; no rank waits for
-    another.
+def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_mesh: DeviceMesh) -> ShardState:
+    """Read this rank's shards of a checkpoint that any number of ranks wrote. Changes nothing; no rank waits for another.
 
     Raises:
         CheckpointError: the folder is incomplete, broken, or of another model.
@@ -87,7 +85,9 @@ def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_m
         rng = [name for name in saved if name.startswith(f"{_RNG}{dist.get_rank()}.")]
         wanted |= {name: torch.zeros(saved[name].size, dtype=torch.uint8) for name in rng}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that no rank waits for another is what is wanted
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # torch warns that no rank waits for another, which is intended
             load_shards(wanted, storage_reader=reader, no_dist=True)
     except (OSError, SafetensorError, CheckpointException, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read ({_first_line(error)}). {REMEDY}") from error
@@ -96,11 +96,11 @@ def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_m
 
 
 @torch.no_grad()
-def restore(state: State, model: PreTrainedModel, optimizer: PolicyOptimizer) -> None:
-    """Puts what ``read`` returned in the place of the live weights, moments and generator states."""
+def restore(state: ShardState, model: PreTrainedModel, optimizer: PolicyOptimizer) -> None:
+    """Copy the result of ``read`` into the live weights, moments and generator states."""
     optimizer.make_moments()
     for name, live in _live(model, optimizer).items():
-        local(live).copy_(local(state[name]))
+        local_shard(live).copy_(local_shard(state[name]))
     of_rank = {name.rsplit(".", 1)[1]: value for name, value in state.items() if name.startswith(_RNG)}
     if "cpu" in of_rank:
         torch.set_rng_state(of_rank["cpu"])
@@ -108,8 +108,8 @@ def restore(state: State, model: PreTrainedModel, optimizer: PolicyOptimizer) ->
         torch.cuda.set_rng_state(of_rank["cuda"])
 
 
-def _live(model: PreTrainedModel, optimizer: PolicyOptimizer) -> State:
-    """The tensors that are trained and what the optimizer knows of them, by their names in a checkpoint."""
+def _live(model: PreTrainedModel, optimizer: PolicyOptimizer) -> ShardState:
+    """Return the trained tensors and their optimizer state, by their names in a checkpoint."""
     optimizer.make_moments()
     policy = dict(policy_weights(model)) | base_fingerprint(model)
     weights = {f"{_POLICY}{name}": tensor.detach() for name, tensor in policy.items()}
@@ -122,11 +122,11 @@ def _live(model: PreTrainedModel, optimizer: PolicyOptimizer) -> State:
 
 
 def _like(tensor: torch.Tensor, cpu_mesh: DeviceMesh) -> torch.Tensor:
-    return _on_cpu(tensor, torch.zeros_like(local(tensor), device="cpu"), cpu_mesh)
+    return _on_cpu(tensor, torch.zeros_like(local_shard(tensor), device="cpu"), cpu_mesh)
 
 
 def _on_cpu(tensor: torch.Tensor, part: torch.Tensor, cpu_mesh: DeviceMesh) -> torch.Tensor:
-    """``part`` as this rank's part of a tensor that lies as ``tensor`` does."""
+    """Return ``part`` as this rank's part of a tensor that is sharded as ``tensor`` is."""
     if not isinstance(tensor, DTensor):
         return part
     placed: torch.Tensor = DTensor.from_local(
@@ -135,7 +135,7 @@ def _on_cpu(tensor: torch.Tensor, part: torch.Tensor, cpu_mesh: DeviceMesh) -> t
     return placed
 
 
-def _check(folder: Path, saved: Mapping[str, TensorStorageMetadata], wanted: State) -> None:
+def _check(folder: Path, saved: Mapping[str, TensorStorageMetadata], wanted: ShardState) -> None:
     there = {name: torch.empty(of.size, dtype=of.properties.dtype, device="meta") for name, of in saved.items()}
     check_weights(folder, there, wanted)
     for name, of in saved.items():

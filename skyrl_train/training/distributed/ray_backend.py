@@ -1,10 +1,11 @@
-"""Trains the policy, and the critic, sharded over Ray actors (FSDP2), on one machine or many.
+"""Training of the policy and the critic, sharded over Ray actors (FSDP2), on one machine or many.
 
-minibatch ──share_out──> each rank's sequences ──> RankTrainer on every rank, in step ──> the metrics of rank 0 (= all)
+minibatch ──share_out──> each rank's sequences ──> PolicyWorker on every rank, in step ──> the metrics of rank 0 (= all)
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,110 +13,128 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import is_local
 from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
-from skyrl_train.training.distributed.shares import PackedSequences, share_out
-from skyrl_train.training.distributed.worker import ModelSettings, Role
+from skyrl_train.training.distributed.worker import ModelSettings, PackedSequences, Role
 from skyrl_train.training.distributed.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from skyrl_train.inference.weight_update import WeightUpdate
-    from skyrl_train.publication.base import WeightTransport
+    from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
+
+
+def share_out(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Distribute sequences over ranks so that all have about the same number of tokens.
+
+    Each sequence, longest first, goes to the rank with the fewest tokens so far.
+
+    Returns:
+        Per rank the indices into ``lengths``, ascending; empty where there are fewer sequences than ranks. No rank has more
+        tokens than another by more than the longest sequence.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        tokens, rank = heapq.heappop(loads)
+        shares[rank].append(index)
+        heapq.heappush(loads, (tokens + lengths[index], rank))
+    return [sorted(share) for share in shares]
 
 
 class RayTraining(Training):
-    """What the policy and the critic share: a group of workers, each with a shard.
+    """The common part of policy and critic: a group of workers, each with a shard.
 
     Every method raises TrainingWorkerError if a worker is gone.
+
+    Attributes:
+        group: the workers.
     """
 
     def __init__(self, role: Role, models: Mapping[Role, ModelSettings], group: WorkerGroup) -> None:
         """
         Args:
             role: of the model that is trained here.
-            models: what the workers are to hold for this.
-            group: ended if one of the models cannot be loaded.
+            models: the models that the workers hold for this backend.
+            group: closed if one of the models cannot be loaded.
         """
-        self._role, self._group = role, group
+        self._role, self.group = role, group
         try:
             for of, settings in models.items():
                 path = settings.model_path
-                place = str(Path(path).absolute()) if is_local(path) else path  # workers are in other folders
+                # The workers have other working directories.
+                place = str(Path(path).absolute()) if is_local(path) else path
                 group.call_alike("hold", of, replace(settings, model_path=place))
         except BaseException:
             group.close()
             raise
 
-    @property
-    def group(self) -> WorkerGroup:
-        """The workers."""
-        return self._group
-
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """See :meth:`RankTrainer.update`."""
+        """See :meth:`PolicyWorker.update`."""
         metrics: dict[str, float] = self._train("update", minibatch)
         return metrics
 
     def accumulate(self, part: Minibatch) -> None:
-        """See :meth:`RankTrainer.accumulate`."""
+        """See :meth:`PolicyWorker.accumulate`."""
         self._train("accumulate", part)
 
     def finish(self, step: int) -> dict[str, float]:
-        metrics: dict[str, float] = self._group.call_alike("finish", self._role, step)[0]
+        metrics: dict[str, float] = self.group.call_alike("finish", self._role, step)[0]
         return metrics
 
     def discard(self) -> None:
-        self._group.call_alike("discard", self._role)
+        self.group.call_alike("discard", self._role)
 
     def snapshot(self) -> dict[str, object]:
-        """See :meth:`TrainingBackend.snapshot`; the copies stay with the workers, until the next snapshot."""
-        return {"number": self._group.call_alike("snapshot", self._role)[0]}
+        """See :meth:`Training.snapshot`; the copies stay in the workers, until the next snapshot."""
+        return {"number": self.group.call_alike("snapshot", self._role)[0]}
 
     def save(self, snapshot: dict[str, object], folder: Path) -> None:
-        """See :meth:`TrainingBackend.save`; every rank writes its shards. ``folder`` must be on a disk that all nodes share.
+        """See :meth:`Training.save`; every rank writes its shards. ``folder`` must be on a disk that all nodes share.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
             CheckpointError: another snapshot was taken since.
         """
-        self._group.call_alike("save", self._role, snapshot["number"], folder.absolute())
+        self.group.call_alike("save", self._role, snapshot["number"], folder.absolute())
 
     def load(self, folder: Path) -> None:
-        """See :meth:`TrainingBackend.load`; of a checkpoint by any number of workers."""
-        self._group.call_alike("load", self._role, folder.absolute())
+        """See :meth:`Training.load`; any number of workers may have written the checkpoint."""
+        self.group.call_alike("load", self._role, folder.absolute())
 
     def close(self) -> None:
-        """Ends the workers, and with them every model that they hold and what rank 0 has staged."""
-        self._group.close()
+        """End the workers, with every model that they hold and all weights that rank 0 has staged."""
+        self.group.close()
 
     def _score(self, role: Role, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        """What that model of the workers says of each token, in the order of the sequences."""
+        """Return the scores of each token under that model of the workers, in the order of the sequences."""
         shares, packed = self._shares(sequences)
         results = [torch.zeros(0)] * len(sequences)
-        of_ranks = self._group.call("score", [(role, of) for of in packed])
-        for share, rows in zip(shares, of_ranks[:: self._group.ranks_per_share], strict=True):
+        of_ranks = self.group.call("score", [(role, of) for of in packed])
+        for share, rows in zip(shares, of_ranks[:: self.group.ranks_per_share], strict=True):
             for index, row in zip(share, rows, strict=True):
                 results[index] = torch.from_numpy(row.copy())
         return results
 
     def _train(self, method: str, part: Minibatch) -> Any:
         _, packed = self._shares(part.sequences)
-        return self._group.call(method, [(self._role, of, replace(part, sequences=())) for of in packed])[0]
+        return self.group.call(method, [(self._role, of, replace(part, sequences=())) for of in packed])[0]
 
     def _shares(self, sequences: Sequence[TrainingSequence]) -> tuple[list[list[int]], list[PackedSequences]]:
-        """Which sequences each share has, and what each rank is sent: neighbours the same share, for a slice of it each."""
-        each = self._group.ranks_per_share
-        shares = share_out([len(sequence) for sequence in sequences], self._group.size // each)
+        """Return the indices of each share's sequences, and the packed sequences for each rank.
+
+        Neighbouring ranks get the same share where each computes a slice of it (sequence parallelism).
+        """
+        each = self.group.ranks_per_share
+        shares = share_out([len(sequence) for sequence in sequences], self.group.size // each)
         packed = [PackedSequences.of([sequences[index] for index in share]) for share in shares]
         return shares, [of_share for of_share in packed for _ in range(each)]
 
 
 class RayBackend(RayTraining, TrainingBackend):
-    """A policy whose parameters, gradients and moments lie on several ranks; see :class:`RankTrainer` for what each does.
+    """A policy whose parameters, gradients and moments lie on several ranks; see :class:`PolicyWorker`.
 
-    Losses and weights are those of the local backend, but for the order in which gradients are added up: metrics agree
-    within 1e-5, and weights within 1e-3 of what they moved. Every method raises TrainingWorkerError if a worker is gone.
+    Losses and weights equal the local backend's except for the order in which gradients are added up: metrics agree
+    within 1e-5, and weights within 1e-3 of their change. Every method raises TrainingWorkerError if a worker is gone.
     """
 
     def __init__(
@@ -127,11 +146,11 @@ class RayBackend(RayTraining, TrainingBackend):
         seed: int,
         reference: TrainerConfig | None = None,
     ) -> None:
-        """Starts ``trainer.fsdp.num_workers`` actors. Arguments and errors as of :class:`LocalBackend`, and those of
+        """Start ``trainer.fsdp.num_workers`` actors. Arguments and errors as for :class:`LocalBackend` and
         :class:`WorkerGroup`; ``model_path`` is opened on every node.
 
         Args:
-            reference: how the ranks hold and score the model of ``model_path`` as it is, beside the policy; None: they do not.
+            reference: settings with which the ranks also hold the initial model of ``model_path``; None: they do not.
         """
         policy = ModelSettings(model_path, trainer_config, total_steps, temperature, seed)
         models = {Role.policy: policy}
@@ -147,31 +166,32 @@ class RayBackend(RayTraining, TrainingBackend):
         return self._score(Role.reference, sequences)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`TrainingBackend.named_weights`; each travels here as it is asked for."""
-        for name in self._group.call_alike("weight_names")[0]:
-            yield name, self._group.call_alike("weight", name)[0]
+        """See :meth:`TrainingBackend.named_weights`; each weight is sent to this process when the iterator reaches it."""
+        for name in self.group.call_alike("weight_names")[0]:
+            yield name, self.group.call_alike("weight", name)[0]
 
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
-        """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine. The transport given here is sent
-        there as it was made, and must not be used in this process.
+        """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine. The transport is sent there in its
+        initial state, and must not be used in this process.
         """
+        # Ranks know a transport by its place in this list, because each call sends a new copy of it.
         if all(known is not transport for known in self._transports):
             self._transports.append(transport)
         key = next(i for i, known in enumerate(self._transports) if known is transport)
-        update: WeightUpdate = self._group.call_alike("stage", key, transport, version)[0]
+        update: WeightUpdate = self.group.call_alike("stage", key, transport, version)[0]
         return update
 
     def export_hf(self, folder: Path) -> None:
-        """See :meth:`TrainingBackend.export_hf`; rank 0 writes it, from a whole copy of the policy in main memory.
+        """See :meth:`TrainingBackend.export_hf`; rank 0 writes it, from a complete copy of the policy in main memory.
 
         Raises:
-            CheckpointError: the folder cannot be written; what was there stays.
+            CheckpointError: the folder cannot be written; its previous content stays.
         """
-        self._group.call_alike("export_hf", folder.absolute())
+        self.group.call_alike("export_hf", folder.absolute())
 
 
 class RayCritic(RayTraining, CriticBackend):
-    """A value model whose parameters, gradients and moments lie on several ranks; see :class:`CriticTrainer`."""
+    """A value model whose parameters, gradients and moments lie on several ranks; see :class:`CriticWorker`."""
 
     def __init__(
         self,
@@ -181,11 +201,10 @@ class RayCritic(RayTraining, CriticBackend):
         seed: int,
         workers: WorkerGroup | None = None,
     ) -> None:
-        """Arguments and errors as of :class:`LocalCritic`, and those of :class:`WorkerGroup`; ``model_path`` is opened on every
-        node.
+        """Arguments and errors as for :class:`LocalCritic` and :class:`WorkerGroup`; ``model_path`` is opened on every node.
 
         Args:
-            workers: those of the policy, who hold the critic too, and do one thing at a time; None: starts
+            workers: the policy's workers, which then hold the critic too and execute one call at a time; None: start
                 ``trainer.critic.fsdp.num_workers`` actors.
         """
         group = WorkerGroup(trainer_config, "trainer.critic.fsdp") if workers is None else workers

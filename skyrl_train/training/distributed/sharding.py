@@ -1,10 +1,10 @@
-"""Splits a model's parameters over the ranks (FSDP2) and brings them together again, one parameter at a time.
+"""Sharding of a model's parameters over the ranks (FSDP2), and gathering of single parameters.
 
-rank 0 reads the folder ──one parameter at a time──> every rank's shard      shards ──whole──> one parameter at a time
+rank 0 reads the folder ──one parameter at a time──> every rank's shard      shards ──gathered──> one parameter at a time
 
-Layers are the units: a rank holds its shard of every layer, and the whole of the layers that it computes with just then.
+Layers are the units: a rank holds its shard of every layer, and all of the layers that it currently computes.
 With ``trainer.fsdp.shard_size`` below the number of ranks there are several copies of the shards (HSDP): layers are gathered
-among the ranks of a copy, and gradients are added up over all.
+among the ranks of a copy, and gradients are added up over all ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema.trainer import TrainerConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
-from skyrl_train.training.activations import checkpoint_activations
-from skyrl_train.training.compilation import compile_layers
-from skyrl_train.training.ranks import Ranks
+from skyrl_train.training.collectives import Collectives
+from skyrl_train.training.layers import checkpoint_activations, compile_layers
 
 
 def shard_mesh(device_type: str, num_ranks: int, shard_size: int | None) -> DeviceMesh:
-    """The ranks by copy of the policy and place within it; neighbours have shards of one copy. Called by all of them.
+    """Return the ranks by copy of the policy and position within it; neighbours have shards of one copy. Called by all ranks.
 
     Args:
-        shard_size: ranks of a copy; None: all ranks have one between them.
+        shard_size: ranks per copy; None: all ranks share one copy.
     """
     if shard_size is None or shard_size == num_ranks:
         return init_device_mesh(device_type, (num_ranks,))
@@ -40,23 +39,22 @@ def load_sharded(
     model_path: str,
     config: TrainerConfig,
     mesh: DeviceMesh,
-    ranks: Ranks,
+    collectives: Collectives,
     adapt: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
-    whose: str = "trainer.policy",
+    section: str = "trainer.policy",
 ) -> PreTrainedModel:
-    """Loads the model, each rank its shards. Called by all ranks.
+    """Load this rank's shards of the model. Called by all ranks.
 
-    What is trained is in float32; the base of an adapter, which is not, is in ``trainer.policy.dtype``.
-
-    Only rank 0 reads the weights; it has the whole model in main memory while it does.
+    Trained parameters are in float32; the base of an adapter, which is not trained, is in ``trainer.policy.dtype``.
+    Only rank 0 reads the weights; it has the complete model in main memory meanwhile.
 
     Args:
-        adapt: changes the whole model before it is sharded, with the same result on every rank.
-        whose: the section of the configuration with the model's settings, for messages.
+        adapt: changes the complete model before it is sharded, with the same result on every rank.
+        section: the section of the configuration with the model's settings, for messages.
 
     Raises:
-        ConfigError: the model's layers cannot be compiled or run again, though that was asked for.
-        ModelError: the model folder cannot be used. Both through ``ranks``, on all of them.
+        ConfigError: the configured compilation or checkpointing of layers is impossible for the model.
+        ModelError: the model folder cannot be used. Both through ``collectives``, on all ranks.
     """
 
     def built() -> tuple[PreTrainedModel, PreTrainedModel | None]:
@@ -68,11 +66,11 @@ def load_sharded(
         if config.policy.compile:
             compile_layers(model)
         if config.policy.gradient_checkpointing:
-            checkpoint_activations(model, whose)
+            checkpoint_activations(model, section)
         source = load_model(model_path, dtype, "cpu") if mesh.get_rank() == 0 else None
         return model, None if source is None else adapt(source)
 
-    model, source = ranks.together(built)
+    model, source = collectives.all_succeed(built)
     shard(model, config, mesh)
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
     for module in model.modules():  # buffers stay where the model computes
@@ -83,9 +81,9 @@ def load_sharded(
 
 
 def shard(model: PreTrainedModel, config: TrainerConfig, mesh: DeviceMesh) -> None:
-    """Makes every decoder layer a unit of its own, and what is left (embeddings, the last norm) another.
+    """Make every decoder layer a unit, and the rest (embeddings, the last norm) another one.
 
-    Gradients are sums over the ranks: the loss is normalised by all sequences of the step, not by a rank's.
+    Gradients are sums over the ranks: the loss is normalised by all sequences of the step, not by a rank's sequences.
     """
     narrow = resolve_dtype(config.policy.dtype)
     precision = MixedPrecisionPolicy(
@@ -100,30 +98,30 @@ def shard(model: PreTrainedModel, config: TrainerConfig, mesh: DeviceMesh) -> No
             mp_policy=precision,
             offload_policy=offload,
         )
-    # Else what is left stays whole between two passes, and a snapshot or a publication would meet it so.
+    # Otherwise the rest stays gathered between two passes, where a snapshot or a weight sync would find it.
     fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction that leaves the sum as it is
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction that keeps the sum
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers that transformers says must stay in one piece; none for an architecture that does not say."""
+    """Return the layers that transformers declares unsplittable; none for an architecture without a declaration."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A weight that lies on several ranks, brought together on its device; called by all of them. Any other as it is."""
+def gathered(weight: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded weight on its device; called by all ranks. Return any other weight unchanged."""
     if not isinstance(weight, DTensor):
         return weight
     full: torch.Tensor = weight.to(weight.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
     return full
 
 
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight that lies on several ranks; any other as it is."""
+def local_shard(weight: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a weight, or an unsharded weight unchanged."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 

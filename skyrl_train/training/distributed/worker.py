@@ -1,8 +1,8 @@
-"""One rank of sharded models, in a process of its own. Knows nothing of Ray, so that it can run anywhere.
+"""One rank of sharded models, in its own process. Independent of Ray, so that it can run anywhere.
 
-The driver calls the same method on all ranks at once. What a method raises on every rank alike (a refused sequence, a
-checkpoint of another model) is returned, as ``Refused``; what one raises alone leaves the others waiting for it, and the
-driver ends the group.
+The driver calls the same method on all ranks at once. An error that all ranks agree on (a rejected sequence, a
+checkpoint of another model) is raised as ``AgreedError``, and all are as before the call. An error on one rank alone leaves the
+others waiting in a collective, and the driver ends the group.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import os
 import shutil
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -26,43 +28,52 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema.trainer import TrainerConfig
-from skyrl_train.errors import CheckpointError, SkyRLError
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.errors import CheckpointError
 from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transformers, resolve_device, resolve_dtype
 from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights, write_adapter
-from skyrl_train.training.backend import Minibatch
-from skyrl_train.training.critic import CriticTrainer
+from skyrl_train.training.backend import Minibatch, TrainingSequence
+from skyrl_train.training.collectives import AgreedError, ProcessGroupCollectives
+from skyrl_train.training.critic_worker import CriticWorker, put_value_head
 from skyrl_train.training.distributed import checkpoint
-from skyrl_train.training.distributed.process_ranks import AgreedError, ProcessRanks
-from skyrl_train.training.distributed.sharding import load_sharded, shard_mesh, whole
-from skyrl_train.training.distributed.shares import PackedSequences
-from skyrl_train.training.rank_trainer import RankTrainer
+from skyrl_train.training.distributed.sharding import gathered, load_sharded, shard_mesh
+from skyrl_train.training.policy_worker import PolicyWorker
 from skyrl_train.training.sequence_parallel import SequenceRanks
-from skyrl_train.training.snapshots import Snapshots
-from skyrl_train.training.value_model import put_value_head
+from skyrl_train.training.state import Snapshots
 
 if TYPE_CHECKING:
-    from skyrl_train.inference.weight_update import WeightUpdate
-    from skyrl_train.publication.base import WeightTransport
+    from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
-# How long a rank waits for the others, who may be reading the model or gathering what is published.
+# Limit of a rank's wait for the others, which may be reading the model or gathering weights to sync.
 WAIT_LIMIT = timedelta(minutes=30)
+_TENSOR_FIELDS = (
+    "token_ids",
+    "loss_mask",
+    "advantages",
+    "behaviour_logprobs",
+    "versions",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "values",
+    "returns",
+)
+_NUMBER_FIELDS = ("group_index", "counted_tokens", "group_tokens", "group_sequences")
 
 
 class Role(StrEnum):
-    """What a model is to the run. Ranks hold one of each, at most."""
+    """The role of a model in the run. Ranks hold at most one model of each role."""
 
     policy = "policy"
-    reference = "reference"  # a copy of the policy that stays as it is
+    reference = "reference"  # a copy of the initial policy that never changes
     critic = "critic"  # a value model
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """What every rank builds its part of a model from; the arguments of :class:`LocalBackend`."""
+    """The arguments from which every rank builds its part of a model; see :class:`LocalBackend`."""
 
     model_path: str
-    trainer: TrainerConfig  # of a critic, that of :func:`skyrl_train.config.derive.critic_trainer`
+    trainer: TrainerConfig  # for a critic, from :func:`skyrl_train.config.derive.critic_trainer`
     total_steps: int
     temperature: float
     seed: int
@@ -70,75 +81,123 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet: a store that rank 0 serves."""
+    """Address of the store that rank 0 serves, through which the ranks find each other."""
 
     host: str
     port: int
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """What a method returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """What a method raised on every rank alike; the group goes on."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldModel:
     """A model of which this rank has a part."""
 
     settings: ModelSettings
-    trainer: RankTrainer | CriticTrainer
-    snapshots: Snapshots[checkpoint.State]
+    worker: PolicyWorker | CriticWorker
+    snapshots: Snapshots[checkpoint.ShardState]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """Training sequences in the form in which they are sent to another process: a few flat arrays, the values of each field
+    end to end.
+
+    Each field has a separate length per sequence (-1: the sequence lacks it), so that ragged sequences arrive unchanged and are
+    rejected where all sequences are checked.
+    """
+
+    numbers: dict[str, list[int | None]]
+    lengths: dict[str, list[int]]
+    values: dict[str, npt.NDArray[np.generic]]
+
+    @classmethod
+    def of(cls, sequences: Sequence[TrainingSequence]) -> PackedSequences:
+        """Pack sequences."""
+        columns = {name: [getattr(s, name) for s in sequences] for name in _TENSOR_FIELDS}
+        return cls(
+            numbers={name: [getattr(s, name) for s in sequences] for name in _NUMBER_FIELDS},
+            lengths={name: [-1 if c is None else len(c) for c in column] for name, column in columns.items()},
+            values={name: _end_to_end([c for c in column if c is not None]) for name, column in columns.items()},
+        )
+
+    def unpack(self) -> list[TrainingSequence]:
+        """Return the original sequences."""
+        columns = {name: _apart(self.values[name], self.lengths[name]) for name in _TENSOR_FIELDS}
+        return [
+            TrainingSequence(**{name: column[index] for name, column in (columns | self.numbers).items()})  # type: ignore[arg-type]
+            for index in range(len(self.numbers[_NUMBER_FIELDS[0]]))
+        ]
+
+
+def _end_to_end(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.generic]:
+    return torch.cat(list(tensors)).numpy() if tensors else np.zeros(0)
+
+
+def _apart(values: npt.NDArray[np.generic], lengths: Sequence[int]) -> list[torch.Tensor | None]:
+    together = torch.from_numpy(values.copy())  # Ray's arrays are read-only
+    parts = iter(together.split([length for length in lengths if length >= 0]))
+    return [next(parts) if length >= 0 else None for length in lengths]
 
 
 class TrainingWorker:
-    """A rank. ``host_store`` on rank 0, then ``join`` on all, ``hold`` for each model, then any other method, always on all."""
+    """A rank.
+
+    Call ``host_store`` on rank 0, then ``join`` on all ranks, ``hold`` for each model, then any other method; each call except
+    ``host_store`` goes to all ranks.
+
+    Raises (``hold`` and all after it):
+        AgreedError: the ranks agree on an error; nothing has changed.
+    """
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
-        self._held: dict[Role, _Held] = {}
+        self._held: dict[Role, _HeldModel] = {}
         self._transports: dict[int, WeightTransport] = {}
 
     def host_store(self, host: str, num_ranks: int) -> Rendezvous:
-        """Makes this rank the one that the others meet at; ``host`` is this machine's address."""
+        """Serve the store through which the ranks meet; ``host`` is this machine's address."""
         self._store = TCPStore(host, 0, num_ranks, is_master=True, wait_for_workers=False, timeout=WAIT_LIMIT)
         return Rendezvous(host, self._store.port)
 
-    def join(self, rank: int, num_ranks: int, meeting: Rendezvous, trainer: TrainerConfig, key: str) -> Returned:
-        """Becomes ``rank``.
+    def join(self, rank: int, num_ranks: int, meeting: Rendezvous, trainer: TrainerConfig, key: str) -> None:
+        """Become ``rank`` of the process group.
 
         Args:
-            trainer: ``device`` and ``fsdp`` say how the ranks lie.
-            key: where ``fsdp`` is set, for messages.
+            trainer: ``device`` and ``fsdp`` give the mesh of the ranks.
+            key: the setting of ``fsdp``, for messages.
         """
         device = resolve_device(trainer.device)
         store = self._store or TCPStore(meeting.host, meeting.port, num_ranks, timeout=WAIT_LIMIT)
-        # What ranks tell each other is on the CPU, and so are checkpoints; parameters are where they are trained.
+        # Agreements and checkpoints use the CPU's group; parameters use the group of their device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_LIMIT)
         shard_size = trainer.fsdp.shard_size
         self._mesh: DeviceMesh = shard_mesh(device.type, num_ranks, shard_size)
         self._cpu_mesh = self._mesh if device.type == "cpu" else shard_mesh("cpu", num_ranks, shard_size)
         self._writers = dist.new_group(backend="gloo", timeout=WAIT_LIMIT)  # checkpoints are written beside training
-        self._ranks = ProcessRanks(
-            _sequence_ranks(trainer.fsdp.sequence_parallel_size, f"{key}.sequence_parallel_size")
-        )
-        return Returned(None)
+        sequence_ranks, size = None, trainer.fsdp.sequence_parallel_size
+        if size > 1:
+            group, _ = dist.new_subgroups(size, timeout=WAIT_LIMIT)
+            sequence_ranks = SequenceRanks(group, dist.get_rank(group), size, f"{key}.sequence_parallel_size")
+        self._collectives = ProcessGroupCollectives(sequence_ranks)
 
-    def hold(self, role: Role, settings: ModelSettings) -> Returned | Refused:
-        """Loads this rank's part of a model."""
-        return _outcome(lambda: self._build(role, settings))
+    def hold(self, role: Role, settings: ModelSettings) -> None:
+        """Load this rank's part of a model."""
+        torch.manual_seed(settings.seed)
+        path, trainer, steps = settings.model_path, settings.trainer, settings.total_steps
+        section = "trainer.critic" if role is Role.critic else "trainer.policy"
+        adapt = partial(_adapted, role=role, settings=settings)
+        model = load_sharded(path, trainer, self._mesh, self._collectives, adapt, section)
+        snapshots: Snapshots[checkpoint.ShardState] = Snapshots()
+
+        def built() -> PolicyWorker | CriticWorker:
+            if role is Role.critic:
+                return CriticWorker(model, trainer, steps, self._collectives, snapshots)
+            return PolicyWorker(model, path, trainer, steps, settings.temperature, self._collectives, snapshots)
+
+        self._held[role] = _HeldModel(settings, self._collectives.all_succeed(built), snapshots)
 
     def leave(self) -> None:
-        """Leaves the group of ranks."""
+        """Leave the group of ranks and drop all models."""
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
@@ -148,50 +207,50 @@ class TrainingWorker:
 
     # ---- training
 
-    def score(self, role: Role, sequences: PackedSequences) -> Returned | Refused:
-        """Log-probs, of a critic values, of each token of this rank's sequences, float32 arrays ``[T]``."""
-        trainer = self._held[role].trainer
-        score = trainer.forward_values if isinstance(trainer, CriticTrainer) else trainer.forward_logprobs
-        return _outcome(lambda: [row.numpy() for row in score(sequences.unpack())])
+    def score(self, role: Role, sequences: PackedSequences) -> list[npt.NDArray[np.generic]]:
+        """Compute log-probs (a critic: values) of each token of this rank's sequences, float32 arrays ``[T]``."""
+        worker = self._held[role].worker
+        score = worker.forward_values if isinstance(worker, CriticWorker) else worker.forward_logprobs
+        return [row.numpy() for row in score(sequences.unpack())]
 
-    def update(self, role: Role, sequences: PackedSequences, of: Minibatch) -> Returned | Refused:
-        """A step on the minibatch ``of`` which these are this rank's sequences; its metrics."""
-        return _outcome(lambda: self._held[role].trainer.update(replace(of, sequences=sequences.unpack())))
+    def update(self, role: Role, sequences: PackedSequences, of: Minibatch) -> dict[str, float]:
+        """Make a step on the minibatch ``of``, of which this rank has ``sequences``; return its metrics."""
+        return self._held[role].worker.update(replace(of, sequences=sequences.unpack()))
 
-    def accumulate(self, role: Role, sequences: PackedSequences, of: Minibatch) -> Returned | Refused:
-        """Adds the gradient of a part of a step."""
-        return _outcome(lambda: self._held[role].trainer.accumulate(replace(of, sequences=sequences.unpack())))
+    def accumulate(self, role: Role, sequences: PackedSequences, of: Minibatch) -> None:
+        """Add the gradient of a part of a step."""
+        self._held[role].worker.accumulate(replace(of, sequences=sequences.unpack()))
 
-    def finish(self, role: Role, step: int) -> Returned | Refused:
-        """Makes the step; its metrics."""
-        return _outcome(lambda: self._held[role].trainer.finish(step))
+    def finish(self, role: Role, step: int) -> dict[str, float]:
+        """Make the step; return its metrics."""
+        return self._held[role].worker.finish(step)
 
-    def discard(self, role: Role) -> Returned | Refused:
-        """Forgets what was accumulated."""
-        return _outcome(self._held[role].trainer.discard)
+    def discard(self, role: Role) -> None:
+        """Discard the accumulated gradients."""
+        self._held[role].worker.discard()
 
     # ---- weights and checkpoints
 
-    def _whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gathered_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights:
-            yield name, whole(self._published(weight))
+            yield name, gathered(self._at_policy_dtype(weight))
 
-    def weight_names(self) -> Returned | Refused:
-        """The policy's parameters' HF names, in their order."""
-        return Returned([name for name, _ in policy_weights(self._policy)])
+    def weight_names(self) -> list[str]:
+        """Return the HF names of the policy's parameters, in their order."""
+        return [name for name, _ in policy_weights(self._policy)]
 
-    def weight(self, name: str) -> Returned | Refused:
-        """One parameter of the policy, brought together; on the CPU of rank 0, None on the others."""
-        full = whole(self._published(dict(policy_weights(self._policy))[name])).cpu()
-        return Returned(full if dist.get_rank() == 0 else None)
+    def weight(self, name: str) -> torch.Tensor | None:
+        """Gather one parameter of the policy: on the CPU of rank 0, None on the others."""
+        full = gathered(self._at_policy_dtype(dict(policy_weights(self._policy))[name])).cpu()
+        return full if dist.get_rank() == 0 else None
 
-    def stage(self, key: int, transport: WeightTransport, version: int) -> Returned | Refused:
-        """Rank 0 copies the policy's weights to the staging area of the transport with this ``key``, parameter by parameter.
+    def stage(self, key: int, transport: WeightTransport, version: int) -> WeightUpdate | None:
+        """Let rank 0 copy the policy's weights to the staging area of the transport with this ``key``, parameter by parameter.
 
         Args:
-            transport: as it was made; the first one with this key stays open here.
+            transport: in its initial state; the first one with this key stays open here.
         """
-        weights = self._whole(policy_weights(self._policy))
+        weights = self._gathered_weights(policy_weights(self._policy))
 
         def copy() -> WeightUpdate | None:
             try:
@@ -199,75 +258,50 @@ class TrainingWorker:
                     update = self._transports.setdefault(key, transport).gather(weights, version)
                     return replace(update, adapter=adapter_of(self._policy))
             finally:
-                deque(weights, maxlen=0)  # all ranks bring every weight together, also if the copy has failed
+                deque(weights, maxlen=0)  # all ranks gather every weight, also if the copy has failed
             return None
 
-        return _outcome(lambda: self._ranks.together(copy))
+        return self._collectives.all_succeed(copy)
 
-    def snapshot(self, role: Role) -> Returned | Refused:
-        """Begins to copy this rank's state to main memory, in the place of the copy before it; the snapshot's number."""
-        trainer = self._held[role].trainer
-        return Returned(
-            self._held[role].snapshots.take(
-                lambda buffers: checkpoint.copy_of(trainer.model, trainer.optimizer, self._cpu_mesh, buffers)
-            )
+    def snapshot(self, role: Role) -> int:
+        """Begin to copy this rank's state to main memory, over the copy before it; return the snapshot's number."""
+        held, mesh = self._held[role], self._cpu_mesh
+        return held.snapshots.take(
+            lambda buffers: checkpoint.copy_of(held.worker.model, held.worker.optimizer, mesh, buffers)
         )
 
-    def save(self, role: Role, number: int, folder: Path) -> Returned | Refused:
-        """Writes the snapshot of this ``number``; other methods may run meanwhile."""
+    def save(self, role: Role, number: int, folder: Path) -> None:
+        """Write the snapshot with this ``number``; other methods may run meanwhile."""
         try:
             checkpoint.write(self._held[role].snapshots.state(number), folder, self._writers)
-        except (OSError, CheckpointError) as error:  # on all ranks alike
-            return Refused(error)
-        return Returned(None)
+        except (OSError, CheckpointError) as error:  # raised on all ranks alike
+            raise AgreedError(error) from error
 
-    def load(self, role: Role, folder: Path) -> Returned | Refused:
-        """Restores what any number of ranks wrote."""
+    def load(self, role: Role, folder: Path) -> None:
+        """Restore a checkpoint that any number of ranks wrote."""
+        held = self._held[role]
+        model, optimizer = held.worker.model, held.worker.optimizer
+        state = self._collectives.all_succeed(lambda: checkpoint.read(model, optimizer, folder, self._cpu_mesh))
+        held.worker.discard()
+        held.snapshots.copied()
+        checkpoint.restore(state, model, optimizer)
 
-        def load() -> None:
-            trainer = self._held[role].trainer
-            state = self._ranks.together(
-                lambda: checkpoint.read(trainer.model, trainer.optimizer, folder, self._cpu_mesh)
-            )
-            trainer.discard()
-            self._held[role].snapshots.copied()
-            checkpoint.restore(state, trainer.model, trainer.optimizer)
-
-        return _outcome(load)
-
-    def export_hf(self, folder: Path) -> Returned | Refused:
-        """Rank 0 writes the policy as a folder that transformers opens."""
+    def export_hf(self, folder: Path) -> None:
+        """Let rank 0 write the policy as a folder that transformers opens."""
         first, model = dist.get_rank() == 0, self._policy
-        plain = merged_weights(self._whole(model.named_parameters()), adapter_of(model))
+        plain = merged_weights(self._gathered_weights(model.named_parameters()), adapter_of(model))
         weights = {name: weight.cpu() for name, weight in plain if first}
         adapter: dict[str, torch.Tensor] = {}
         if adapter_of(model) is not None:
-            adapter = {name: weight.cpu() for name, weight in self._whole(policy_weights(model)) if first}
-        return _outcome(
-            lambda: self._ranks.together(lambda: self._write_hf(weights, adapter, folder) if first else None)
-        )
+            adapter = {name: weight.cpu() for name, weight in self._gathered_weights(policy_weights(model)) if first}
+        self._collectives.all_succeed(lambda: self._write_hf(weights, adapter, folder) if first else None)
 
     @property
     def _policy(self) -> PreTrainedModel:
-        return self._held[Role.policy].trainer.model
+        return self._held[Role.policy].worker.model
 
-    def _build(self, role: Role, settings: ModelSettings) -> None:
-        torch.manual_seed(settings.seed)
-        path, trainer, steps = settings.model_path, settings.trainer, settings.total_steps
-        whose = "trainer.critic" if role is Role.critic else "trainer.policy"
-        adapt = partial(_adapted, role=role, settings=settings)
-        model = load_sharded(path, trainer, self._mesh, self._ranks, adapt, whose)
-        snapshots: Snapshots[checkpoint.State] = Snapshots()
-
-        def built() -> RankTrainer | CriticTrainer:
-            if role is Role.critic:
-                return CriticTrainer(model, trainer, steps, self._ranks, snapshots)
-            return RankTrainer(model, path, trainer, steps, settings.temperature, self._ranks, snapshots)
-
-        self._held[role] = _Held(settings, self._ranks.together(built), snapshots)
-
-    def _published(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The weight that the policy computes with: the parameter, or its rounding."""
+    def _at_policy_dtype(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the weight with which the policy computes: the parameter, or its rounding."""
         return parameter.detach().to(resolve_dtype(self._held[Role.policy].settings.trainer.policy.dtype))
 
     def _write_hf(self, weights: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor], folder: Path) -> None:
@@ -276,7 +310,7 @@ class TrainingWorker:
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             model = build_empty(settings.model_path, settings.trainer.policy.dtype, "cpu")
-            model.load_state_dict(weights, strict=False)  # a tied weight has one name of two
+            model.load_state_dict(weights, strict=False)  # strict=False: a tied weight has only one of its two names
             with quiet_transformers():
                 model.save_pretrained(unfinished)
                 load_tokenizer(settings.model_path).save_pretrained(unfinished)
@@ -288,29 +322,13 @@ class TrainingWorker:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
                 f"The policy cannot be exported to {folder} on {socket.gethostname()}: {error}. Free space or choose "
-                "another place; the run's checkpoints hold the same weights."
+                "another folder; the run's checkpoints hold the same weights."
             ) from error
 
 
 def _adapted(model: PreTrainedModel, role: Role, settings: ModelSettings) -> PreTrainedModel:
-    """The model with what is trained of it: a critic's head, or the policy's adapter, if it has one."""
+    """Add the trained parts to a model: a critic's head, or the policy's adapter, if it has one."""
     if role is Role.critic:
         return put_value_head(model)
     lora = settings.trainer.policy.model.lora
     return add_adapter(model, lora, seed=settings.seed, dtype=torch.float32) if lora.rank else model
-
-
-def _sequence_ranks(size: int, setting: str) -> SequenceRanks | None:
-    if size == 1:
-        return None
-    group, _ = dist.new_subgroups(size, timeout=WAIT_LIMIT)
-    return SequenceRanks(group, dist.get_rank(group), size, setting)
-
-
-def _outcome(function: Callable[[], Any]) -> Returned | Refused:
-    try:
-        return Returned(function())
-    except AgreedError as agreed:
-        error = agreed.error
-        # As it is where its class takes one message, so that it can travel.
-        return Refused(error if isinstance(error, SkyRLError | ValueError | OSError) else RuntimeError(repr(error)))

@@ -1,4 +1,4 @@
-"""An engine of our own: continuous batching with torch over any causal LM that transformers can build."""
+"""The embedded engine: continuous batching in plain torch, for any causal LM that transformers can build."""
 
 from skyrl_train.inference.engines.embedded.engine import EmbeddedEngine
 

@@ -1,12 +1,12 @@
 """A KV cache with one fixed row ("slot") per running request, behind the interface of transformers' own caches.
 
     slot      0  1  2  ... count-1 | free
-    position  [ tokens of the request, one after the other, from 0 | whatever was there before ]
+    position  [ tokens of the request, one after the other, from 0 | stale states ]
 
-Requests of different lengths share a forward pass: the window says which slots take part and where each one's new keys
-go; the attention mask (:mod:`runner`) hides what lies beyond a request's own length. Slots are as long as the longest
-request needs, not as long as it may get: attention is bound by memory, and short rows that lie close together are read
-up to twice as fast.
+Requests of different lengths share a forward pass: the window holds the slots that take part and the position of each one's
+new keys; the attention mask (:mod:`runner`) hides positions beyond a request's length. Slots are as long as the longest
+request is now, not as it may become: attention is bound by memory, and short rows that lie close together are read up to
+twice as fast.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-BUCKET_TOKENS = 32  # lengths are rounded up to this, so that a slot's memory is aligned and shapes repeat
-SHRINK_FACTOR = 4  # an empty cache this many times too long is cut
+BUCKET_TOKENS = 32  # lengths are rounded up to multiples of this: aligned memory, few different shapes
+SHRINK_FACTOR = 4  # an empty cache this many times too long is shortened
 
 
 def bucket(length: int) -> int:
-    """The smallest multiple of ``BUCKET_TOKENS`` that holds ``length`` positions."""
+    """Return the smallest multiple of ``BUCKET_TOKENS`` that holds ``length`` positions."""
     return -(-length // BUCKET_TOKENS) * BUCKET_TOKENS
 
 
 @dataclass(slots=True)
 class CacheWindow:
-    """Where the running forward pass reads and writes: slots ``first .. first + count``.
+    """The slots ``first .. first + count`` that the current forward pass reads and writes.
 
-    ``positions`` (int64 ``[count]``) is where each slot's new token goes. In a prefill it is None: that fills positions
+    ``positions`` (int64 ``[count]``) has the position of each slot's new token. In a prefill it is None: that fills positions
     ``0..P-1`` of its slots and attends to nothing else.
     """
 
@@ -41,13 +41,13 @@ class CacheWindow:
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def move(self, first: int, count: int, visible: int, positions: torch.Tensor | None) -> None:
-        """Sets the window of the next forward pass."""
+        """Set the window of the next forward pass."""
         self.first, self.count, self.visible, self.positions = first, count, visible, positions
         self._rows.clear()
 
     def rows(self, heads: int, capacity: int) -> torch.Tensor:
-        """int64 ``[count * heads]``: where new tokens go in a store seen as ``[slots * heads * capacity, d]``."""
-        rows = self._rows.get(heads)
+        """Return the rows (int64 ``[count * heads]``) of new tokens in a store seen as ``[slots * heads * capacity, d]``."""
+        rows = self._rows.get(heads)  # the same for all layers with this number of heads
         if rows is None:
             assert self.positions is not None
             blocks = torch.arange(self.first * heads, (self.first + self.count) * heads, device=self.positions.device)
@@ -57,7 +57,7 @@ class CacheWindow:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, each ``[slots, heads, capacity, head_dim]``; allocated by the first pass."""
+    """Keys and values of one layer, each ``[slots, heads, capacity, head_dim]``; the first forward pass allocates them."""
 
     is_sliding = False
 
@@ -78,24 +78,26 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new states ``[k, heads, T, d]``; returns those to attend to, ``[k, heads, visible, d]``."""
+        """Store new states ``[k, heads, T, d]``; returns the states to attend to, ``[k, heads, visible, d]``."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
         slots = slice(window.first, window.first + window.count)
         states = (key_states, value_states)
+        # A prefill begins at position 0, so its slots need no earlier states.
         if window.positions is None:
             for store, new in zip(self.stores, states, strict=True):
                 store[slots, :, : new.shape[2]] = new
             return states
         for store, new in zip(self.stores, states, strict=True):
+            # One index_copy_ for all slots: each has its new token at another position.
             rows = window.rows(store.shape[1], self.capacity)
             store.view(-1, store.shape[3]).index_copy_(0, rows, new.reshape(-1, store.shape[3]))
         keys, values = (store[slots, :, : window.visible] for store in self.stores)
         return keys, values
 
     def resize(self, capacity: int) -> None:
-        """Changes the length of all slots; what fits is kept."""
+        """Change the length of all slots, and keep the states that fit."""
         kept, self.capacity = min(self.capacity, capacity), capacity
         stores = []
         for store in self.stores:
@@ -105,7 +107,7 @@ class SlotLayer(CacheLayerMixin):
         self.stores = tuple(stores)
 
     def release(self) -> None:
-        """Frees the memory; the next pass allocates it anew."""
+        """Free the memory; the next forward pass allocates it again."""
         self.stores = ()
         self.is_initialized = False
 
@@ -128,7 +130,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The layers of one model; ``capacity`` is the present length of a slot, in positions."""
+    """The cache of one model; ``capacity`` is the current length of a slot, in positions."""
 
     def __init__(self, num_layers: int, num_slots: int) -> None:
         self.window = CacheWindow()
@@ -137,13 +139,14 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._slot_layers))
 
     def reserve(self, length: int, empty: bool) -> None:
-        """Makes the slots hold ``length`` positions, twice as many as now at least, so that copying stays cheap.
+        """Make the slots at least ``length`` positions long.
 
-        ``empty`` says that no slot holds anything; then slots that are far too long are cut.
+        Args:
+            empty: no slot is in use; slots that are far too long are shortened then.
         """
         needed = bucket(length)
         if needed > self.capacity:
-            self._resize(max(needed, 2 * self.capacity))
+            self._resize(max(needed, 2 * self.capacity))  # doubling keeps the cost of copying linear
         elif empty and SHRINK_FACTOR * needed <= self.capacity:
             self._resize(needed)
 
@@ -153,16 +156,16 @@ class SlotCache(Cache):
             layer.resize(capacity)
 
     def release(self) -> None:
-        """Frees the memory of all slots, whatever they hold."""
+        """Free the memory of all slots."""
         for layer in self._slot_layers:
             layer.release()
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Overwrites ``target`` with the first ``length`` positions of ``source``."""
+        """Overwrite ``target`` with the first ``length`` positions of ``source``."""
         for layer in self._slot_layers:
             layer.copy_slot(source, target, length)
 
     def clear_slot(self, slot: int) -> None:
-        """Zeroes a slot: what is not a number would leak through the mask (0 * NaN) into the next request."""
+        """Zero a slot that holds NaN, which would leak through the mask (0 * NaN) into the next request."""
         for layer in self._slot_layers:
             layer.clear_slot(slot)

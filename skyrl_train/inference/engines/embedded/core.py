@@ -1,18 +1,18 @@
-"""The embedded engine without threads, clocks or loops: continuous batching, pauses and weight swaps.
+"""The embedded engine without threads, clocks or loops: continuous batching, pauses and weight updates.
 
-    add ──> waiting ──prefill──> slots 0..count-1 ──one token each per step──> events
+    add ──> waiting ──prefill──> slots 0..count-1 ──one token each per step──> answers
                  ^                  │
                  └── pause("recompute"): sequences without their KV cache, first in line
 
-One ``step`` admits what fits (one prefill) and samples one token for every running request. Weights change only between
-two steps and only while paused, so that each token has exactly one version.
+One ``step`` admits the requests that fit (one prefill) and samples one token for every running request. Weights change only
+between two steps and only while paused, so each token has exactly one version.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 
 import numpy as np
@@ -20,32 +20,36 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import EngineError, RequestError
-from skyrl_train.inference.engines.embedded.messages import Add, EngineSettings, Event, Refused, Tokens
-from skyrl_train.inference.engines.embedded.runner import Runner, make_runner
+from skyrl_train.inference.engines.embedded.engine import EngineSettings
+from skyrl_train.inference.engines.embedded.runner import ModelRunner, Tokens, make_runner
 from skyrl_train.inference.engines.embedded.sampling import sample
 from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
-from skyrl_train.inference.engines.embedded.weights import check_weights, load_weights, served_checksum
-from skyrl_train.inference.interface import PauseMode, StopReason
-from skyrl_train.inference.randomness import mix
-from skyrl_train.inference.receivers import WeightReceiver
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.inference.interface import SamplingParams, StopReason
+from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model
-from skyrl_train.models.lora import add_adapter
+from skyrl_train.models.lora import adapter_of, add_adapter, policy_weights
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.staging import checksum, tensor_view
+from skyrl_train.weight_sync.update import WeightUpdate
+from skyrl_train.workers.messages import Failure, Item, Message, Result
 
-PREFILL_TOKENS = 4096  # padded tokens of one prefill, so that a flood of prompts does not hold up those that run
+PREFILL_TOKENS = 4096  # limit of one prefill, padding included, so that many prompts do not stall the running requests
+NOT_A_NUMBER = "The model's logits are not numbers; the policy has diverged. Lower the learning rate or clip gradients."
 
 
 class _State(StrEnum):
     RUNNING = "running"
-    DRAINING = "draining"  # pause("wait"): what has begun runs to its end
+    DRAINING = "draining"  # pause("wait"): requests that have begun run to their end
     PAUSED = "paused"
 
 
 class EmbeddedEngineCore:
-    """Serves ``model``; ``eos_ids`` end a response unless a request ignores them.
+    """Continuous batching over one model. A token in ``eos_ids`` ends a response, unless its request ignores them.
 
     Attributes:
-        policy_version: the version loaded last; -1 before the first load, and then no request is taken.
+        policy_version: the version loaded last; -1 before the first load, when requests are rejected.
         generated_tokens, prefill_tokens: totals since the start.
     """
 
@@ -68,45 +72,47 @@ class EmbeddedEngineCore:
         self._batch_invariant = batch_invariant
         self._max_num_seqs = max_num_seqs
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-        self._runner: Runner = make_runner(model, max_num_seqs, max_model_len)
+        self._runner: ModelRunner = make_runner(model, max_num_seqs, max_model_len)
         self._slots = SlotTable(max_num_seqs, max_model_len)
         self._waiting: deque[Sequence] = deque()
         self._state = _State.RUNNING
-        self._seeds = (mix(seed, counter) for counter in itertools.count())
+        self._seeds = (derive_seed(seed, counter) for counter in itertools.count())
         self._receiver = WeightReceiver(model.device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor] | EngineError] | None = None
         self._loaded: WeightUpdate | None = None
-        self._awake_on: torch.device | None = None  # asleep: where the weights were
+        self._awake_on: torch.device | None = None  # the device of the weights before sleep(); None: awake
 
     @property
     def running(self) -> int:
-        """Requests that hold a slot."""
+        """The number of requests that hold a slot."""
         return self._slots.count
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """The number of requests without a slot."""
         return len(self._waiting)
 
     @property
     def paused(self) -> bool:
-        """Whether no token will be sampled before ``resume``."""
+        """True if no token will be sampled before ``resume``."""
         return self._state == _State.PAUSED
 
     @property
     def runnable(self) -> bool:
-        """Whether ``step`` has something to do."""
+        """True if ``step`` has something to do."""
         return not self.paused and (self.running > 0 or self._next_in_line() is not None)
 
-    def add(self, request: Add) -> None:
-        """Puts a request in line.
+    def add(self, request_id: int, prompt: list[int], params: SamplingParams, stream_every: int = 0) -> None:
+        """Queue a request. Steps answer it by one ``Result`` with the (last) chunk, before it by ``Item``s, or by ``Failure``.
+
+        Args:
+            stream_every: number of tokens in each chunk of a stream; 0: no chunks.
 
         Raises:
-            RequestError: there are no weights yet, or the prompt is empty, not of the vocabulary, or too long.
+            RequestError: there are no weights yet, or the prompt is empty, too long, or has ids outside the vocabulary.
         """
-        prompt, params = request.prompt, request.params
         if self.policy_version < 0:
-            raise RequestError("The engine has no weights yet; publish the policy before the first generate().")
+            raise RequestError("The engine has no weights yet; sync the policy's weights before the first generate().")
         if params.n != 1:
             raise RequestError(f"An engine samples one response per request, got n={params.n}; the client splits them.")
         if not prompt:
@@ -121,79 +127,83 @@ class EmbeddedEngineCore:
                 f"The prompt has token ids outside the model's vocabulary of {self._vocab_size}; "
                 "tokenizer and model must belong together."
             )
+        # ignore_eos concerns the model's own ids; the caller's stop tokens always count.
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
         self._waiting.append(
             Sequence(
-                request_id=request.request_id,
+                request_id=request_id,
                 prompt=prompt,
                 params=params,
                 seed=next(self._seeds) if params.seed is None else params.seed,
                 # An id that the model does not have cannot be sampled, nor banned.
                 stop_ids=tuple(dict.fromkeys(i for i in stop_ids if 0 <= i < self._vocab_size)),
-                stream_every=request.stream_every,
+                stream_every=stream_every,
             )
         )
 
-    def abort(self, request_ids: Collection[int] | None = None) -> list[Event]:
-        """Ends these requests (None: all) with what they have; ids that are not here any more are ignored."""
+    def abort(self, request_ids: Collection[int] | None = None) -> list[Message]:
+        """End these requests (None: all) with the tokens that they have. Unknown ids are ignored."""
 
         def chosen(sequence: Sequence) -> bool:
             return request_ids is None or sequence.request_id in request_ids
 
+        # From the back: removing a slot moves the last one into its place.
         ended = [self._leave(slot) for slot in reversed(range(self.running)) if chosen(self._slots.sequences[slot])]
         ended += [sequence for sequence in self._waiting if chosen(sequence)]
         self._waiting = deque(sequence for sequence in self._waiting if not chosen(sequence))
         self._settle()
-        return [Tokens(sequence.request_id, sequence.rest(StopReason.ABORT)) for sequence in ended]
+        return [Result(sequence.request_id, sequence.rest(StopReason.ABORT)) for sequence in ended]
 
-    def pause(self, mode: PauseMode) -> list[Event]:
-        """Stops sampling; under ``wait`` only once what has begun has ended (see ``paused``)."""
+    def pause(self, mode: PauseMode) -> list[Message]:
+        """Stop sampling; with ``wait`` as soon as the requests that have begun have ended (see ``paused``)."""
+        # KEEP needs no more than this: running requests stay in their slots with their caches.
         self._state = _State.DRAINING if mode == PauseMode.WAIT else _State.PAUSED
-        events: list[Event] = []
+        answers: list[Message] = []
         if mode == PauseMode.ABORT:
-            events = self.abort()
+            answers = self.abort()
         elif mode == PauseMode.RECOMPUTE:
             self._freeze()
         self._settle()
-        return events
+        return answers
 
     def resume(self) -> None:
-        """Samples again.
+        """Allow sampling again.
 
         Raises:
-            EngineError: it sleeps.
+            EngineError: the engine sleeps.
         """
         if self._awake_on is not None:
             raise EngineError("The engine sleeps; call wake_up() before resume().")
         self._state = _State.RUNNING
 
     def sleep(self) -> None:
-        """Frees the KV cache, and moves the weights to main memory. What is frozen computes its cache again later.
+        """Free the KV cache and move the weights to main memory. Frozen requests compute their cache again later.
 
         Raises:
-            EngineError: not paused.
+            EngineError: the engine is not paused.
         """
         if not self.paused:
             raise EngineError("An engine sleeps while it is paused; call pause() first.")
         self._freeze()
+        # Sequences left their slots above, because their cache is freed with the memory.
         self._runner.release()
         self._awake_on = self._awake_on or self.model.device
         self.model.to("cpu")
 
     def wake_up(self) -> None:
-        """Brings the weights back to where they were; still paused. Idempotent."""
+        """Move the weights back to their device; the engine stays paused. Idempotent."""
         if self._awake_on is not None:
             self.model.to(self._awake_on)
             self._awake_on = None
 
     def _freeze(self) -> None:
-        """Running requests leave their slots and are first in line for others."""
+        """Take running requests out of their slots and put them first in the queue."""
         self._waiting.extendleft([self._leave(slot) for slot in reversed(range(self.running))])
 
     def receive(self, update: WeightUpdate) -> None:
-        """Brings an update's bytes here and checks them; whatever is wrong with it, ``load`` raises.
+        """Fetch an update's bytes and verify them. ``load`` raises what is wrong with them.
 
-        The one method that may run beside the others, in a thread, so that sampling goes on meanwhile.
+        This is the one method that may run in a thread beside the others, so that sampling continues meanwhile.
         """
         try:
             self._received = (update, self._receiver.open_update(update))
@@ -201,10 +211,10 @@ class EmbeddedEngineCore:
             self._received = (update, error)
 
     def load(self, update: WeightUpdate) -> None:
-        """Swaps the received update into the model: all of it or nothing.
+        """Copy the received update into the model: all of it or nothing.
 
         Raises:
-            EngineError: not paused, not received, or not this model's weights. The old ones stay then.
+            EngineError: not paused, not received, or not this model's weights. The old weights stay then.
         """
         if not self.paused:
             raise EngineError("Weights are loaded while the engine is paused; call pause() first.")
@@ -213,43 +223,53 @@ class EmbeddedEngineCore:
         weights = self._received[1]
         if isinstance(weights, EngineError):
             raise weights
+        # Checked as a whole before the first copy: half an update is no model.
         check_weights(self.model, weights, update.adapter)
-        load_weights(self.model, weights)
+        own = _named_tensors(self.model)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                own[name].copy_(weight)  # in place, so that tied weights stay tied
+        # Tokens sampled from here on carry the new version.
         self._loaded, self._received = update, None
         self.policy_version = update.version
 
     def served_checksum(self) -> str:
-        """The checksum of the weights in the model, comparable with that of the update loaded last.
+        """Return the checksum of the model's weights, laid out like the update loaded last: equal to that update's.
 
         Raises:
             EngineError: nothing was loaded yet.
         """
         if self._loaded is None:
-            raise EngineError("The engine has no weights yet; publish the policy first.")
-        return served_checksum(self.model, self._loaded)
+            raise EngineError("The engine has no weights yet; sync the policy's weights first.")
+        staging, own = torch.zeros(self._loaded.num_bytes, dtype=torch.uint8), _named_tensors(self.model)
+        for spec in self._loaded.tensors:
+            tensor_view(staging, spec).copy_(own[spec.name])
+        return checksum(staging)
 
     @torch.inference_mode()
-    def step(self) -> list[Event]:
-        """Admits waiting requests and samples one token for each running one; a no-op when not ``runnable``."""
+    def step(self) -> list[Message]:
+        """Admit waiting requests and sample one token for each running one. Does nothing when not ``runnable``."""
         if self.paused:
             return []
-        events: list[Event] = []
-        self._admit(events)
+        answers: list[Message] = []
+        self._admit(answers)
         if self._batch_invariant:
-            # From the back: a row that ends is replaced by the last one, which has had its token.
+            # From the back: a slot that ends is taken by the last one, which has had its token.
             for slot in reversed(range(self.running)):
-                self._decode(slice(slot, slot + 1), events)
+                self._forward(self._runner.decode, slice(slot, slot + 1), answers)
         elif self.running:
-            self._decode(slice(0, self.running), events)
+            self._forward(self._runner.decode, slice(0, self.running), answers)
         self._settle()
-        return events
+        return answers
 
     def close(self) -> None:
-        """Lets go of what was received."""
+        """Release the received update."""
         self._received = None
         self._receiver.close()
 
-    def _admit(self, events: list[Event]) -> None:
+    def _admit(self, answers: list[Message]) -> None:
+        """Give waiting requests slots and sample their first token."""
+        # New slots are the last ones, so one prefill covers a contiguous range of rows.
         first, longest = self.running, 0
         while (sequence := self._next_in_line()) is not None:
             longest = max(longest, len(sequence))
@@ -259,51 +279,48 @@ class EmbeddedEngineCore:
             slot = self._slots.place(sequence)
             self.prefill_tokens += len(sequence)
             if self._batch_invariant:
-                self._prefill(slice(slot, slot + 1), events)
+                self._forward(self._runner.prefill, slice(slot, slot + 1), answers)
                 first = self.running
         if self.running > first:
-            self._prefill(slice(first, self.running), events)
+            self._forward(self._runner.prefill, slice(first, self.running), answers)
 
     def _next_in_line(self) -> Sequence | None:
-        """The request that may take a slot now: while draining only one that has begun (those are first in line)."""
+        """Return the request that may take a slot now, or None."""
         if not self._waiting or self.running == self._max_num_seqs:
             return None
+        # While draining, only a request that has begun may; those are first in the queue.
         sequence = self._waiting[0]
         return sequence if self._state == _State.RUNNING or sequence.begun else None
 
-    def _prefill(self, rows: slice, events: list[Event]) -> None:
-        logits = self._runner.prefill(self._slots.tokens[rows], self._slots.lengths[rows], rows.start)
-        self._append(rows, logits, events)
-
-    def _decode(self, rows: slice, events: list[Event]) -> None:
-        logits = self._runner.decode(self._slots.tokens[rows], self._slots.lengths[rows], rows.start)
-        self._append(rows, logits, events)
-
-    def _append(self, rows: slice, logits: torch.Tensor, events: list[Event]) -> None:
-        """Samples a token for each of ``rows``, ends those that are done, and hands streams their tokens."""
+    def _forward(self, run: Callable[[Tokens, Tokens, int], torch.Tensor], rows: slice, answers: list[Message]) -> None:
+        """Run the model over ``rows``, sample a token for each, end those that are done, and stream full chunks."""
         slots = self._slots
+        # The version of these tokens is fixed here: weights cannot change during a step.
+        logits = run(slots.tokens[rows], slots.lengths[rows], rows.start)
         tokens, logprobs, top = sample(logits, slots.sampling_rows(rows))
         for row, alternatives in top.items():
             slots.sequences[rows.start + row].top_logprobs.append(alternatives)
         slots.append(rows, tokens, logprobs, self.policy_version)
         self.generated_tokens += len(tokens)
+
         stopped = (slots.stop_ids[rows] == tokens[:, None]).any(-1)
         broken = np.isnan(logprobs)
         ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
-        streaming = slots.chunk_is_full(rows) & ~ended
-        for row in np.flatnonzero(streaming):
+        # A token that ends the response leaves with its stop reason, never in a chunk before.
+        for row in np.flatnonzero(slots.chunk_is_full(rows) & ~ended):
             slot = rows.start + int(row)
-            events.append(Tokens(slots.sequences[slot].request_id, slots.unsent(slot)))
+            answers.append(Item(slots.sequences[slot].request_id, slots.take_chunk(slot)))
+        # From the back: removing a slot moves the last one into its place.
         for row in np.flatnonzero(ended)[::-1]:
             sequence = self._leave(rows.start + int(row), clear=bool(broken[row]))
             if broken[row]:
-                events.append(Refused(sequence.request_id, _NOT_A_NUMBER))
+                answers.append(Failure.of(sequence.request_id, RequestError(NOT_A_NUMBER)))
             else:
                 reason = StopReason.STOP if stopped[row] else StopReason.LENGTH
-                events.append(Tokens(sequence.request_id, sequence.rest(reason)))
+                answers.append(Result(sequence.request_id, sequence.rest(reason)))
 
     def _leave(self, slot: int, clear: bool = False) -> Sequence:
-        """Frees the slot (``clear``: of everything that is not a number) and closes the gap."""
+        """Free a slot and move the last one into its place; ``clear`` zeroes a cache that holds NaN."""
         sequence = self._slots.read(slot)
         if clear:
             self._runner.clear_slot(slot)
@@ -319,21 +336,63 @@ class EmbeddedEngineCore:
             self._state = _State.PAUSED
 
 
-_NOT_A_NUMBER = (
-    "The model's logits are not numbers; the policy has diverged. Lower the learning rate or clip gradients."
-)
+def check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], adapter: AdapterSpec | None) -> None:
+    """Check that ``weights`` is the whole model (a tied weight under any of its names), or the whole adapter of one that has
+    an ``adapter``, and nothing else.
+
+    Raises:
+        EngineError: a name is unknown or missing, a shape or dtype differs, two names of a tied weight disagree, or only one
+            of model and update has an adapter.
+    """
+    if adapter != adapter_of(model):
+        raise EngineError(
+            f"The update brings {adapter or 'a whole model'}, the engine serves {adapter_of(model) or 'one'}; trainer and engine "
+            "must have the same trainer.policy.model.lora."
+        )
+    own = _named_tensors(model)
+    names: dict[int, str] = {}  # by the address of a tensor, the name under which the update has it
+    for name, weight in weights.items():
+        target = own.get(name)
+        if target is None:
+            raise EngineError(f"The model has no weight {name!r}; trainer and engine must use the same model folder.")
+        if target.shape != weight.shape:
+            raise EngineError(
+                f"Weight {name!r} has shape {tuple(weight.shape)}, the engine's model has {tuple(target.shape)}; "
+                "trainer and engine must use the same model folder."
+            )
+        if weight.dtype != model.dtype:
+            raise EngineError(
+                f"Weight {name!r} is {weight.dtype}, the engine serves {model.dtype}; gather weights in "
+                "generator.inference_engine.dtype."
+            )
+        twin = names.setdefault(target.data_ptr(), name)
+        if twin != name and not torch.equal(weight, weights[twin]):
+            raise EngineError(
+                f"Weights {twin!r} and {name!r} are tied in the engine's model, but differ in the update."
+            )
+    # By address, so that a tied weight counts under any of its names.
+    missing = [name for name, weight in policy_weights(model) if weight.data_ptr() not in names]
+    if missing:
+        raise EngineError(f"The update misses {len(missing)} weights of the model, the first is {missing[0]!r}.")
+
+
+def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the parameters under all their names and the buffers of a checkpoint, or the parameters of the adapter."""
+    if adapter_of(model) is not None:
+        return dict(policy_weights(model))
+    return {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
 
 
 def build_core(settings: EngineSettings) -> EmbeddedEngineCore:
-    """Builds the architecture in ``model_path``, without its weights: the first publication brings them. Where it brings an
-    adapter, the folder has the base model.
+    """Build the architecture in ``model_path`` without its weights, which the first weight sync brings. If weight syncs carry
+    an adapter, the base model's weights come from the folder.
 
-    The adapter is not merged into it: the low-rank product costs a little per token, and is what the trainer computes, while
-    a merged 16-bit weight would round most of a small update away.
+    The adapter is not merged into the base: the low-rank product costs a little per token, but it is what the trainer
+    computes, and a merged 16-bit weight would round most of a small update away.
 
     Raises:
         ModelError: the folder is not a model.
-        EngineError: a setting does not fit the model.
+        EngineError: a setting is impossible, or exceeds the model's positions.
     """
     if settings.dtype not in DTYPES:
         raise EngineError(f"dtype {settings.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
@@ -349,6 +408,7 @@ def build_core(settings: EngineSettings) -> EmbeddedEngineCore:
             f"max_model_len={settings.max_model_len} exceeds the model's {longest} positions; lower "
             "generator.inference_engine.max_model_len."
         )
+    # Without an adapter the folder's weights would only be overwritten by the first sync.
     if settings.lora is None:
         model = build_empty(settings.model_path, settings.dtype, settings.device)
     else:
@@ -364,7 +424,7 @@ def build_core(settings: EngineSettings) -> EmbeddedEngineCore:
 
 
 def _eos_ids(model: PreTrainedModel) -> set[int]:
-    """The ends of sequence that the model's configurations name."""
+    """Return the end-of-sequence ids in the model's configurations."""
     found: set[int] = set()
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
         ids = getattr(config, "eos_token_id", None)

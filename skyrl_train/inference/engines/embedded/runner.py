@@ -1,7 +1,7 @@
-"""Runs the model's own forward pass for a batch of requests of different lengths.
+"""The model's own forward pass for a batch of requests of different lengths.
 
     CachedRunner      full and sliding-window attention: one token per request and step, KV in slots
-    RecomputeRunner   everything else (recurrent states, unusual masks): the whole sequences, every step
+    RecomputeRunner   all other architectures (recurrent states, unusual masks): the whole sequences, every step
 
 ``make_runner`` picks the first if the architecture allows it *and* a small trial agrees with the second.
 """
@@ -29,7 +29,7 @@ TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-1}
 TRIAL_TOKENS = 24
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """Runs slots ``first .. first + k``, given as ``tokens`` ``[k, >= max(lengths)]`` and ``lengths`` ``[k]``.
 
     Both methods return the logits of each row's last token, ``[k, V]``; the tokens before it are ``decode``'s past.
@@ -44,11 +44,11 @@ class Runner(Protocol):
     def clear_slot(self, slot: int) -> None: ...
 
     def release(self) -> None:
-        """Frees what is remembered of all slots."""
+        """Free the memory of all slots."""
 
 
 class RecomputeRunner:
-    """Right-padded whole sequences through ``model`` on each call: correct for any causal LM, slow for all."""
+    """Computes right-padded whole sequences on each call: correct for any causal LM, and slow."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward = _Forward(model)
@@ -96,7 +96,7 @@ class CachedRunner:
         inputs = {
             "past_key_values": self._cache,
             "use_cache": True,
-            # Right padding needs no mask of its own: it lies after everything that a real token may see.
+            # Right padding needs no extra mask: it comes after every position that a real token may see.
             "attention_mask": self._masks(positions[None, :, None], longest),
             "position_ids": positions.expand(len(lengths), longest),
         }
@@ -105,6 +105,7 @@ class CachedRunner:
     def decode(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         last, longest = lengths - 1, int(lengths.max())
         self._cache.reserve(longest, empty=False)
+        # Rounded up: few different shapes, and the mask hides the positions beyond each request.
         visible = bucket(longest)
         positions = torch.from_numpy(last).to(self._device)
         self._cache.window.move(first, len(lengths), visible, positions)
@@ -129,7 +130,7 @@ class CachedRunner:
         self._cache.release()
 
     def _masks(self, query: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks ``[k or 1, 1, T, visible]`` for queries at the positions ``query`` ``[k or 1, T, 1]``."""
+        """Return additive masks ``[k or 1, 1, T, visible]`` for queries at the positions ``query`` ``[k or 1, T, 1]``."""
         key = self._positions[:visible]
         causal = key <= query
         masks = {}
@@ -141,14 +142,14 @@ class CachedRunner:
 
 
 class _Forward:
-    """One call of the model that computes the vocabulary's logits only where they are asked for."""
+    """Calls the model, and computes the vocabulary's logits only for the positions that are needed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
 
     def last_logits(self, token_ids: torch.Tensor, lengths: Tokens, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits ``[k, V]`` of position ``lengths - 1`` of each row of ``token_ids`` ``[k, T]``."""
+        """Return the logits ``[k, V]`` of position ``lengths - 1`` of each row of ``token_ids`` ``[k, T]``."""
         device = self._model.device
         inputs = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
@@ -166,8 +167,8 @@ class _Forward:
 
 
 @torch.inference_mode()
-def make_runner(model: PreTrainedModel, num_slots: int, capacity: int) -> Runner:
-    """The fast runner if it is right for this architecture, else the slow one (and a line in the log that says why)."""
+def make_runner(model: PreTrainedModel, num_slots: int, capacity: int) -> ModelRunner:
+    """Return the fast runner if it is correct for this architecture, else the slow one, with the reason in the log."""
     try:
         _check_by_trial(model, capacity)
         return CachedRunner(model, num_slots, capacity)
@@ -179,10 +180,10 @@ def make_runner(model: PreTrainedModel, num_slots: int, capacity: int) -> Runner
 
 
 def _check_by_trial(model: PreTrainedModel, capacity: int) -> None:
-    """Compares two rows over a prefill and two decode steps with the whole sequences.
+    """Compare two rows over a prefill and two decode steps with the whole sequences.
 
     Raises:
-        ValueError: they differ by more than rounding (or whatever the forward pass raises on what it does not know).
+        ValueError: they differ by more than rounding. An unsupported architecture may raise other errors.
     """
     size = min(capacity, max([TRIAL_TOKENS, *(width + 8 for width in _attention_windows(model).values() if width)]))
     if size < 4:
@@ -201,7 +202,7 @@ def _check_by_trial(model: PreTrainedModel, capacity: int) -> None:
 
 
 def _attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The kinds of attention and the width that each sees (None: everything), named as in transformers' mask mapping.
+    """Return the kinds of attention, named as in transformers' mask mapping, and the window of each (None: unlimited).
 
     Raises:
         ValueError: a layer is of another kind.

@@ -1,10 +1,10 @@
-"""The distribution that a token is really drawn from, and the draw, for a whole batch at once.
+"""The distribution that tokens are drawn from, and the draw, for a whole batch at once.
 
     logits ──min_tokens──temperature──min-p──top-k──top-p──> log-probs ──inverse CDF at one uniform──> token
 
 The order of the filters is vLLM's, so that both engines sample from the same distribution. The uniform for token ``i``
 of a segment is a pure function of ``seed + i``: a sample depends on its seed and its position, never on the batch, and
-a continued request (:func:`skyrl_train.inference.randomness.segment_seed`) draws what an uninterrupted one would have.
+a continued request (:func:`skyrl_train.runtime.seeds.segment_seed`) draws what an uninterrupted one would have.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _MASK_64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What the sampler needs to know about each of the ``n`` rows of a batch; every array has shape ``[n]``.
+    """Sampling parameters of the ``n`` rows of a batch; every array has shape ``[n]``.
 
-    ``banned`` are (row, token) index arrays of tokens that must not be drawn: stop tokens before ``min_tokens``.
-    ``top_logprobs`` counts the alternatives to return; None: nobody asks for any.
+    Attributes:
+        banned: (row, token) index arrays of tokens that must not be drawn: stop tokens before ``min_tokens``.
+        top_logprobs: the number of alternatives to return per row; None if no row asks for any.
     """
 
     temperature: npt.NDArray[np.float32]  # 0: greedy, without filters
@@ -36,7 +37,7 @@ class SamplingRows:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Maps ``seed + position`` (modulo 2**64) to ``[0, 1)`` with 53 random bits, element by element.
+    """Map ``seed + position`` (modulo 2**64) to ``[0, 1)`` with 53 random bits, element by element.
 
     SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -48,12 +49,12 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
 
 
 def seed_bits(seed: int) -> int:
-    """Any Python integer as the 64 bits that :func:`uniforms` reads."""
+    """Return the lowest 64 bits of a seed, as :func:`uniforms` takes them."""
     return seed & _MASK_64
 
 
 def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Log-probs ``[n, V]`` (float32) of the distribution that the sampler draws from; ``logits`` is left alone.
+    """Return the log-probs ``[n, V]`` (float32) of the distribution that the sampler draws from; ``logits`` is not changed.
 
     Greedy rows keep temperature 1 and no filter: their token is the argmax, their log-prob the policy's.
     """
@@ -78,11 +79,11 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, rows: SamplingRows
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, list[tuple[int, float]]]]:
-    """Draws one token per row of ``logits`` ``[n, V]``.
+    """Draw one token per row of ``logits`` ``[n, V]``.
 
     Returns:
         Token ids ``[n]`` and their behaviour log-probs ``[n]`` (natural log); NaN for a row with a NaN logit. For each
-        row that asks for ``top_logprobs`` at most that many of its most likely tokens: those that could be drawn.
+        row that asks for ``top_logprobs``, at most that many of its most likely tokens, of those that could be drawn.
     """
     logprobs = process(logits, rows)
     greedy = rows.temperature == 0
@@ -107,7 +108,7 @@ def _most_likely(logprobs: torch.Tensor, counts: npt.NDArray[np.int64]) -> dict[
 
 
 def _inverse_cdf(logprobs: torch.Tensor, draws: npt.NDArray[np.float64]) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds the draw; never one of probability 0."""
+    """Return the first token whose cumulative probability exceeds the draw; never one of probability 0."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Below the total even where the product rounds up to it, so that the draw always falls on a token with mass.
@@ -116,7 +117,7 @@ def _inverse_cdf(logprobs: torch.Tensor, draws: npt.NDArray[np.float64]) -> torc
 
 
 def _kept_by_rank(logits: torch.Tensor, rows: SamplingRows, sampled: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """``[n, V]`` bool: within the top-k, then within the smallest set of top-p mass; equals rank by id."""
+    """Return ``[n, V]`` bool: True within the top-k, then within the smallest set of top-p mass; ties rank by id."""
     size = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     top_k = np.where(sampled & (rows.top_k > 0), rows.top_k, size)

@@ -1,4 +1,4 @@
-"""What the engine knows about its running requests: one row of arrays per slot, so that a step needs no loop over them.
+"""The state of running requests: one row of arrays per slot, so that a decode step needs no Python loop over requests.
 
 Running requests are always slots ``0 .. count-1``: when one leaves, the last one moves into its place.
 """
@@ -17,36 +17,37 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class Sequence:
-    """A request outside the slots: not begun, or frozen without its KV cache (then with the tokens sampled so far)."""
+    """A request. While it holds a slot, its tokens are in the table; outside, they are here and it has no KV cache."""
 
     request_id: int
     prompt: list[int]
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
-    stream_every: int = 0  # tokens of a stream's chunk; 0: everything at the end
+    stream_every: int = 0  # tokens per streamed chunk; 0: everything at the end
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    top_logprobs: TopLogprobs = field(default_factory=list)  # aligned with the tokens where they are asked for
-    sent: int = 0  # tokens that a stream has handed out
-    begun: bool = False
+    top_logprobs: TopLogprobs = field(default_factory=list)  # aligned with the tokens; empty unless asked for
+    sent: int = 0  # tokens that left in streamed chunks
+    begun: bool = False  # it has held a slot
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
     def rest(self, reason: StopReason) -> TokenChunk:
-        """The last chunk: everything not handed out yet."""
+        """Return the last chunk: all tokens that have not been sent."""
         at = slice(self.sent, None)
         return TokenChunk(self.tokens[at], self.logprobs[at], self.versions[at], reason, self.top_of(at))
 
     def top_of(self, tokens: slice) -> TopLogprobs | None:
-        """The alternatives of some of its tokens; None where they are not asked for."""
+        """Return the alternatives of some of its tokens; None if the request does not ask for them."""
         return self.top_logprobs[tokens] if self.params.top_logprobs else None
 
 
 class SlotTable:
-    """``num_slots`` rows; token-wise arrays are ``[num_slots, capacity]``, by position in the sequence."""
+    """``num_slots`` rows. Token-wise arrays are ``[num_slots, capacity]``, indexed by position in the sequence (prompt
+    included); all others are ``[num_slots]``, and ``stop_ids`` is as wide as the longest list of stop tokens."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
         self.count = 0
@@ -57,9 +58,9 @@ class SlotTable:
         self.versions = np.zeros((num_slots, capacity), np.int64)
         self.lengths = np.zeros(num_slots, np.int64)
         self.prompt_lengths = np.zeros(num_slots, np.int64)
-        self.limits = np.zeros(num_slots, np.int64)  # length at which the request has spent its budget
-        self.unstoppable = np.zeros(num_slots, np.int64)  # length below which stop tokens are not sampled
-        self.sent = np.zeros(num_slots, np.int64)  # length that a stream has handed out
+        self.limits = np.zeros(num_slots, np.int64)  # length at which max_tokens or the context is spent
+        self.min_lengths = np.zeros(num_slots, np.int64)  # length below which stop tokens are not sampled
+        self.sent = np.zeros(num_slots, np.int64)  # length up to which tokens left in streamed chunks
         self.stream_every = np.zeros(num_slots, np.int64)
         self.top_logprobs = np.zeros(num_slots, np.int64)
         self.seeds = np.zeros(num_slots, np.uint64)
@@ -70,21 +71,25 @@ class SlotTable:
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, np.int64)
 
     def place(self, sequence: Sequence) -> int:
-        """Puts a sequence into the next slot; returns the slot."""
+        """Put a sequence into the next free slot; returns the slot."""
         slot, params = self.count, sequence.params
         prompt, length = len(sequence.prompt), len(sequence)
         self.tokens[slot, :prompt] = sequence.prompt
-        for array, values in self._sampled(slot, prompt, length):
-            array[:] = getattr(sequence, values)
+        self.tokens[slot, prompt:length] = sequence.tokens
+        self.logprobs[slot, prompt:length] = sequence.logprobs
+        self.versions[slot, prompt:length] = sequence.versions
         self.lengths[slot], self.prompt_lengths[slot] = length, prompt
         self.limits[slot] = min(prompt + params.max_tokens, self.capacity)
-        self.unstoppable[slot] = prompt + params.min_tokens
+        self.min_lengths[slot] = prompt + params.min_tokens
         self.sent[slot], self.stream_every[slot] = prompt + sequence.sent, sequence.stream_every
         self.top_logprobs[slot] = params.top_logprobs
         self.seeds[slot] = seed_bits(sequence.seed)
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
-        self._widen_stop_ids(len(sequence.stop_ids))
+        # The array is as wide as the longest list so far; NO_TOKEN fills the rest and equals no sampled token.
+        missing = len(sequence.stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
         sequence.begun = True
@@ -93,22 +98,38 @@ class SlotTable:
         return slot
 
     def read(self, slot: int) -> Sequence:
-        """The slot's sequence, brought up to date."""
+        """Copy a slot's tokens back into its sequence, and return that."""
         sequence = self.sequences[slot]
         prompt = int(self.prompt_lengths[slot])
-        for array, values in self._sampled(slot, prompt, int(self.lengths[slot])):
-            setattr(sequence, values, array.tolist())
+        sampled = slice(prompt, int(self.lengths[slot]))
+        sequence.tokens = self.tokens[slot, sampled].tolist()
+        sequence.logprobs = self.logprobs[slot, sampled].tolist()
+        sequence.versions = self.versions[slot, sampled].tolist()
         sequence.sent = int(self.sent[slot]) - prompt
         return sequence
 
     def remove(self, slot: int) -> int:
-        """Frees the slot; returns the slot whose row took its place (itself if it was the last)."""
+        """Free a slot and move the last row into its place; returns the slot that row came from."""
         last = self.count - 1
         if slot != last:
             length = self.lengths[last]
             for token_wise in (self.tokens, self.logprobs, self.versions):
                 token_wise[slot, :length] = token_wise[last, :length]
-            for per_slot in self._per_slot():
+            for per_slot in (
+                self.lengths,
+                self.prompt_lengths,
+                self.limits,
+                self.min_lengths,
+                self.sent,
+                self.stream_every,
+                self.top_logprobs,
+                self.seeds,
+                self.temperature,
+                self.top_k,
+                self.top_p,
+                self.min_p,
+                self.stop_ids,
+            ):
                 per_slot[slot] = per_slot[last]
             self.sequences[slot] = self.sequences[last]
         self.sequences.pop()
@@ -116,10 +137,10 @@ class SlotTable:
         return last
 
     def sampling_rows(self, rows: slice) -> SamplingRows:
-        """The sampler's view of ``rows``."""
+        """Return the sampling parameters of ``rows``, and their next uniform random numbers."""
         lengths, stop_ids = self.lengths[rows], self.stop_ids[rows]
-        banned = None
-        early = lengths < self.unstoppable[rows]
+        banned = None  # stop tokens before min_tokens
+        early = lengths < self.min_lengths[rows]
         if early.any():
             row, column = np.nonzero(early[:, None] & (stop_ids != NO_TOKEN))
             banned = (row, stop_ids[row, column])
@@ -134,15 +155,16 @@ class SlotTable:
         )
 
     def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Adds one sampled token to each of ``rows``."""
+        """Add one sampled token to each of ``rows``."""
+        # Each row writes at its own length: rows have different lengths.
         index, at = np.arange(rows.start, rows.stop), self.lengths[rows]
         self.tokens[index, at] = tokens
         self.logprobs[index, at] = logprobs
         self.versions[index, at] = version
         self.lengths[rows] += 1
 
-    def unsent(self, slot: int) -> TokenChunk:
-        """What a stream has not handed out yet; from now on it counts as handed out."""
+    def take_chunk(self, slot: int) -> TokenChunk:
+        """Return the tokens that have not been sent, and count them as sent."""
         at = slice(int(self.sent[slot]), int(self.lengths[slot]))
         self.sent[slot] = self.lengths[slot]
         prompt = int(self.prompt_lengths[slot])
@@ -154,32 +176,6 @@ class SlotTable:
         )
 
     def chunk_is_full(self, rows: slice) -> np.ndarray:
-        """Bool per row: whether a stream's next chunk can go out."""
+        """Return a bool per row: True if it streams and its next chunk is complete."""
         every = self.stream_every[rows]
         return (every > 0) & (self.lengths[rows] - self.sent[rows] >= every)
-
-    def _sampled(self, slot: int, start: int, stop: int) -> list[tuple[np.ndarray, str]]:
-        at = (slot, slice(start, stop))
-        return [(self.tokens[at], "tokens"), (self.logprobs[at], "logprobs"), (self.versions[at], "versions")]
-
-    def _per_slot(self) -> list[np.ndarray]:
-        return [
-            self.lengths,
-            self.prompt_lengths,
-            self.limits,
-            self.unstoppable,
-            self.sent,
-            self.stream_every,
-            self.top_logprobs,
-            self.seeds,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.stop_ids,
-        ]
-
-    def _widen_stop_ids(self, width: int) -> None:
-        missing = width - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)

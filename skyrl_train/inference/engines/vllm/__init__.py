@@ -1,4 +1,4 @@
-"""vLLM as an inference engine: ``VLLMEngine`` runs it in the calling process, on GPUs and on CPUs."""
+"""vLLM as an inference engine: ``VLLMEngine`` runs it here, ``remote.RemoteVLLMEngine`` speaks to a server."""
 
 from skyrl_train.inference.engines.vllm.engine import VLLMEngine
 

@@ -1,27 +1,31 @@
-"""What vLLM is asked to be: our settings, the caller's further engine arguments, and the environment of its processes.
+"""vLLM's engine arguments, made of our settings and the caller's own, and the environment of vLLM's processes.
 
-Imports no vLLM: which arguments there are, and whether it runs on a CPU, the caller says.
+Imports no vLLM: the caller says which arguments exist, and whether vLLM runs on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference.interface import EngineCapabilities, PauseMode
+from skyrl_train.inference.interface import EngineCapabilities
+from skyrl_train.types import PauseMode
 
 WORKER_EXTENSION = "skyrl_train.inference.engines.vllm.worker.WorkerExtension"
-OWNER_VARIABLE = "SKYRL_TRAIN_ENGINE_OWNER"  # tells workers the process to end with
-POLICY_ADAPTER = 2**31 - 1  # vLLM's number of the policy's adapter; those of users count from 1
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
-DEFAULT_MAX_LOGPROBS = 20  # vLLM's own
-CPU_BLOCK_TOKENS = 128  # of its KV cache there
-_SEEDS = 1 << 32  # what vLLM seeds NumPy with must lie below
+OWNER_VARIABLE = "SKYRL_TRAIN_ENGINE_OWNER"  # id of the process that vLLM's workers end with
+POLICY_ADAPTER = 2**31 - 1  # vLLM's number of the policy's adapter; users' adapters count from 1
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can reserve memory for
+DEFAULT_MAX_LOGPROBS = 20  # vLLM's default
+CPU_BLOCK_TOKENS = 128  # KV cache block size on a CPU
+_SEEDS = 1 << 32  # vLLM seeds NumPy, which takes seeds below this
 
-# Engine arguments that have a name of their own here, or that the engine's contract decides.
+# Engine arguments that our own settings replace, and those that the engine's contract fixes.
 _OURS = {
     "model": "model_path",
     "tokenizer": "model_path",
@@ -44,7 +48,7 @@ _FIXED = {
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """See :class:`VLLMEngine` for each."""
+    """The arguments of :class:`VLLMEngine`, checked."""
 
     model_path: str
     dtype: str
@@ -70,21 +74,21 @@ class VLLMSettings:
             raise ConfigError(f"num_threads of a vLLM engine must be at least 1, got {self.num_threads}.")
         if self.lora_rank and self.load_format == "dummy":
             raise ConfigError(
-                "load_format=dummy with lora_rank: publications bring the adapter only, so that the engine reads the base model "
-                "from its folder. Set load_format=auto."
+                "load_format=dummy with lora_rank: weight syncs carry the adapter only, so the engine must read the base "
+                "model from its folder. Set load_format=auto."
             )
         for name in self.engine_args:
             if name in _OURS:
-                raise ConfigError(f"engine_args.{name} is not for you to give there; set {_OURS[name]} instead.")
+                raise ConfigError(f"engine_args.{name} duplicates a setting of the engine; set {_OURS[name]} instead.")
             if name in _FIXED:
                 raise ConfigError(f"engine_args.{name} cannot be set: {_FIXED[name]}.")
 
 
 def check_names(settings: VLLMSettings, known: Collection[str]) -> None:
-    """Refuses engine arguments that this vLLM does not have.
+    """Check that this vLLM knows the caller's engine arguments.
 
     Raises:
-        ConfigError: it names the nearest argument.
+        ConfigError: it does not know one; the message names the nearest argument.
     """
     for name in settings.engine_args:
         if name not in known:
@@ -92,11 +96,10 @@ def check_names(settings: VLLMSettings, known: Collection[str]) -> None:
 
 
 def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: int, context: int) -> dict[str, Any]:
-    """The keyword arguments of vLLM's ``AsyncEngineArgs``; what the caller gave in ``engine_args`` comes last.
+    """Return the keyword arguments of vLLM's ``AsyncEngineArgs``; the caller's ``engine_args`` override the others.
 
     Args:
-        kv_bytes_per_token: what the model keeps per token; sizes the KV cache on a CPU, where vLLM would take nearly all
-            memory.
+        kv_bytes_per_token: bytes of KV cache per token; sizes the cache on a CPU, where vLLM would take nearly all memory.
         context: tokens of the longest request.
     """
     arguments: dict[str, Any] = {
@@ -118,7 +121,7 @@ def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: 
         arguments["enable_lora"] = True
     if settings.lora_rank:
         arguments["max_lora_rank"] = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
-        arguments["max_loras"] = 2 if settings.enable_lora else 1  # in one batch: the policy's, and a user's
+        arguments["max_loras"] = 2 if settings.enable_lora else 1  # per batch: the policy's, and a user's
     if settings.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
     elif on_cpu:
@@ -130,28 +133,28 @@ def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: 
 
 
 def process_environment(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, str]:
-    """What the environment of vLLM's processes needs beside what is there; the caller's own settings come last."""
-    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    """Return the variables to set for vLLM's processes; the caller's ``environment`` overrides the others."""
+    variables = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
-        environment |= {
+        variables |= {
             "OMP_NUM_THREADS": str(settings.num_threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",  # a compiler would take seconds for each small kernel
         }
         if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1:
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process
-    return {**environment, **settings.environment}
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process
+    return {**variables, **settings.environment}
 
 
 def supported_transports(on_cpu: bool) -> frozenset[str]:
-    """How weights can reach the engine."""
+    """Return the weight transports that reach an engine in this process."""
     return frozenset({"shared_memory", "disk", "delta", "gloo", *(() if on_cpu else ("cuda_ipc",))})
 
 
 def capabilities(
     settings: VLLMSettings, *, max_model_len: int, on_cpu: bool, streams_chunks: bool
 ) -> EngineCapabilities:
-    """What an engine of these settings can do."""
+    """Return what an engine with these settings can do."""
     arguments = settings.engine_args
     return EngineCapabilities(
         pause_modes=frozenset(PauseMode),
@@ -164,3 +167,41 @@ def capabilities(
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,
     )
+
+
+# The environment of this process, as it is while vLLM starts processes that inherit it.
+_changed = threading.Condition()
+_settings: dict[str, str] = {}
+_previous: dict[str, str | None] = {}
+_users = 0
+
+
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Hold ``settings`` in ``os.environ``, then restore the previous values.
+
+    The environment belongs to the whole process: callers with equal settings share it, and a caller with other settings
+    waits until they have left. May block; call it off the event loop.
+    """
+    global _users
+    with _changed:
+        _changed.wait_for(lambda: _users == 0 or _settings == dict(settings))
+        if _users == 0:
+            _settings.update(settings)
+            _previous.update({name: os.environ.get(name) for name in settings})
+            os.environ.update(settings)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _changed:
+            _users -= 1
+            if _users == 0:
+                for name, value in _previous.items():
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
+                _settings.clear()
+                _previous.clear()
+                _changed.notify_all()

@@ -1,8 +1,8 @@
-"""vLLM in the calling process: ``AsyncLLM`` here, its scheduler and model in processes of its own.
+"""vLLM as an inference engine: what the local and the remote engine share, and the local one.
 
-    generate / stream ──gate──> Frontend ──> vLLM
-    pause: close the gate · vLLM pauses · what it had sampled arrives · verify
-    load:  every worker swaps · requests without a token start over under the new version · count up
+    generate / stream ──RequestTracker──> link ──> vLLM
+    pause:  close the gate · vLLM pauses · the tokens that it had sampled arrive · verify
+    load:   every worker swaps weights · requests without a token start over under the new version
     resume: vLLM runs again · open the gate
 
 | pause mode | asked of vLLM | what is verified before ``pause`` returns |
@@ -12,65 +12,320 @@
 | abort | abort | no request is left, here and in the workers' batches |
 | wait | wait | no request that has begun is left; preempted ones get another turn |
 
-A token's version needs no word of vLLM's: weights change only while paused, and then it is known how many tokens of each
-request were sampled before. Cached prefixes carry a salt that changes with the weights, so that none serves another version.
+Weights change only while vLLM is paused, and then it is known how many tokens of each request were sampled before: versions
+are exact per token. Cached prefixes carry a salt that changes with the weights, so that none serves another version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
-from skyrl_train.inference.engines.vllm.adapters import Adapters
-from skyrl_train.inference.engines.vllm.arguments import (
-    POLICY_ADAPTER,
-    VLLMSettings,
-    capabilities,
-    supported_transports,
+from skyrl_train.inference.engines.vllm.adapter import (
+    AsyncLLMAdapter,
+    lora_request,
+    runs_on_cpu,
+    shut_down,
+    start_async_llm,
+    streams_chunks,
 )
-from skyrl_train.inference.engines.vllm.frontend import Frontend, lora_request
-from skyrl_train.inference.engines.vllm.pausing import VLLM_MODES, Pausing
-from skyrl_train.inference.engines.vllm.requests import Asked
-from skyrl_train.inference.engines.vllm.traffic import Traffic
-from skyrl_train.inference.engines.vllm.updates import Updates
+from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER, VLLMSettings, capabilities
+from skyrl_train.inference.engines.vllm.requests import EngineRequest, RequestTracker, VLLMLink
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     EngineHealth,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
-    PauseMode,
     SamplingParams,
     TokenChunk,
     output_of,
 )
-from skyrl_train.inference.weight_update import WeightUpdate
+from skyrl_train.runtime.concurrency import gather_or_cancel
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
+
+if TYPE_CHECKING:  # these import torch
+    from skyrl_train.weight_sync.receiver import ReceiveBuffer, WeightReceiver
+
+logger = logging.getLogger(__name__)
+Link = TypeVar("Link", bound=VLLMLink)
 
 
-class VLLMEngine(InferenceEngineInterface):
-    """Serves a model folder with vLLM 0.26 to 0.33, on whatever device the installed vLLM is for.
+class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
+    """Requests, pauses and weight updates of a vLLM, over any link.
+
+    Attributes:
+        last_load_s: seconds that the slowest worker took to load the last update.
+    """
+
+    NAME = "The vLLM engine"
+
+    def __init__(self) -> None:
+        self.last_load_s = 0.0
+        self._link: Link | None = None  # while vLLM is alive
+        self._gone = "it was not started; call start() first"  # why there is no link
+        self._requests: RequestTracker | None = None  # of the last start
+        self._vocab_size: int | None = None  # None: vLLM itself checks token ids
+        self._paused: PauseMode | None = None
+        self._asleep = False
+        self._resumed = asyncio.Event()  # ends a pause that is still draining
+        self._quiescing: asyncio.Future[None] | None = None
+        self._received: tuple[WeightUpdate, str | None] | None = None  # the update, or why it cannot be loaded
+        self._loading: asyncio.Future[None] | None = None
+        self._damaged = ""  # VLLMLink.instance of the vLLM that a failed update left without a usable model
+
+    @property
+    def policy_version(self) -> int:
+        return -1 if self._requests is None else self._requests.version
+
+    def _begin(self, link: Link, version: int, salted: bool = True) -> None:
+        """Serve over ``link``, whose vLLM holds the weights of ``version`` and is not paused."""
+        self._link = link
+        self._requests = RequestTracker(link, version, salted)
+        self._paused, self._asleep = None, False
+
+    def _alive(self) -> tuple[Link, RequestTracker]:
+        if self._link is None or self._requests is None:
+            raise EngineDeadError(f"{self.NAME} is gone: {self._gone.removesuffix('.')}.")
+        return self._link, self._requests
+
+    def _on_death(self, reason: str) -> None:
+        """Called by the link: everything pending fails, now and from now on."""
+        if self._link is None or self._requests is None:
+            return
+        # Set before the requests fail, so that their callers already see the death.
+        self._link, self._gone = None, reason
+        self._requests.fail_all(EngineDeadError(f"{self.NAME} is gone: {reason.removesuffix('.')}."))
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+        """See the interface. All prompts share the sampling parameters, a given seed included."""
+        parsed = self._parse(engine_input, stream=False)
+        return output_of(await gather_or_cancel(self._whole(request) for request in parsed))
+
+    async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
+        parsed = self._parse(engine_input, stream=True)
+        if len(parsed) != 1:
+            raise EngineError(f"stream() takes exactly one prompt, got {len(parsed)}.")
+        requests = self._alive()[1]
+        async with contextlib.aclosing(requests.chunks(parsed[0])) as chunks:  # leaving early aborts the request
+            async for chunk in chunks:
+                yield chunk
+
+    async def _whole(self, request: EngineRequest) -> TokenChunk:
+        async with contextlib.aclosing(self._alive()[1].chunks(request)) as chunks:
+            return await anext(chunks)
+
+    def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
+        """Check the input as a whole, so that a bad prompt leaves none of its call in vLLM.
+
+        Raises:
+            RequestError: one of the requests cannot be served.
+            EngineError: there are no token ids.
+        """
+        self._alive()
+        can = self.capabilities
+        prompts = engine_input.get("prompt_token_ids")
+        if prompts is None:
+            raise EngineError("An engine takes prompt_token_ids; the client renders conversations to tokens.")
+        params = SamplingParams.parse(engine_input.get("sampling_params"))
+        if params.n != 1:
+            raise RequestError(f"An engine samples one response per request, got n={params.n}; the client splits them.")
+        if params.top_logprobs > can.max_top_logprobs:
+            raise RequestError(
+                f"top_logprobs is {params.top_logprobs}, this engine gives at most {can.max_top_logprobs}; raise vLLM's "
+                "max_logprobs (engine_args.max_logprobs, or --max-logprobs of a server)."
+            )
+        # Resolved once, so that all prompts of the call use the same adapter.
+        lora = self._lora(engine_input.get("adapter"))
+        priority = int(engine_input.get("priority", 0)) if can.priorities else 0
+        parsed = []
+        for prompt in prompts:
+            tokens = list(map(int, prompt))
+            if not tokens:
+                raise RequestError("The prompt is empty; give at least one token.")
+            if len(tokens) >= can.max_model_len:
+                raise RequestError(
+                    f"The prompt has {len(tokens)} tokens and leaves no room for a response within max_model_len="
+                    f"{can.max_model_len}; shorten it or raise generator.inference_engine.max_model_len."
+                )
+            if self._vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+                raise RequestError(
+                    f"The prompt has token ids outside the model's vocabulary of {self._vocab_size}; tokenizer and model "
+                    "must belong together."
+                )
+            parsed.append(EngineRequest(tokens, params, stream, engine_input.get("chunk_tokens", 1), priority, lora))
+        return parsed
+
+    @abstractmethod
+    def _lora(self, name: str | None) -> Any:
+        """Return vLLM's LoRARequest of the adapter that a request names, or of the policy's if it names none.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+
+    async def abort_generation(self) -> None:
+        await self._alive()[1].abort_all()
+
+    # Pausing ------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        mode = PauseMode(mode)
+        link, requests = self._alive()
+        # New requests wait at the gate; the modes below handle those that are inside.
+        requests.gate.close()
+        self._resumed.clear()
+        if mode is PauseMode.ABORT:
+            requests.gate.abort_waiters()
+        # A request between the gate and vLLM would be sampled under weights that the version count misses.
+        await requests.all_submitted()
+        # Draining can take as long as a response; resume() ends it.
+        quiescing = self._quiescing = asyncio.ensure_future(self._quiesce(link, requests, mode))
+        resumed = asyncio.ensure_future(self._resumed.wait())
+        try:
+            await asyncio.wait({quiescing, resumed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            resumed.cancel()
+            quiescing.cancel()
+            await asyncio.wait({quiescing})
+        if quiescing.cancelled():
+            raise EngineError("The engine was resumed before it was paused.")
+        quiescing.result()
+        # Only now: a pause that failed or was cancelled does not allow a load.
+        self._paused = mode
+        requests.busy.paused(True)
+
+    @staticmethod
+    async def _quiesce(link: Link, requests: RequestTracker, mode: PauseMode) -> None:
+        await link.pause(mode)
+        if mode is PauseMode.ABORT:
+            await link.verify_empty(list(requests.in_flight))
+        while mode is PauseMode.WAIT and await link.any_begun(list(requests.in_flight)):
+            # vLLM took a request out of its batch for lack of memory, and admits none while it waits.
+            await link.resume()
+            await link.pause(mode)
+
+    async def resume(self) -> None:
+        link, requests = self._alive()
+        if self._asleep:
+            raise EngineError("The engine sleeps; call wake_up() before resume().")
+        if self._loading is not None:  # its caller may have given up, but half a load is no model
+            await asyncio.wait({self._loading})
+        self._resumed.set()
+        if self._quiescing is not None and not self._quiescing.done():
+            await asyncio.wait({self._quiescing})  # vLLM must receive the pause before its end
+        await link.resume()
+        self._paused = None
+        requests.busy.paused(False)
+        requests.gate.open()
+
+    async def sleep(self, level: int = 1) -> None:
+        raise EngineError("This engine cannot sleep; ask capabilities.sleep first.")
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        raise EngineError("This engine cannot sleep, so it cannot wake up; ask capabilities.sleep first.")
+
+    async def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing that was cached before; vLLM frees the memory when no request uses it."""
+        link, requests = self._alive()
+        requests.forget_prefixes()
+        await link.reset_prefix_cache()
+
+    # Weights ------------------------------------------------------------------------------------------------------
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        """Check an update and map its memory in every worker. ``load_weights`` raises what is wrong with it."""
+        link, _ = self._alive()
+        self._received = None
+        error = self._reject(update)
+        if error is None:
+            # The engine keeps serving: an error here must not end its requests, so load_weights() reports it.
+            try:
+                here = await self._bring_here(update)
+                errors = await link.on_workers("skyrl_receive", here.to_message())
+                error = next((one for one in errors if one is not None), None)
+            except EngineDeadError:
+                raise
+            except (EngineError, RequestError) as failure:
+                error = str(failure)
+        # Kept with its error: load_weights() of this update must fail with it.
+        self._received = (update, error)
+
+    @abstractmethod
+    def _reject(self, update: WeightUpdate) -> str | None:
+        """Return why an update cannot be for this engine, or None."""
+
+    async def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
+        """Bring the update's bytes to where the workers can map them; returns where that is."""
+        return update
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Swap a received update into every worker.
+
+        Raises:
+            EngineError: not paused, not received, or not this model's weights: the old ones stay.
+            EngineDeadError: a worker failed half-way.
+        """
+        link, requests = self._alive()
+        if self._paused is None:
+            raise EngineError("Weights are loaded while the engine is paused; call pause() first.")
+        if self._received is None or self._received[0] != update:
+            raise EngineError(f"Version {update.version} was not received; call receive_weights() first.")
+        if self._received[1] is not None:
+            raise EngineError(self._received[1])
+        self._received = None
+        # A load that has begun is finished even when its caller is cancelled: half of one is no model.
+        self._loading = asyncio.ensure_future(self._load(link, requests, update.version, self._paused))
+        self._loading.add_done_callback(self._loaded)
+        await asyncio.shield(self._loading)
+
+    async def _load(self, link: Link, requests: RequestTracker, version: int, mode: PauseMode) -> None:
+        try:
+            self.last_load_s = await link.load_weights(version)
+        except (EngineError, RequestError) as error:
+            # Some workers may have the new weights, some half of them: no request may be sampled from that.
+            self._damaged = link.instance
+            link.die(f"an update failed half-way ({error})")
+            link.raise_if_dead()
+        await requests.weights_changed(version, mode)
+
+    def _loaded(self, loading: asyncio.Future[None]) -> None:
+        self._loading = None
+        if not loading.cancelled() and (error := loading.exception()) is not None:
+            logger.error("%s could not load weights: %s", self.NAME, error)
+
+
+class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
+    """Serves a model folder with vLLM 0.26 to 0.33, on the device that the installed vLLM is built for.
 
     Args:
-        model_path: what vLLM opens.
+        model_path: a model folder, or a hub name.
         dtype: of the served weights: float32 | bfloat16.
         max_num_seqs: requests decoded at once; more wait.
         max_model_len: tokens of prompt and response together; None: what the model allows.
         seed: of the stream that requests without a seed draw from; give each engine its own.
         kv_cache_memory_bytes: None: on a GPU vLLM's share of its memory, on a CPU what ``max_num_seqs`` requests need.
         enable_lora: lets requests name adapters (``load_adapter``).
-        lora_rank: publications bring a LoRA adapter of this rank, of the base model in the folder; 0: they bring the model.
+        lora_rank: weight syncs carry a LoRA adapter of this rank for the base model in the folder; 0: they carry the model.
             Requests wait for the first one.
-        load_format: "dummy" starts with random weights and takes requests only after the first publication.
-        keep_prefix_cache_across_versions: cached prefixes may serve later versions. Faster, and not what they compute.
+        load_format: "dummy" starts with random weights and accepts requests only after the first weight sync.
+        keep_prefix_cache_across_versions: cached prefixes may serve later versions. Faster, and not exact.
         num_threads: compute threads of vLLM's process on a CPU.
         engine_args: any further argument of vLLM's ``AsyncEngineArgs``.
         environment: variables for vLLM's processes, for example CUDA_VISIBLE_DEVICES.
 
     vLLM starts its processes by importing the main module again: a script that uses this class needs
-    ``if __name__ == "__main__":``. Those processes end with this one, however that ends.
+    ``if __name__ == "__main__":``. Those processes end with this one, even when it is killed.
     """
 
     def __init__(
@@ -93,6 +348,7 @@ class VLLMEngine(InferenceEngineInterface):
         engine_args: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__()
         self._settings = VLLMSettings(
             model_path=model_path,
             dtype=dtype,
@@ -110,276 +366,181 @@ class VLLMEngine(InferenceEngineInterface):
             engine_args=dict(engine_args or {}),
             environment=dict(environment or {}),
         )
+        self._capabilities = capabilities(
+            self._settings, max_model_len=max_model_len or 0, on_cpu=False, streams_chunks=False
+        )
         self._salted = not keep_prefix_cache_across_versions
-        self._parts: tuple[Frontend, Traffic, Updates] | None = None  # while it is alive
-        self._frontend: Frontend | None = None  # until it is torn down
-        self._gone = "it was not started; call start() first"
-        self._version = -1  # of an engine that is gone
-        self._paused = False
-        self._pausing = Pausing()
-        self._asleep = False
-        self._adapters = Adapters()
-        self._policy_adapter: Any = None  # what requests name that name no other; None: the model alone serves them
+        self._processes: AsyncLLMAdapter | None = None  # until they are shut down
+        self._receiving = threading.Lock()  # held in the thread: a cancelled call still receives
+        self._buffer: ReceiveBuffer | None = None
+        self._receiver: WeightReceiver | None = None
+        self._adapters: dict[str, Any] = {}  # vLLM's LoRARequests, by the name that requests give
+        self._adapter_numbers = itertools.count(1)  # vLLM never sees a number twice
+        self._policy_lora: Any = None  # the LoRARequest of the policy's adapter
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What this engine can do; complete once it is started."""
-        vllm = self._parts[0] if self._parts else None
-        return capabilities(
-            self._settings,
-            max_model_len=vllm.max_model_len if vllm else self._settings.max_model_len or 0,
-            on_cpu=vllm.on_cpu if vllm else False,
-            streams_chunks=vllm.streams_chunks if vllm else False,
-        )
-
-    @property
-    def policy_version(self) -> int:
-        return self._parts[1].version if self._parts else self._version
-
-    @property
-    def last_load_s(self) -> float:
-        """Seconds that the slowest worker took to swap the update loaded last in."""
-        return self._alive()[2].last_load_s
+        """The capabilities of this engine; complete once it is started."""
+        return self._capabilities
 
     async def start(self) -> None:
-        """Starts vLLM's processes; the event loop goes on meanwhile.
+        """Start vLLM's processes. The event loop is not blocked.
 
         Raises:
-            ConfigError: an engine argument is unknown or vLLM refuses the combination.
+            ConfigError: an engine argument is unknown or vLLM rejects the combination.
             EngineDeadError: vLLM did not come up.
         """
-        await self.teardown()  # of an earlier life
-        starting = asyncio.ensure_future(asyncio.to_thread(Frontend.start, self._settings))
+        # A restart: processes of the previous life hold device memory.
+        await self.teardown()
+        settings = self._settings
+        # A thread cannot be cancelled: if the caller is, vLLM comes up all the same and must be shut down then.
+        starting = asyncio.ensure_future(asyncio.to_thread(start_async_llm, settings))
         try:
-            vllm = await asyncio.shield(starting)
+            llm = await asyncio.shield(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(_shut_down_late)
             raise
-        vllm.attach(self._die)
-        traffic = Traffic(vllm, self._salted)
-        transports = supported_transports(vllm.on_cpu)
-        self._frontend, self._parts = (
-            vllm,
-            (vllm, traffic, Updates(vllm, traffic, transports, self._settings.lora_rank)),
+        link = self._processes = AsyncLLMAdapter(llm, self._on_death)
+        self._capabilities = capabilities(
+            settings, max_model_len=link.max_model_len, on_cpu=runs_on_cpu(), streams_chunks=streams_chunks()
         )
-        self._paused = self._asleep = False
-        self._adapters.forget()
-        if self._settings.lora_rank:
-            self._policy_adapter = lora_request("policy", POLICY_ADAPTER, self._settings.model_path)
-        await vllm.on_workers("skyrl_pid")  # from here on its death is noticed
+        self._vocab_size = link.vocab_size
+        self._received = None
+        self._adapters.clear()
+        if settings.lora_rank:
+            self._policy_lora = lora_request("policy", POLICY_ADAPTER, settings.model_path)
+        self._begin(link, version=-1, salted=self._salted)
+        await link.on_workers("skyrl_pid")  # from here on vLLM notices the death of its process
 
-    # Requests -----------------------------------------------------------------------------------------------------
-
-    async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
-        """See the interface. All prompts share the sampling parameters, a given seed included."""
-        traffic, asked = self._asked(engine_input, stream=False)
-        chunks = await gather_or_cancel(_only_chunk(traffic, one) for one in asked)
-        return output_of(chunks)
-
-    async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
-        traffic, asked = self._asked(engine_input, stream=True)
-        if len(asked) != 1:
-            raise EngineError(f"stream() takes exactly one prompt, got {len(asked)}.")
-        chunks = traffic.chunks(asked[0])
-        try:
-            async for chunk in chunks:
-                yield chunk
-        finally:
-            await chunks.aclose()  # type: ignore[attr-defined]  # leaving early ends the request in vLLM
-
-    def _asked(self, engine_input: InferenceEngineInput, stream: bool) -> tuple[Traffic, list[Asked]]:
-        """Checks the input as a whole, so that a bad prompt leaves none of its call in vLLM."""
-        vllm, traffic, _ = self._alive()
-        prompts = engine_input.get("prompt_token_ids")
-        if prompts is None:
-            raise EngineError("An engine takes prompt_token_ids; the client renders conversations to tokens.")
-        params = SamplingParams.parse(engine_input.get("sampling_params"))
-        if params.n != 1:
-            raise RequestError(f"An engine samples one response per request, got n={params.n}; the client splits them.")
-        if params.top_logprobs > self.capabilities.max_top_logprobs:
-            raise RequestError(
-                f"top_logprobs is {params.top_logprobs}, this engine gives at most {self.capabilities.max_top_logprobs}; "
-                "set engine_args.max_logprobs for more."
-            )
-        if traffic.version < 0 and (self._settings.load_format == "dummy" or self._settings.lora_rank):
-            raise RequestError("The engine has no weights yet; publish the policy before the first generate().")
-        adapter = engine_input.get("adapter")
-        lora = self._policy_adapter if adapter is None else self._adapters.named(adapter)
-        asked = []
-        for prompt in prompts:
-            tokens = list(map(int, prompt))
-            _check_prompt(tokens, vllm.max_model_len, vllm.vocab_size)
-            priority = int(engine_input.get("priority", 0)) if self.capabilities.priorities else 0
-            asked.append(Asked(tokens, params, stream, engine_input.get("chunk_tokens", 1), priority, lora))
-        return traffic, asked
-
-    async def abort_generation(self) -> None:
-        await self._alive()[1].abort_all()
-
-    # Pausing ------------------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode) -> None:
-        mode = PauseMode(mode)
-        vllm, traffic, _ = self._alive()
-        traffic.gate.close()
-        self._pausing.begin()
-        if mode is PauseMode.ABORT:
-            traffic.gate.turn_away()
-        await traffic.all_added()
-        await self._pausing.quiesced(_quiesce(vllm, traffic, mode))
-        self._paused = True
-        traffic.busy.paused(True)
-
-    async def resume(self) -> None:
-        vllm, traffic, updates = self._alive()
-        if self._asleep:
-            raise EngineError("The engine sleeps; call wake_up() before resume().")
-        await updates.settled()
-        await self._pausing.ended()  # vLLM must hear of the pause before it hears of its end
-        await vllm.resume()
-        self._paused = False
-        traffic.busy.paused(False)
-        traffic.gate.open()
-
-    async def sleep(self, level: int = 1) -> None:
-        """Frees device memory while paused: 1 keeps the weights on the host, 2 forgets them (publish before resuming).
-
-        Requests that are frozen keep their place; their KV caches are computed again.
-        """
-        vllm = self._alive()[0]
-        if not self.capabilities.sleep:
-            raise EngineError("This engine cannot sleep: it needs a GPU and engine_args.enable_sleep_mode.")
-        if not self._paused:
-            raise EngineError("An engine sleeps while it is paused; call pause() first.")
-        if level > 1 and self._settings.lora_rank:
-            raise EngineError("This engine cannot forget its base model, which no publication brings; call sleep(1).")
-        await vllm.sleep(level)
-        self._asleep = True
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory back: all of it, or "weights" first (so that an update can be loaded) and "kv_cache" later."""
-        vllm = self._alive()[0]
-        if not self.capabilities.sleep:
-            raise EngineError("This engine cannot sleep, so it cannot wake up; ask capabilities.sleep first.")
-        await vllm.wake_up(None if tags is None else list(tags))
-        self._asleep = tags is not None and "kv_cache" not in tags
-        if not self._asleep:
-            await vllm.pause("keep", clear_cache=False)  # vLLM schedules by itself once all its memory is back
-
-    async def reset_prefix_cache(self) -> None:
-        """Later requests find nothing that was cached before; vLLM frees the memory as soon as nobody uses it."""
-        vllm, traffic, _ = self._alive()
-        traffic.forget_prefixes()
-        await vllm.reset_prefix_cache()
-
-    # Weights ------------------------------------------------------------------------------------------------------
-
-    async def receive_weights(self, update: WeightUpdate) -> None:
-        """Checks an update and maps its memory in every worker; whatever is wrong with it, ``load_weights`` raises."""
-        await self._alive()[2].receive(update)
-
-    async def load_weights(self, update: WeightUpdate) -> None:
-        updates = self._alive()[2]
-        if not self._paused:
-            raise EngineError("Weights are loaded while the engine is paused; call pause() first.")
-        await updates.load(update)
-
-    async def served_checksum(self) -> str:
-        """See the interface. On a CPU, weights that are -0.0 read as 0.0 and make the checksums differ."""
-        return await self._alive()[2].served_checksum()
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        vllm = self._alive()[0]
-        if not self._settings.enable_lora:
-            raise EngineError("This engine has no adapters; set enable_lora.")
-        await self._adapters.load(vllm, name, path)
-
-    async def unload_adapter(self, name: str) -> None:
-        await self._adapters.unload(self._alive()[0], name)
-
-    # Life ---------------------------------------------------------------------------------------------------------
+    async def teardown(self) -> None:
+        if self._link is not None:
+            self._link.die("it was torn down")
+        # Taken out first, so that a second teardown does nothing.
+        processes, self._processes = self._processes, None
+        if processes is not None:  # a dead engine may have processes left
+            await processes.shut_down()
 
     async def health(self) -> EngineHealth:
         try:
-            vllm, traffic, _ = self._alive()
-            held = await vllm.held_requests()
+            link, requests = self._alive()
+            held = await link.held_requests()
         except EngineError:
             return EngineHealth(alive=False, policy_version=self.policy_version)
+        # A request that is not streamed brings all its tokens at its end; count those that vLLM has of it by now.
+        underway = sum(max(0, (link.sampled(one) or 0) - one.delivered) for one in requests.in_flight)
         return EngineHealth(
             alive=True,
-            policy_version=traffic.version,
+            policy_version=requests.version,
             running=held,
-            waiting=max(0, vllm.unfinished - held) + traffic.gate.waiting,
-            paused=self._paused,
-            generated_tokens=traffic.generated_tokens,
-            prefill_tokens=traffic.prefill_tokens,
-            busy_s=traffic.busy.seconds,
+            waiting=max(0, link.unfinished() - held) + requests.gate.waiting,
+            paused=self._paused is not None,
+            generated_tokens=requests.generated_tokens + underway,
+            prefill_tokens=link.prefill_tokens,
+            busy_s=requests.busy.seconds,
         )
 
     async def worker_pids(self) -> list[int]:
-        """The process ids of vLLM's workers. With one worker, vLLM's scheduler is in the same process."""
+        """Return the process ids of vLLM's workers. With one worker, vLLM's scheduler is in the same process."""
         return [int(pid) for pid in await self._alive()[0].on_workers("skyrl_pid")]
 
-    async def teardown(self) -> None:
-        self._die("it was torn down")
-        frontend, self._frontend = self._frontend, None
-        if frontend is not None:
-            await frontend.stop_reading()
-            await asyncio.to_thread(frontend.shut_down)
+    async def sleep(self, level: int = 1) -> None:
+        """Free device memory while paused: 1 keeps the weights on the host, 2 drops them (sync weights before resuming).
 
-    def _die(self, reason: str) -> None:
-        """Everything pending fails, now and from now on."""
-        if self._parts is None:
-            return
-        (vllm, traffic, updates), self._parts = self._parts, None
-        updates.close()
-        self._gone, self._version = reason, traffic.version
-        vllm.die(reason)
-        traffic.die(self._dead())
+        Frozen requests keep their place; their KV caches are computed again.
+        """
+        link, _ = self._alive()
+        if not self._capabilities.sleep:
+            raise EngineError("This engine cannot sleep: it needs a GPU and engine_args.enable_sleep_mode.")
+        if self._paused is None:
+            raise EngineError("An engine sleeps while it is paused; call pause() first.")
+        if level > 1 and self._settings.lora_rank:
+            raise EngineError("This engine cannot drop its base model, which no weight sync carries; call sleep(1).")
+        await link.sleep(level)
+        self._asleep = True
 
-    def _alive(self) -> tuple[Frontend, Traffic, Updates]:
-        if self._parts is None:
-            raise self._dead()
-        return self._parts
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: all of it, or "weights" first (so that an update can be loaded) and "kv_cache" later."""
+        link, _ = self._alive()
+        if not self._capabilities.sleep:
+            raise EngineError("This engine cannot sleep, so it cannot wake up; ask capabilities.sleep first.")
+        await link.wake_up(None if tags is None else list(tags))
+        self._asleep = tags is not None and "kv_cache" not in tags
+        if not self._asleep:
+            await link.pause(PauseMode.KEEP)  # vLLM schedules by itself once all its memory is back
 
-    def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"The vLLM engine is gone: {self._gone}.")
+    def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
+        if self._alive()[1].version < 0 and (self._settings.load_format == "dummy" or self._settings.lora_rank):
+            raise RequestError("The engine has no weights yet; sync the policy's weights before the first generate().")
+        return super()._parse(engine_input, stream)
 
+    # Weights and adapters -----------------------------------------------------------------------------------------
 
-async def _only_chunk(traffic: Traffic, asked: Asked) -> TokenChunk:
-    async for chunk in traffic.chunks(asked):
-        return chunk
-    raise EngineError("vLLM ended a request without an output.")
-
-
-async def _quiesce(vllm: Frontend, traffic: Traffic, mode: PauseMode) -> None:
-    await vllm.pause(VLLM_MODES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
-    await vllm.outputs_handled()
-    if mode is PauseMode.ABORT and (left := await traffic.left_in_vllm()):
-        raise EngineError(f"vLLM still holds {left} requests after it reported them aborted.")
-    while mode is PauseMode.WAIT and traffic.begun:
-        # vLLM took a request out of its batch for lack of memory, and lets nobody in while it waits.
-        await vllm.resume()
-        await vllm.pause("wait", clear_cache=False)
-        await vllm.outputs_handled()
-
-
-def _check_prompt(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> None:
-    if not prompt:
-        raise RequestError("The prompt is empty; give at least one token.")
-    if len(prompt) >= max_model_len:
-        raise RequestError(
-            f"The prompt has {len(prompt)} tokens and leaves no room for a response within max_model_len="
-            f"{max_model_len}; shorten it or raise generator.inference_engine.max_model_len."
-        )
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise RequestError(
-            f"The prompt has token ids outside the model's vocabulary of {vocab_size}; tokenizer and model must belong "
-            "together."
+    def _reject(self, update: WeightUpdate) -> str | None:
+        transports = self._capabilities.transports
+        if update.transport not in transports:
+            return f"This engine receives by {', '.join(sorted(transports))}, not by {update.transport!r}."
+        rank = 0 if update.adapter is None else update.adapter.rank
+        if rank == self._settings.lora_rank:
+            return None
+        served = f"an adapter of rank {self._settings.lora_rank}" if self._settings.lora_rank else "whole models"
+        return (
+            f"The update brings {update.adapter or 'a whole model'}, the engine serves {served}; trainer and engine must "
+            "have the same trainer.policy.model.lora."
         )
 
+    def _lora(self, name: str | None) -> Any:
+        if name is None:
+            return self._policy_lora
+        if name not in self._adapters:
+            raise RequestError(f"There is no adapter {name!r}; load_adapter() it first.")
+        return self._adapters[name]
 
-def _shut_down_late(starting: asyncio.Future[Frontend]) -> None:
-    """An engine that nobody waits for any more has come up."""
+    async def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
+        """Bring the bytes into this machine's memory and verify them here, where no request waits for it."""
+        if update.transport == "cuda_ipc":  # in the GPU's memory, which only the workers open
+            return update
+        # Shielded: the thread runs on when the caller is cancelled, and the next update must wait for it.
+        return await asyncio.shield(asyncio.to_thread(self._receive, update))
+
+    def _receive(self, update: WeightUpdate) -> WeightUpdate:
+        import torch
+
+        from skyrl_train.weight_sync.receiver import ReceiveBuffer, WeightReceiver
+
+        with self._receiving:
+            if self._buffer is None or self._receiver is None:
+                self._buffer, self._receiver = ReceiveBuffer(), WeightReceiver(torch.device("cpu"))
+            here = self._buffer.fetch(update)
+            self._receiver.open_update(here)  # raises where the checksum differs
+            return here
+
+    def _on_death(self, reason: str) -> None:
+        super()._on_death(reason)
+        if self._buffer is not None and self._receiver is not None:
+            self._receiver.close()
+            self._buffer.close()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load the adapter in the folder ``path`` (peft's format); it replaces one that has this name."""
+        link, _ = self._alive()
+        if not self._settings.enable_lora:
+            raise EngineError("This engine has no adapters; set enable_lora.")
+        adapter = lora_request(name, next(self._adapter_numbers), path)
+        await link.add_adapter(adapter)
+        # The name means the new adapter before the old one is removed: no request finds neither.
+        previous = self._adapters.get(name)
+        self._adapters[name] = adapter
+        if previous is not None:
+            await link.remove_adapter(previous)
+
+    async def unload_adapter(self, name: str) -> None:
+        link, _ = self._alive()
+        if name not in self._adapters:
+            raise EngineError(f"There is no adapter {name!r}; loaded: {', '.join(sorted(self._adapters)) or 'none'}.")
+        await link.remove_adapter(self._adapters.pop(name))
+
+
+def _shut_down_late(starting: asyncio.Future[Any]) -> None:
+    """Shut down a vLLM that came up after the caller of ``start`` was cancelled."""
     if not starting.cancelled() and starting.exception() is None:
-        asyncio.get_running_loop().run_in_executor(None, starting.result().shut_down)
+        asyncio.get_running_loop().run_in_executor(None, shut_down, starting.result())

@@ -1,99 +1,481 @@
-"""One vLLM server for as long as it is the same one: its calls, and the moment from which there is no answer any more."""
+"""HTTP to one vLLM server: the link of the remote engine.
+
+    submit ──POST /inference/v1/generate──> server     a task per request reads its answer into a queue
+    pause, resume, workers' methods ──POST──> server   (its middleware: remote_server.py)
+
+The server says which weight version sampled which tokens; that is exact because versions change only while it is paused.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+import contextlib
+import json
+import logging
+import socket
+import ssl
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from skyrl_train.errors import EngineDeadError, EngineError, SkyRLError
-from skyrl_train.inference.engines.vllm.remote_connection import Connection
-from skyrl_train.inference.engines.vllm.remote_facts import Facts
+import httpx
+
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.vllm.remote_server import ENGINE_PATH, REQUESTS_PATH
+from skyrl_train.inference.engines.vllm.remote_wire import (
+    GENERATE_PATH,
+    ResponsePart,
+    ServerInfo,
+    error_message,
+    parse_part,
+    parse_version,
+    request_body,
+)
+from skyrl_train.inference.engines.vllm.requests import (
+    VLLM_PAUSE_MODES,
+    EngineRequest,
+    InFlightRequest,
+    Spans,
+    VLLMLink,
+    interrupted,
+    token_versions,
+)
+from skyrl_train.inference.interface import TokenChunk
+from skyrl_train.types import PauseMode
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+IDLE_S = 4.0  # below the 5 s after which the server closes an idle connection
+POOL_REQUESTS = 64  # httpx looks at every connection of a pool for every request, so that one large pool would be slow
 RETRY_S = 0.5  # between looks for a server that is still starting; nothing announces it
+ARRIVAL_S = 0.02  # for a request that was sent before an abort and arrives after it: then it is aborted again
+VERIFY_ROUNDS = 3
+RESTARTED = "it was started again and holds no synced weights"
+# A machine that vanished closes nothing; the kernel finds out: first probe after 20 s of silence, dead after 3 x 10 s more.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        for name, seconds in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, name)
+    ),
+]
 
 
-class ServerLink:
-    """Every call ends with the server's answer or with the server's death, whichever is first.
+@dataclass
+class _ConnectionPool:
+    client: httpx.AsyncClient
+    in_flight: int = 0
+
+
+class Connection:
+    """HTTP calls to one server, and what each failure means.
+
+    Generation requests share connections, without a limit to their number; each other call has a fresh one, which no idle
+    timeout of the server can have closed meanwhile. Proxies that the environment names are not used.
 
     Args:
-        on_death: hears once why the server is gone, before any call learns of it.
+        base_url: such as ``http://host:8000``.
+        api_key: sent as a bearer token.
+        control_timeout_s: limit of every call but generation, which has none.
     """
 
-    def __init__(self, connection: Connection, facts: Facts, on_death: Callable[[str], None]) -> None:
-        self.connection = connection
-        self.facts = facts
-        self._on_death = on_death
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._facts_now = Fresh(lambda: connection.get(ENGINE_PATH))
-        self._requests_now = Fresh(lambda: connection.get(REQUESTS_PATH))
+    def __init__(self, base_url: str, api_key: str | None, control_timeout_s: float) -> None:
+        self.url = base_url
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._control_timeout_s = control_timeout_s
+        self._patient = httpx.Timeout(control_timeout_s, read=None, write=None)
+        self._certificates = ssl.create_default_context()
+        # Control calls keep no connection, so none is lost to the server's idle timeout.
+        self._control = self._client(kept=0)
+        self._pools: list[_ConnectionPool] = []
+
+    def _client(self, kept: int | None) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept, keepalive_expiry=IDLE_S)
+        transport = httpx.AsyncHTTPTransport(verify=self._certificates, limits=limits, socket_options=_KEEPALIVE)
+        return httpx.AsyncClient(
+            base_url=self.url.rstrip("/"),
+            headers=self._headers,
+            transport=transport,
+            timeout=self._control_timeout_s,
+            trust_env=False,
+        )
+
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[httpx.AsyncClient]:
+        """Hold a place in a client that has few enough requests in flight."""
+        # Fill one client before the next: its idle connections are used again.
+        pool = next((pool for pool in self._pools if pool.in_flight < POOL_REQUESTS), None)
+        if pool is None:
+            pool = _ConnectionPool(self._client(kept=None))
+            self._pools.append(pool)
+        pool.in_flight += 1
+        try:
+            yield pool.client
+        finally:
+            pool.in_flight -= 1
+
+    async def close(self) -> None:
+        """Close all connections, which aborts the requests on them."""
+        for client in (self._control, *(pool.client for pool in self._pools)):
+            await client.aclose()
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON at ``path``; errors as in :meth:`post`."""
+        return await self._exchange(self._control, self._control.build_request("GET", path))
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, patient: bool = False) -> Any:
+        """Return the server's JSON answer.
+
+        Args:
+            patient: wait for the answer without a time limit.
+
+        Raises:
+            RequestError: the server rejects the request.
+            ConfigError: the key is wrong, or the server was started without what is needed here.
+            EngineError: the server failed, or did not answer in time.
+            EngineDeadError: the server is gone.
+        """
+        timeout = self._patient if patient else httpx.USE_CLIENT_DEFAULT
+        return await self._exchange(
+            self._control, self._control.build_request("POST", path, json=body, timeout=timeout)
+        )
+
+    async def generate(self, body: Mapping[str, Any]) -> Any:
+        """Return the whole answer to a request; errors as in :meth:`post`."""
+        with self._pool() as client:
+            request = client.build_request("POST", GENERATE_PATH, json=body, timeout=self._patient)
+            return await self._exchange(client, request)
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """Yield the events of a streamed answer; errors as in :meth:`post`."""
+        try:
+            with self._pool() as client:
+                async with client.stream("POST", GENERATE_PATH, json=body, timeout=self._patient) as response:
+                    if not response.is_success:
+                        await response.aread()
+                        self._check(response)
+                    async for line in response.aiter_lines():
+                        if line.startswith("data: ") and line != "data: [DONE]":
+                            yield json.loads(line.removeprefix("data: "))
+        except httpx.TransportError as error:
+            raise self._failure(error) from error
+
+    async def _exchange(self, client: httpx.AsyncClient, request: httpx.Request) -> Any:
+        try:
+            response = await client.send(request)
+        except httpx.TransportError as error:
+            raise self._failure(error) from error
+        self._check(response)
+        return response.json() if response.content else None
+
+    def _failure(self, error: httpx.TransportError) -> EngineError:
+        if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
+            return EngineError(f"The vLLM server at {self.url} did not answer within {self._control_timeout_s:g} s.")
+        return EngineDeadError(f"The vLLM server at {self.url} is gone: {str(error) or type(error).__name__}.")
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        status, path = response.status_code, response.request.url.path
+        try:
+            message = error_message(response.json())
+        except (ValueError, AttributeError):
+            message = response.text[:200]
+        match status:
+            case httpx.codes.UNAUTHORIZED | httpx.codes.FORBIDDEN:
+                raise ConfigError(
+                    f"The vLLM server at {self.url} rejects the API key; set api_key to the key that it was started with."
+                )
+            case httpx.codes.NOT_FOUND | httpx.codes.METHOD_NOT_ALLOWED if (
+                "not found" in message.lower() or not message
+            ):
+                raise ConfigError(
+                    f"The vLLM server at {self.url} has no {path}; start it as docs/tutorials/engines.md says."
+                )
+            case httpx.codes.BAD_REQUEST | httpx.codes.NOT_FOUND | httpx.codes.UNPROCESSABLE_ENTITY:
+                raise RequestError(f"vLLM rejects the request: {message}")
+            case _:
+                raise EngineError(f"The vLLM server at {self.url} failed {path} with status {status}: {message}")
+
+
+# Asks the server for the spans that a request has now: None when it has ended (its last part then brings them).
+AskSpans = Callable[[str], Awaitable[Spans | None]]
+
+
+@dataclass(eq=False)
+class RemoteRequest(InFlightRequest):
+    """A request to a server. Its ``outputs`` are ``ResponsePart`` values, or the error that ended it.
+
+    Attributes:
+        version: what the server held when it was sent.
+        loads: updates that the server had loaded by then; later, how many of them ``spans`` covers.
+        suspect: the server may have prefilled it from what earlier weights had cached.
+        held: parts whose versions are not known yet.
+        reader: the task that reads its answer.
+    """
+
+    version: int = -1
+    loads: int = 0
+    suspect: bool = False
+    held: list[ResponsePart] = field(default_factory=list)
+    reader: asyncio.Task[None] | None = None
+
+    async def label(self, part: ResponsePart, loads: int, version: int, ask: AskSpans) -> TokenChunk | None:
+        """Return the next tokens with their versions; None while the server has not said which ones these are.
+
+        Args:
+            loads: updates that the server has loaded so far.
+            version: of the last one.
+        """
+        self.held.append(part)
+        if part.spans is not None or part.stop_reason is not None:
+            self.spans = part.spans or []  # of the whole request; vLLM sends them at its end
+        elif self.loads != loads:
+            # An update came between: these tokens can be of either version, and the server knows.
+            spans = await ask(self.key)
+            if spans is None:
+                return None
+            self.spans = spans
+            if spans and spans[-1][0] == version:
+                self.loads = loads
+        # The versions of all held parts are known now; hand them out as one chunk.
+        parts, self.held = self.held, []
+        token_ids = [token for part in parts for token in part.token_ids]
+        logprobs = [logprob for part in parts for logprob in part.logprobs]
+        versions = token_versions(self.spans, self.delivered, len(token_ids))
+        self.delivered += len(token_ids)
+        top = None
+        if self.request.params.top_logprobs:
+            top = [alternatives for part in parts for alternatives in part.top_logprobs or ()]
+        return TokenChunk(token_ids, logprobs, versions, parts[-1].stop_reason, top)
+
+
+class ServerLink(VLLMLink):
+    """One vLLM server, for as long as it is the same process: ``instance`` of its :class:`ServerInfo`.
+
+    Args:
+        version: of the weights that the server holds.
+    """
+
+    def __init__(self, connection: Connection, instance: str, version: int, on_death: Callable[[str], None]) -> None:
+        super().__init__("The remote vLLM engine", on_death)
+        self.instance = instance
+        self._connection = connection
+        self._version = version
+        self._loads = 0
+        self._readers: set[asyncio.Task[None]] = set()
+        self._pausing: asyncio.Future[Any] | None = None
+        self._info_now = SharedLook(lambda: connection.get(ENGINE_PATH))
+        self._requests_now = SharedLook(lambda: connection.get(REQUESTS_PATH))
+
+    def failure(self, error: Exception) -> Exception:
+        """See :class:`VLLMLink`."""
+        if isinstance(error, EngineDeadError):
+            self.die(str(error))
+            return self._dead()
+        return error
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, patient: bool = False) -> Any:
         """See :meth:`Connection.post`."""
-        return await self.answer(self.connection.post(path, body, patient=patient))
+        return await self.answer(self._connection.post(path, body, patient=patient))
 
-    async def requests(self) -> Mapping[str, Any]:
-        """The server's unfinished requests; see :func:`remote_server.unfinished`."""
-        seen: Mapping[str, Any] = await self.answer(self._requests_now.get())
-        return seen
-
-    async def look(self) -> Facts:
-        """What the server is now.
+    async def look(self) -> ServerInfo:
+        """Return what the server is now.
 
         Raises:
-            EngineDeadError: it does not answer, its engine is dead, or it is another one than before.
+            EngineDeadError: it does not answer, its engine is dead, or it is another process than before.
         """
         try:
-            facts = Facts.parse(await self.answer(self._facts_now.get()))
+            # Any failure counts as death: an engine whose state is unknown must not serve.
+            info = ServerInfo.parse(await self.answer(self._info_now.get()))
         except SkyRLError as error:
             self.die(str(error))
-            raise self.dead() from error
-        if facts.instance != self.facts.instance:
-            self.die("it was started again and holds no published weights")
-        elif facts.dead:
+            raise self._dead() from error
+        if info.instance != self.instance:
+            self.die(RESTARTED)
+        elif info.dead:
             self.die("its engine process is dead")
-        if self._death.done():
-            raise self.dead()
-        return facts
+        self.raise_if_dead()
+        return info
 
-    async def answer(self, call: Awaitable[T]) -> T:
-        """Waits for ``call`` or the server's death.
+    async def unfinished_requests(self) -> Mapping[str, Any]:
+        """Return the server's unfinished requests by key; see :func:`remote_server.unfinished`."""
+        found: Mapping[str, Any] = await self.answer(self._requests_now.get())
+        return found
 
-        Raises:
-            EngineDeadError: the server is gone.
-        """
-        pending = asyncio.ensure_future(call)
+    async def on_workers(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
+        """See :class:`VLLMLink`. ``patient``: wait without a time limit."""
+        answer = await self.post("/collective_rpc", {"method": method, "args": arguments}, patient=patient)
+        results: list[Any] = answer["results"]
+        return results
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        await self._connection.close()
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: EngineRequest, salt: str, version: int) -> RemoteRequest:
+        """See :class:`VLLMLink`. Does not wait for the server."""
+        self.raise_if_dead()
+        request_id = uuid.uuid4().hex
+        in_flight = RemoteRequest(
+            request,
+            key=f"generate-tokens-{request_id}",  # the server's own name for it
+            outputs=asyncio.Queue(),
+            spans=[(version, 0)],
+            version=version,
+            loads=self._loads,
+        )
+        # The task reads as fast as the server writes: a slow caller must not stop the server's stream.
+        reader = asyncio.create_task(
+            self._read(in_flight, request_body(request_id, request, salt)), name="remote-vllm-request"
+        )
+        in_flight.reader = reader
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        self.prefill_tokens += len(request.prompt)  # the server does not say what it had cached of them
+        return in_flight
+
+    async def _read(self, in_flight: RemoteRequest, body: Mapping[str, Any]) -> None:
+        num_top = in_flight.request.params.top_logprobs
         try:
-            either: set[asyncio.Future[Any]] = {pending, self._death}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        except BaseException:
-            pending.cancel()
-            raise
-        if not pending.done():
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-            raise self.dead()
-        try:
-            return pending.result()
-        except EngineDeadError as error:
-            self.die(str(error))
-            raise self.dead() from error
+            if in_flight.request.stream:
+                async for event in self._connection.stream(body):
+                    in_flight.outputs.put_nowait(parse_part(event, num_top))
+            else:
+                in_flight.outputs.put_nowait(parse_part(await self._connection.generate(body), num_top))
+        except SkyRLError as error:
+            in_flight.outputs.put_nowait(error)
 
-    def die(self, reason: str) -> None:
-        """Every pending and later call raises EngineDeadError. Only the first reason counts."""
-        if not self._death.done():
-            self._on_death(reason)
-            self._death.set_result(reason)
+    async def next_chunk(self, in_flight: InFlightRequest) -> TokenChunk:
+        """See :class:`VLLMLink`."""
+        assert isinstance(in_flight, RemoteRequest), "requests come from submit()"
+        first = in_flight.delivered == 0
+        chunk = None
+        while chunk is None:
+            part = await in_flight.outputs.get()
+            if isinstance(part, EngineError):
+                await self.look()  # raises if the server is gone
+                if not isinstance(part, EngineDeadError):
+                    raise part
+                logger.info("a connection was lost: %s", part)
+                return interrupted(in_flight.request)
+            if isinstance(part, Exception):
+                raise part
+            chunk = await in_flight.label(part, self._loads, self._version, self._spans_now)
+        if in_flight.version >= 0 and -1 in chunk.versions:
+            self.die(RESTARTED)
+            self.raise_if_dead()
+        if first and in_flight.suspect and chunk.versions and chunk.versions[0] == self._version:
+            # It reached the server after the update, with the salt of before it.
+            in_flight.restart, in_flight.delivered = True, 0
+            return TokenChunk([], [], [])
+        return chunk
 
-    def dead(self) -> EngineDeadError:
-        """What calls raise from the death on."""
-        return gone(self._death.result())
+    async def _spans_now(self, key: str) -> Spans | None:
+        found = (await self.unfinished_requests()).get(key)
+        return None if found is None else [(parse_version(label), start) for label, start in found["versions"]]
+
+    async def finish(self, in_flight: InFlightRequest, ended: bool) -> None:
+        """See :class:`VLLMLink`. A connection that is closed early aborts its request in the server."""
+        assert isinstance(in_flight, RemoteRequest) and in_flight.reader is not None, "requests come from submit()"
+        in_flight.reader.cancel()
+
+    def fail(self, in_flight: InFlightRequest, error: EngineDeadError) -> None:
+        """See :class:`VLLMLink`."""
+        assert isinstance(in_flight, RemoteRequest) and in_flight.reader is not None, "requests come from submit()"
+        in_flight.outputs.put_nowait(error)
+        in_flight.reader.cancel()
+
+    async def abort(self, requests: Sequence[InFlightRequest]) -> None:
+        """See :class:`VLLMLink`; returns when the server has answered all of these."""
+        keys = [in_flight.key for in_flight in requests]
+        readers = (one.reader for one in requests if isinstance(one, RemoteRequest))
+        waiting = {reader for reader in readers if reader is not None and not reader.done()}
+        while waiting:
+            await self.post("/abort_requests", {"request_ids": keys})
+            # One that was sent before the abort may arrive after it, and needs another.
+            _, waiting = await asyncio.wait(waiting, timeout=ARRIVAL_S)
+
+    async def abort_all(self, requests: Sequence[InFlightRequest]) -> None:
+        """See :class:`VLLMLink`."""
+        await self.abort(requests)
+
+    async def verify_empty(self, requests: Sequence[InFlightRequest]) -> None:
+        """See :class:`VLLMLink`. A request that its caller gave up may have arrived after the pause; it is aborted."""
+        await self.abort(requests)
+        left = 0
+        for _ in range(VERIFY_ROUNDS):
+            info = await self.look()
+            left = max(info.unfinished, info.held)
+            if not left:
+                return
+            if keys := list(await self.unfinished_requests()):
+                await self.post("/abort_requests", {"request_ids": keys})
+        raise EngineError(f"The vLLM server still holds {left} requests after it reported them aborted.")
+
+    async def any_begun(self, requests: Sequence[InFlightRequest]) -> bool:
+        """See :class:`VLLMLink`."""
+        found, keys = await self.unfinished_requests(), {in_flight.key for in_flight in requests}
+        return any(state["sampled"] for key, state in found.items() if key in keys)
+
+    # Scheduling and weights ---------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See :class:`VLLMLink`."""
+        # A cache that is emptied cannot serve a request that is still on its way and carries the old salt.
+        clear = "false" if mode is PauseMode.KEEP else "true"
+        path = f"/pause?mode={VLLM_PAUSE_MODES[mode]}&clear_cache={clear}"
+        # The server pauses even if the caller of this gives up, so the call is kept and resume() looks at it.
+        self._pausing = asyncio.ensure_future(self.post(path, patient=mode is PauseMode.WAIT))
+        self._pausing.add_done_callback(_retrieve)
+        await asyncio.shield(self._pausing)
+        if not (await self.look()).paused:
+            raise EngineError(f"The vLLM server still runs after a pause with {mode.value!r}.")
+
+    async def resume(self) -> None:
+        """See :class:`VLLMLink`."""
+        while not (self._pausing is None or self._pausing.done() or (await self.look()).paused):
+            pass  # a pause that is on its way must not arrive after the resume; each look is a round trip
+        await self.post("/resume")
+        if (await self.look()).paused:
+            raise EngineError("The vLLM server is still paused after resume().")
+
+    async def reset_prefix_cache(self) -> None:
+        """See :class:`VLLMLink`."""
+        await self.post("/reset_prefix_cache")
+
+    async def load_weights(self, version: int) -> float:
+        """See :class:`VLLMLink`. From here on the server labels tokens with ``version``."""
+        # Load first, then the label: a load that fails must not leave the new label on old weights.
+        seconds: list[float] = await self.on_workers("skyrl_load", version, patient=True)
+        await self.post("/update_weight_version", {"new_version": str(version)})
+        return max(seconds)
+
+    async def weights_changed(
+        self, requests: Sequence[InFlightRequest], version: int, mode: PauseMode
+    ) -> list[InFlightRequest]:
+        """See :class:`VLLMLink`. The other modes have emptied the cache, so that only ``keep`` has requests to submit again."""
+        self._version = version
+        self._loads += 1
+        if mode is not PauseMode.KEEP:
+            return []
+        found = await self.unfinished_requests()
+        without_tokens = []
+        for in_flight in requests:
+            state = found.get(in_flight.key)
+            if state is None and isinstance(in_flight, RemoteRequest):
+                in_flight.suspect = True  # on its way there, or its answer on its way here: its first token will tell
+            elif state is not None and state["sampled"] == 0:
+                without_tokens.append(in_flight)
+        return without_tokens
 
 
-class Fresh:
-    """Shares one look among all who want to see at least the present: never an answer that was asked for before."""
+class SharedLook:
+    """Shares one HTTP call among callers. A caller never gets an answer that was asked for before it called."""
 
     def __init__(self, look: Callable[[], Awaitable[Any]]) -> None:
         self._look = look
@@ -101,7 +483,8 @@ class Fresh:
         self._next: asyncio.Future[Any] | None = None
 
     async def get(self) -> Any:
-        """What there is to see after this call."""
+        """Return the answer to a call that begins after this one."""
+        # A call that runs already may have left before what the caller wants to see; the next one has not.
         if self._next is None:
             self._next = asyncio.ensure_future(self._after(self._running))
         return await asyncio.shield(self._next)
@@ -113,11 +496,11 @@ class Fresh:
         return await self._look()
 
 
-async def wait_for_server(connection: Connection, url: str, timeout_s: float) -> Facts:
-    """What the server is, once it is up and its engine lives.
+async def wait_for_server(connection: Connection, timeout_s: float) -> ServerInfo:
+    """Return what the server is, once it is up and its engine lives.
 
     Raises:
-        ConfigError: it refuses the key, or lacks the middleware.
+        ConfigError: it rejects the key, or lacks the middleware.
         EngineDeadError: it is not up in time.
     """
     reason = "it did not answer"
@@ -125,18 +508,21 @@ async def wait_for_server(connection: Connection, url: str, timeout_s: float) ->
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    facts = Facts.parse(await connection.get(ENGINE_PATH))
+                    info = ServerInfo.parse(await connection.get(ENGINE_PATH))
                 except EngineError as error:
                     reason = str(error)
                 else:
-                    if not facts.dead:
-                        return facts
+                    if not info.dead:
+                        return info
                     reason = "its engine process is dead"
                 await asyncio.sleep(RETRY_S)
     except TimeoutError:
-        raise EngineDeadError(f"No vLLM server at {url} within start_timeout_s={timeout_s:g}: {reason}") from None
+        raise EngineDeadError(
+            f"No vLLM server at {connection.url} within start_timeout_s={timeout_s:g}: {reason}"
+        ) from None
 
 
-def gone(reason: str) -> EngineDeadError:
-    """The error of a server that is not there."""
-    return EngineDeadError(f"The remote vLLM engine is gone: {reason}")
+def _retrieve(call: asyncio.Future[Any]) -> None:
+    """Look at a call's exception, which its caller may have given up waiting for."""
+    if not call.cancelled():
+        call.exception()

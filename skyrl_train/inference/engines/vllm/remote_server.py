@@ -1,11 +1,11 @@
-"""What a ``vllm serve`` gains by ``--middleware``: a key on every path, and what a trainer needs to know of the engine.
+"""Middleware for ``vllm serve``: it asks for the API key on every path, and tells a trainer about the engine.
 
-vLLM's own key guards the paths of its public API; those that pause the engine or load weights stay open to everybody who
-reaches the port. :class:`EngineRoutes` asks for the same key everywhere but on ``/health``, and adds two paths:
+vLLM's own key guards the paths of its public API; without more, any client that reaches the port can pause the engine or
+load weights. :class:`EngineRoutes` asks for the same key everywhere but on ``/health``, and adds two paths:
 
 | path | answer |
 |---|---|
-| ``GET /skyrl/engine`` | what the engine is, where it runs, what it holds now |
+| ``GET /skyrl/engine`` | the engine's settings, its machine, and its present state |
 | ``GET /skyrl/requests`` | per unfinished request: tokens sampled, and at which token each weight version began |
 
 The module is imported by the server and imports no vLLM.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pkgutil
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -36,14 +37,14 @@ _OPEN_PATHS = frozenset({"/health"})
 
 
 class EngineRoutes:
-    """ASGI middleware around vLLM's application; one per server process, whose identity it makes up."""
+    """ASGI middleware around vLLM's application; one per server process, to which it gives an identity."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._instance = uuid.uuid4().hex
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers our paths, guards all others."""
+        """Answer our paths, and pass on requests for others that have the key."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -76,7 +77,7 @@ class EngineRoutes:
             "structured_output": not config.model_config.skip_tokenizer_init,
             "token_endpoint": bool(getattr(state.args, "enable_scale_out", False)),
             "server_processes": int(getattr(state.args, "api_server_count", None) or 1),
-            "weight_reception": config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
+            "weight_reception": receives_weights(config.parallel_config.worker_extension_cls),
         }
         if facts["dead"] or not facts["weight_reception"]:
             return facts
@@ -89,8 +90,18 @@ class EngineRoutes:
         }
 
 
+def receives_weights(extension: str) -> bool:
+    """Return whether vLLM's ``worker_extension_cls`` names our extension, or a subclass of it."""
+    try:
+        return extension == WORKER_EXTENSION or (
+            bool(extension) and issubclass(pkgutil.resolve_name(extension), pkgutil.resolve_name(WORKER_EXTENSION))
+        )
+    except (ImportError, AttributeError, ValueError, TypeError):  # not a class that this process can import
+        return False
+
+
 def authorized(authorization: str | None, keys: list[str]) -> bool:
-    """Whether a header's value carries one of ``keys``; no keys, no guard. Takes the same time for every wrong key."""
+    """Return whether an Authorization header carries one of ``keys``, always True without keys. Takes constant time."""
     if not keys:
         return True
     scheme, _, given = (authorization or "").partition(" ")
@@ -100,7 +111,7 @@ def authorized(authorization: str | None, keys: list[str]) -> bool:
 
 
 def machine() -> str:
-    """Names the machine, the process space and the user: where equal, ``/proc/<pid>/fd`` means the same to both sides."""
+    """Identify machine, process space and user: where equal, ``/proc/<pid>/fd`` means the same to both sides."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
@@ -109,7 +120,7 @@ def machine() -> str:
 
 
 def unfinished(engine: Any) -> dict[str, Any]:
-    """By the caller's request id: tokens sampled so far, and ``[version, first token]`` of each weight version."""
+    """Return, by the caller's request id, the tokens sampled so far and ``[version, first token]`` of each weight version."""
     return {
         state.external_req_id: {
             "sampled": int(state.detokenizer.num_output_tokens()),

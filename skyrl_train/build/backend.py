@@ -1,0 +1,74 @@
+"""Builds the training backend: local or sharded, with a critic if the algorithm needs one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from skyrl_train.config import derive
+from skyrl_train.config.plan import Plan
+from skyrl_train.config.schema import RunConfig, TrainingStrategy
+from skyrl_train.errors import ConfigError
+from skyrl_train.training.actor_critic import ActorCritic
+from skyrl_train.training.backend import CriticBackend, TrainingBackend
+from skyrl_train.training.local_backend import LocalBackend, LocalCritic
+
+
+def build_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:
+    """Build the backend of the policy, and of the critic if there is one. Blocks while it loads their models.
+
+    Raises: like :func:`build_policy_backend`.
+    """
+    policy = build_policy_backend(config, plan, model_path)
+    if not derive.needs_critic(config.trainer.algorithm):
+        return policy
+    try:
+        return ActorCritic(policy, build_critic(config, plan, config.trainer.critic.model.path or model_path, policy))
+    except BaseException:  # the policy's workers must not outlive a critic that could not be built
+        policy.close()
+        raise
+
+
+def build_critic(config: RunConfig, plan: Plan, model_path: str, policy: TrainingBackend) -> CriticBackend:
+    """Build the backend of the critic from the model in ``model_path``; colocated, in the workers of ``policy``.
+
+    Raises: like :func:`build_policy_backend`.
+    """
+    trainer = derive.critic_trainer(config.trainer)
+    if trainer.strategy is TrainingStrategy.local:
+        return LocalCritic(model_path, trainer, plan.total_steps)
+    from skyrl_train.training.distributed.ray_backend import (  # Ray is installed: the policy has it
+        RayBackend,
+        RayCritic,
+    )
+
+    # None: the critic starts workers for itself.
+    workers = None
+    if derive.critic_is_colocated(config.trainer):
+        assert isinstance(policy, RayBackend), "the same strategy"
+        workers = policy.group
+    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed, workers)
+
+
+def build_policy_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:
+    """Build the backend of the policy. Blocks while it loads the model.
+
+    Raises:
+        ConfigError: a package that ``trainer.strategy`` needs is not installed, or Ray cannot be reached.
+        ModelError: the model folder cannot be used.
+        TrainingWorkerError: the cluster has no room for the workers.
+    """
+    trainer, temperature = config.trainer, config.generator.sampling_params.temperature
+    if trainer.strategy is TrainingStrategy.local:
+        return LocalBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed)
+    try:
+        from skyrl_train.training.distributed.ray_backend import RayBackend
+    except ImportError as error:
+        raise ConfigError(
+            "trainer.strategy=fsdp2 needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
+        ) from error
+    # Settings of a reference policy in the same ranks: the policy's, except for its own offloading.
+    reference = None
+    if derive.reference_is_colocated(config):
+        fsdp = dataclasses.replace(trainer.fsdp, cpu_offload=derive.reference_offload(config))
+        reference = dataclasses.replace(trainer, fsdp=fsdp)
+    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed, reference)

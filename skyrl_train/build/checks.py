@@ -1,0 +1,110 @@
+"""Checks of a configuration that need the implementations: registered names, devices, import paths, model folders."""
+
+from __future__ import annotations
+
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS
+from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.config import derive
+from skyrl_train.config.import_path import import_name
+from skyrl_train.config.keys import setting
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.environments.registry import resolve_environment
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.construction import GeneratorSpec
+from skyrl_train.models.folder import check_place, is_local, known_device, load_config
+from skyrl_train.observability.reporter import tracker_names
+from skyrl_train.rollout.stages.reward import is_async
+from skyrl_train.rollout.staleness.policies import STALENESS_POLICIES, resolve_staleness_policy
+from skyrl_train.training.objective import Objective
+from skyrl_train.training.optimizer import SCHEDULES
+
+
+def known_names() -> dict[str, list[str]]:
+    """Return the registered names of each setting that names an entry of a registry."""
+    return {
+        "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS.names(),
+        "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS.names(),
+        "trainer.algorithm.off_policy_correction.tis_ratio_type": CORRECTIONS.names(),
+        "trainer.algorithm.off_policy_correction.rejections.statistic": REJECTION_STATISTICS.names(),
+        "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
+        "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
+        "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
+        "trainer.critic.optimizer_config.scheduler": SCHEDULES.names(),
+        "trainer.fully_async.staleness_policy": STALENESS_POLICIES.names(),
+        "trainer.trackers": tracker_names(),
+        "generator.weight_transport": list(derive.TRANSPORTS),
+    }
+
+
+def check_objective(config: RunConfig) -> None:
+    """Check that the loss can be built, and that it needs no whole minibatches with ``streaming_min_groups``.
+
+    Raises:
+        ConfigError: one of the two does not hold.
+    """
+    groups = derive.streaming_min_groups(config)
+    if Objective(config.trainer.algorithm).needs_minibatch_statistics and groups is not None:
+        raise ConfigError(
+            f"trainer.fully_async.streaming_min_groups={groups}: the configured loss or correction looks at all groups of a "
+            "step before it trains on any. Set streaming_min_groups=null."
+        )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Check that torch knows the names of the devices. Only the machine of the run tells whether they exist.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    for key in (
+        "trainer.device",
+        "trainer.critic.device",
+        "rollout.stages.reference.device",
+        "generator.inference_engine.device",
+    ):
+        name = setting(config, key)
+        if name is not None:
+            known_device(name, key)
+
+
+def check_import_paths(config: RunConfig) -> None:
+    """Check import paths that the run would use only after loading models, or in its first step.
+
+    Raises:
+        ConfigError: an estimator, a schedule, a staleness policy, a reward function, the generator, its environment or its
+            agent cannot be imported.
+    """
+    trainer, generator, reward = config.trainer, config.generator, config.rollout.stages.reward.function
+    ADVANTAGE_ESTIMATORS.get(trainer.algorithm.advantage_estimator)
+    for key in ("trainer.policy.optimizer_config.scheduler", "trainer.critic.optimizer_config.scheduler"):
+        SCHEDULES.get(setting(config, key), key)
+    if derive.is_fully_async(config):
+        resolve_staleness_policy(trainer.fully_async.staleness_policy)
+    if reward is not None:
+        is_async(reward)
+    # Imported, not constructed: the generator needs a client, which does not exist yet.
+    GeneratorSpec(generator, config.environment, model_path="").import_class()
+    if config.rollout.num_actors:
+        return  # the actors import environment and agent; this process need not
+    agent = generator.kwargs.get("agent")
+    if generator.name == "gym":
+        resolve_environment(config.environment)
+    elif generator.name == "harness" and agent is not None:
+        import_name(str(agent), "generator.kwargs.agent", "function")
+
+
+def check_model_path(config: RunConfig) -> None:
+    """Check the paths of the policy's and the critic's model that look like folders. Hub names are resolved later.
+
+    Raises:
+        ModelError: there is no such folder, or it holds no model that transformers knows.
+    """
+    for key in ("trainer.policy.model.path", "trainer.critic.model.path"):
+        path = setting(config, key)
+        if path is not None and is_local(path):
+            load_config(path, key)
+        elif path is not None:
+            check_place(path, key)

@@ -1,0 +1,186 @@
+"""Builds the configured inference engines, the client in front of them, and the transport of their weights.
+
+backend embedded | vllm | vllm_remote | path.to.Factory    executor process | thread | ray
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config import derive
+from skyrl_train.config.import_path import import_name
+from skyrl_train.config.plan import Plan
+from skyrl_train.config.schema import InferenceEngineConfig, LoraConfig, RunConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.engines.embedded.engine import EngineProcess
+from skyrl_train.inference.interface import InferenceEngineInterface
+from skyrl_train.inference.pool.fleet import FleetLimits
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.weight_sync.update import WeightTransport
+
+# By import path, because a Ray actor imports the engine by itself.
+EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
+VLLM = "skyrl_train.inference.engines.vllm:VLLMEngine"
+VLLM_SEED_BITS = 32
+
+
+def build_client(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    numbers: Sequence[int],
+    workers: Sequence[EngineProcess] = (),
+) -> InferenceEngineClient:
+    """Build a client with the engines of these numbers. Nothing is started."""
+    engine, chat = config.generator.inference_engine, config.generator.chat
+    return InferenceEngineClient(
+        [
+            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
+            for index in numbers
+        ],
+        tokenizer,
+        model_path,
+        pause_timeout_s=config.generator.pause_timeout_s,
+        engine_wait_timeout_s=engine.fleet.wait_timeout_s,
+        limits=FleetLimits(max_failed_probes=engine.fleet.max_failed_probes, max_restarts=engine.fleet.max_restarts),
+        probe_interval_s=engine.fleet.probe_interval_s,
+        tool_parser=chat.tool_parser,
+        reasoning_parser=chat.reasoning_parser,
+        replay=config.rollout.replay,
+    )
+
+
+def build_engine(
+    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None = None
+) -> InferenceEngineInterface:
+    """Build engine number ``index``. Each has its own seed, so that replicas give different answers.
+
+    Args:
+        worker: a process for an embedded engine that was started earlier.
+
+    Raises:
+        ConfigError: the backend is unknown, or a package that it needs is not installed.
+    """
+    engine = config.generator.inference_engine
+    built_in: dict[str, Callable[[], InferenceEngineInterface]] = {
+        "embedded": lambda: _embedded(config, plan, model_path, index, worker),
+        "vllm": lambda: _vllm(config, plan, model_path, index),
+        "vllm_remote": lambda: _vllm_remote(engine, index),
+    }
+    # Functions, so that only the chosen backend is imported.
+    if engine.backend in built_in:
+        return built_in[engine.backend]()
+    factory = import_name(engine.backend, "generator.inference_engine.backend")
+    built: InferenceEngineInterface = factory(config, plan, model_path, index)
+    return built
+
+
+def _embedded(
+    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None
+) -> InferenceEngineInterface:
+    engine = config.generator.inference_engine
+    arguments: dict[str, Any] = {
+        "device": engine.device,
+        "dtype": engine.dtype,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_model_len": plan.max_model_len,
+        "batch_invariant": engine.batch_invariant,
+        "seed": derive_seed(config.trainer.seed, index),
+        "lora": _lora(config),
+    }
+    if engine.executor == "ray":
+        return _in_ray(engine, EMBEDDED, {"model_path": model_path, "executor": "thread", **arguments})
+    return EmbeddedEngine(model_path, executor=engine.executor, worker=worker, **arguments)
+
+
+def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> InferenceEngineInterface:
+    engine = config.generator.inference_engine
+    # Arguments of VLLMEngine itself; all others in engine_args go to vLLM's AsyncEngineArgs.
+    own = {"kv_cache_memory_bytes", "enable_lora", "load_format", "keep_prefix_cache_across_versions", "num_threads"}
+    arguments: dict[str, Any] = {
+        "dtype": engine.dtype,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_model_len": plan.max_model_len,
+        # vLLM accepts seeds of 32 bits.
+        "seed": derive_seed(config.trainer.seed, index) % (1 << VLLM_SEED_BITS),
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "data_parallel_size": engine.data_parallel_size,
+        # The first weight sync brings all weights; only with an adapter does the engine read the base model from its folder.
+        "load_format": "auto" if _lora(config) else "dummy",
+        "lora_rank": config.trainer.policy.model.lora.rank,
+        **{key: value for key, value in engine.engine_args.items() if key in own},
+        "engine_args": {key: value for key, value in engine.engine_args.items() if key not in own},
+        "environment": dict(engine.environment),
+    }
+    if engine.executor == "ray":
+        return _in_ray(engine, VLLM, {"model_path": model_path, **arguments})
+    from skyrl_train.inference.engines.vllm import VLLMEngine
+
+    return VLLMEngine(model_path, **arguments)
+
+
+def _lora(config: RunConfig) -> LoraConfig | None:
+    """Return the adapter that weight syncs send, or None if they send the whole model."""
+    lora = config.trainer.policy.model.lora
+    return lora if lora.rank else None
+
+
+def _vllm_remote(engine: InferenceEngineConfig, index: int) -> InferenceEngineInterface:
+    from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
+
+    return RemoteVLLMEngine(
+        engine.remote_urls[index],
+        api_key=os.environ.get(engine.remote_api_key_variable),
+    )
+
+
+def _in_ray(engine: InferenceEngineConfig, factory: str, arguments: dict[str, Any]) -> InferenceEngineInterface:
+    try:
+        from skyrl_train.inference.engines.ray_engine import RayEngine
+        from skyrl_train.workers.ray import RayPlacement
+    except ImportError as error:
+        raise ConfigError(
+            "generator.inference_engine.executor=ray needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
+        ) from error
+    placement = RayPlacement(num_cpus=engine.ray_num_cpus, num_gpus=engine.ray_num_gpus, environment=engine.environment)
+    return RayEngine(factory, arguments, placement)
+
+
+def build_transport(config: RunConfig) -> WeightTransport:
+    """Build the transport that brings weights to the engines: a built-in one, or a user's class by its import path.
+
+    Its constructor gets ``dtype``, ``verify``, ``folder``, ``device`` (the trainer's) and ``timeout_s`` as far as it names
+    them, and all of ``generator.weight_transport_kwargs``.
+
+    Raises:
+        ConfigError: there is no such class, or its constructor takes other arguments.
+    """
+    name, generator = derive.weight_transport(config), config.generator
+    cls = import_name(derive.TRANSPORTS[name].path if name in derive.TRANSPORTS else name, "generator.weight_transport")
+    # A user's transport need not take arguments that it has no use for: it gets those that its constructor names.
+    offered: dict[str, Any] = {
+        "dtype": generator.inference_engine.dtype,
+        "verify": generator.verify_weights,
+        "folder": generator.weight_folder,
+        "device": config.trainer.device,
+        "timeout_s": generator.pause_timeout_s,
+    }
+    try:
+        named = inspect.signature(cls).parameters
+        arguments = {key: value for key, value in offered.items() if key in named}
+        transport: WeightTransport = cls(**{**arguments, **generator.weight_transport_kwargs})
+    except TypeError as error:
+        raise ConfigError(
+            f"generator.weight_transport={name!r} cannot be constructed: {error}. The constructor receives each of "
+            f"{', '.join(offered)} that it names, and generator.weight_transport_kwargs."
+        ) from error
+    return transport

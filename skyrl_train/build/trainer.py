@@ -1,0 +1,192 @@
+"""Builds a trainer with all its components from a configuration, and starts the engines.
+
+config ──> model folder ──> engines ──> client ──> generator, stages ─┐
+                        └─> backend ──> weight syncer ────────────────┴──> trainer
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.build.backend import build_backend
+from skyrl_train.build.engines import build_client, build_transport
+from skyrl_train.build.rollout import build_generator, build_stages, value_stages
+from skyrl_train.config import derive
+from skyrl_train.config.import_path import import_name
+from skyrl_train.config.plan import Plan
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.evaluation.engines import OwnEngines
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.engines.embedded.engine import EngineProcess
+from skyrl_train.models.folder import load_tokenizer
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.rollout.data.dataset import PromptDataset
+from skyrl_train.rollout.stages.pipeline import Stage
+from skyrl_train.runtime.concurrency import close_all, gather_or_cancel
+from skyrl_train.trainer import PPOTrainer, TrainerComponents
+from skyrl_train.training.backend import TrainingBackend
+from skyrl_train.training.checkpoint import Checkpoints, CheckpointStore
+from skyrl_train.training.remote_checkpoint import RemoteCheckpointStore
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.syncer import WeightSyncer
+from skyrl_train.weight_sync.update import WeightTransport
+
+if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
+    from skyrl_train.rollout.data.streaming import StreamingPrompts
+
+
+async def build_trainer(
+    config: RunConfig,
+    plan: Plan,
+    dataset: PromptDataset | StreamingPrompts,
+    run_folder: RunFolder,
+    reporter: Reporter,
+    workers: Sequence[EngineProcess] = (),
+    evaluation_prompts: Sequence[PromptRecord] = (),
+) -> PPOTrainer:
+    """Build everything and start the engines; the trainer's ``train`` tears it down again.
+
+    Args:
+        workers: processes for embedded engines that were started earlier.
+
+    Raises:
+        ConfigError, ModelError, EngineError, CheckpointError: a component cannot be built; the started ones are stopped.
+    """
+    checkpoints = await asyncio.to_thread(open_checkpoints, config, run_folder.checkpoints)
+    model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
+    tokenizer = load_tokenizer(model_path)
+    number, of_evaluation = config.generator.inference_engine.num_engines, derive.num_evaluation_engines(config)
+    run = _engine_group(config, plan, tokenizer, model_path, range(number), workers)
+    evaluation = None
+    if of_evaluation:
+        # Numbers continue after the run's engines, so that seeds, remote URLs and started processes are not shared.
+        numbers = range(number, number + of_evaluation)
+        evaluation = _engine_group(config, plan, tokenizer, model_path, numbers, workers)
+    stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed)
+    clients = [group.client for group in (run, evaluation) if group is not None]
+    # Slow to load: the engines in their processes, the backend in a thread. They load at the same time.
+    backend = await _start(clients, stages, lambda: build_backend(config, plan, model_path))
+    try:
+        # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
+        evaluation_engines = None
+        if evaluation is not None:
+            evaluation_engines = OwnEngines(evaluation.generator, evaluation.client, evaluation.syncer(backend))
+        parts = TrainerComponents(
+            client=run.client,
+            generator=run.generator,
+            backend=backend,
+            syncer=run.syncer(backend),
+            dataset=dataset,
+            checkpoints=checkpoints,
+            reporter=reporter,
+            stages=[*stages, *value_stages(config.trainer.algorithm, backend)],
+            evaluation_engines=evaluation_engines,
+            evaluation_prompts=evaluation_prompts,
+            spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
+            export_folder=run_folder.path / "policy",
+        )
+        return trainer_class(config.trainer.mode)(config, plan, parts)
+    except BaseException:
+        await _stop(clients, stages, backend)
+        raise
+
+
+@dataclass(frozen=True)
+class _EngineGroup:
+    """Some engines with their client, generator and weight transport. A run has one group; its evaluation may have another."""
+
+    client: InferenceEngineClient
+    generator: GeneratorInterface
+    transport: WeightTransport
+    pause_mode: PauseMode
+
+    def syncer(self, backend: TrainingBackend) -> WeightSyncer:
+        return WeightSyncer(self.client, self.transport, backend.stage, self.pause_mode)
+
+
+def _engine_group(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    numbers: Sequence[int],
+    workers: Sequence[EngineProcess],
+) -> _EngineGroup:
+    """Build the group of the engines with these numbers. Nothing is started."""
+    client = build_client(config, plan, tokenizer, model_path, numbers, workers)
+    generator = build_generator(config, plan, client, tokenizer, model_path)
+    return _EngineGroup(client, generator, build_transport(config), PauseMode(config.generator.pause_mode))
+
+
+async def _start(
+    clients: Sequence[InferenceEngineClient], stages: Sequence[Stage], build: Callable[[], TrainingBackend]
+) -> TrainingBackend:
+    """Start engines and stages while a thread builds the backend. On an error, stop everything that was started."""
+    # A separate task, because the backend may fail first; then the start of the engines is cancelled.
+    starting = asyncio.ensure_future(
+        gather_or_cancel([*(client.start() for client in clients), *(stage.start() for stage in stages)])
+    )
+    backend: TrainingBackend | None = None
+    try:
+        backend = await asyncio.to_thread(build)
+        await starting
+        return backend
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await _stop(clients, stages, backend)
+        raise
+
+
+async def _stop(
+    clients: Sequence[InferenceEngineClient], stages: Sequence[Stage], backend: TrainingBackend | None
+) -> None:
+    """Stop all of them, even if one raises. The caller reports the error that ended the building, not these."""
+    closings: list[Callable[[], Awaitable[None]]]
+    closings = [*(client.teardown for client in clients), *(stage.aclose for stage in stages)]
+    if backend is not None:
+        closings.append(lambda: asyncio.to_thread(backend.close))
+    await close_all(closings)
+
+
+def trainer_class(mode: str) -> type[PPOTrainer]:
+    """Return the trainer that ``trainer.mode`` names: a built-in mode, or the import path of a subclass of PPOTrainer.
+
+    Raises:
+        ConfigError: there is no such mode or class, or the class is no subclass of PPOTrainer.
+    """
+    built_in = derive.trainer_mode(mode)
+    cls: type[PPOTrainer] = import_name(derive.TRAINER_CLASSES[built_in] if mode == built_in else mode, "trainer.mode")
+    return cls
+
+
+def prepare_model(config: RunConfig, folder: Path) -> str:
+    """Return the model folder to start from: the configured one, or a new one in ``folder``."""
+    if config.trainer.policy.model.path is not None:
+        return config.trainer.policy.model.path
+    build_model_folder(config.trainer.policy.model.build, folder, config.trainer.seed)
+    return str(folder)
+
+
+def open_checkpoints(config: RunConfig, folder: Path) -> Checkpoints:
+    """Open the run's checkpoints: in ``folder``, or at the URL of ``trainer.ckpt_path`` with a copy of the newest in ``folder``.
+
+    Raises:
+        ConfigError: the URL cannot be opened, or holds checkpoints of another run.
+        CheckpointError: the URL cannot be reached.
+    """
+    if config.trainer.ckpt_path is None:
+        return CheckpointStore(folder, config.trainer.max_ckpts_to_keep)
+    remote = RemoteCheckpointStore(config.trainer.ckpt_path, config, CheckpointStore(folder, max_to_keep=1))
+    remote.check()
+    return remote

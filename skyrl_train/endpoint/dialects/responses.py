@@ -1,0 +1,570 @@
+"""OpenAI's responses: ``POST /v1/responses``.
+
+Request items become chat messages, and a sampled message becomes items. The two conversions are inverse to each other: items
+that a client sends back give the message that was sampled, so that its tokens are reused. One chat message is several items
+(reasoning, message, function calls). The ids that this endpoint assigns tell which items belong together. If a client
+drops the ids, the order of the items decides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from skyrl_train.endpoint.dialects.responses_output import ResponseBody, ResponsesStream, SampledTokens, output_items
+from skyrl_train.inference.chat.messages import AssistantMessage, ToolCall
+from skyrl_train.inference.chat.requests import ChatRequest, ChatResult
+from skyrl_train.inference.interface import StructuredOutput
+from skyrl_train.inference.openai.body import (
+    TEXT_OR_LIST,
+    JsonObject,
+    NonEmpty,
+    RequestBody,
+    Unsupported,
+    Whole,
+    ignored,
+    only,
+    variants,
+)
+from skyrl_train.inference.openai.dialect import ResponseContext
+from skyrl_train.inference.openai.errors import DialectError
+from skyrl_train.inference.openai.messages import ToolChoice
+from skyrl_train.inference.openai.sampling import (
+    MAX_TOP_LOGPROBS,
+    SEED_NOTE,
+    GenerationBody,
+    StopStrings,
+    TokenCount,
+)
+
+MAX_RESPONSES = 256  # stored per session; the oldest is dropped first
+
+_TEXT_ONLY = "this endpoint takes text only"
+_LOGPROBS = "message.output_text.logprobs"
+_IN_TURN = "calls are answered in their turn"
+
+# Request bodies ---------------------------------------------------------------------------------------------------
+
+
+class InputText(RequestBody):
+    """Text of a message of the user, the developer or the system."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: Any = ignored()
+
+
+class OutputText(RequestBody):
+    """Text of a message of the assistant."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Any = ignored()
+    logprobs: Any = ignored()
+
+
+class Refusal(RequestBody):
+    """A refusal of the assistant."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("=input_text")]
+    | Annotated[OutputText, Tag("=output_text")]
+    | Annotated[Refusal, Tag("=refusal")],
+    variants("type", f"input_text, output_text or refusal: {_TEXT_ONLY}"),
+]
+Content = Annotated[Annotated[str, Tag("=text")] | Annotated[list[Part], Tag("=list")], TEXT_OR_LIST]
+
+
+class ReasoningText(RequestBody):
+    """A part of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(RequestBody):
+    """A part of a summary of the reasoning."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class MessageItem(RequestBody):
+    """A message of any role."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Any = ignored()
+    id: str | None = None
+    status: Any = ignored()
+
+
+class FunctionCallItem(RequestBody):
+    """A function call of the assistant."""
+
+    type: Literal["function_call"]
+    call_id: NonEmpty
+    name: str
+    arguments: str
+    run_async: Annotated[Any, Unsupported(_IN_TURN, False)] = Field(None, alias="async")
+    id: str | None = None
+    status: Any = ignored()
+    caller: Any = ignored()
+    namespace: Any = ignored()
+
+
+class FunctionOutputItem(RequestBody):
+    """The output of a function call."""
+
+    type: Literal["function_call_output"]
+    call_id: NonEmpty
+    output: Content
+    name: Any = ignored()
+    id: str | None = None
+    status: Any = ignored()
+    caller: Any = ignored()
+    namespace: Any = ignored()
+
+
+class ReasoningItem(RequestBody):
+    """Reasoning of the assistant. The summary counts only if there is no content."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[SummaryText] | None = None
+    encrypted_content: Annotated[Any, Unsupported("reasoning is sent and returned as text", "")] = None
+    id: str | None = None
+    status: Any = ignored()
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("=message")]
+    | Annotated[FunctionCallItem, Tag("=function_call")]
+    | Annotated[FunctionOutputItem, Tag("=function_call_output")]
+    | Annotated[ReasoningItem, Tag("=reasoning")],
+    variants(
+        "type",
+        "message, function_call, function_call_output or reasoning: items are messages, function calls with their "
+        "outputs, and reasoning; a stored item is sent again in full",
+        default="message",
+    ),
+]
+
+
+class FunctionTool(RequestBody):
+    """A function that the caller runs."""
+
+    type: Annotated[Literal["function"], only("function", "only functions that the caller runs are served")]
+    name: NonEmpty
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = Field(None, description="repeated in the response; nothing is enforced")
+    run_async: Annotated[Any, Unsupported(_IN_TURN, False)] = Field(None, alias="async")
+    allowed_callers: Annotated[Any, Unsupported("no code is run here", ["direct"])] = None
+    defer_loading: Annotated[Any, Unsupported("there is no tool search", False)] = None
+    output_schema: Any = ignored("outputs are text to the model")
+
+
+class PlainFormat(RequestBody):
+    """Text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(RequestBody):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    name: NonEmpty
+    json_schema: JsonObject = Field(alias="schema")
+    description: str | None = Field(None, description="the model sees the messages only")
+    strict: bool | None = Field(None, description="the schema is always kept")
+
+
+class TextSettings(RequestBody):
+    """Format of the response."""
+
+    format: (
+        Annotated[
+            Annotated[PlainFormat, Tag("=text")]
+            | Annotated[PlainFormat, Tag("=json_object")]
+            | Annotated[SchemaFormat, Tag("=json_schema")],
+            variants("type", "text, json_object or json_schema"),
+        ]
+        | None
+    ) = None
+    verbosity: Annotated[Any, Unsupported("ask for it in a message", "medium")] = None
+
+
+class Reasoning(RequestBody):
+    """Settings of the reasoning."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Any = ignored("reasoning is given whole")
+    generate_summary: Any = ignored("reasoning is given whole")
+    context: Annotated[Any, Unsupported("earlier turns stay as they were sampled", "auto", "all_turns")] = None
+    mode: Annotated[Any, Unsupported("there is one", "standard")] = None
+
+
+class StreamSettings(RequestBody):
+    """Options of a stream."""
+
+    include_obfuscation: Any = ignored("nothing is padded")
+
+
+def _strings(values: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(value, str) for value in values.values()):
+        raise PydanticCustomError("invalid_type", "must be an object of strings.")
+    return values
+
+
+class ResponsesBody(GenerationBody):
+    """The body of ``POST /v1/responses``."""
+
+    input: Annotated[
+        Annotated[str, Tag("=text")] | Annotated[list[Item], Field(min_length=1), Tag("=list")], TEXT_OR_LIST
+    ] = Field(description="a string, or messages (text only), function calls with their outputs, and reasoning")
+    instructions: str | None = Field(None, description="the system message of this response alone")
+    previous_response_id: NonEmpty | None = Field(
+        None, description="a stored response of the same session; it takes a session"
+    )
+    store: bool | None = Field(None, description="for previous_response_id, within a session; default true")
+    max_output_tokens: TokenCount | None = Field(None, description="default: what the context leaves")
+    stream: bool | None = Field(None, description="server-sent events")
+    stream_options: StreamSettings | None = Field(None, description="only with stream")
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = Field(None, description="functions only")
+    tool_choice: ToolChoice | None = Field(None, description="auto and none")
+    text: TextSettings | None = Field(
+        None, description="format: text; json_object and json_schema where the engines can be guided"
+    )
+    reasoning: Reasoning | None = Field(
+        None, description="effort is an argument of the chat template; none also sets enable_thinking to false"
+    )
+    # All but the first are about tools that never run here, or about reasoning that is returned as text anyway.
+    include: (
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
+        ]
+        | None
+    ) = Field(None, description=f"{_LOGPROBS}; the others have nothing to add")
+    top_logprobs: Annotated[int, Whole(0, MAX_TOP_LOGPROBS)] | None = Field(
+        None, description=f"needs {_LOGPROBS} in include, and engines that have them"
+    )
+    metadata: Annotated[dict[str, Any], AfterValidator(_strings)] | None = Field(
+        None, description="an object of strings; repeated in the response"
+    )
+    stop: StopStrings | None = Field(None, description="as chat has it")
+    seed: Annotated[int, Whole()] | None = Field(None, description=SEED_NOTE)
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="further arguments of the chat template, such as enable_thinking"
+    )
+    parallel_tool_calls: Annotated[Any, Unsupported("nothing here can keep a model to one call per answer", True)] = (
+        None
+    )
+    truncation: Annotated[Any, Unsupported("history is never rewritten here", "disabled")] = None
+    background: Annotated[Any, Unsupported("a response is awaited or streamed", False)] = None
+    max_tool_calls: Any = ignored("it counts calls of built-in tools")
+    service_tier: Any = ignored("there is one")
+    safety_identifier: Any = ignored("sessions are named by the key")
+    user: Any = ignored("as safety_identifier")
+    prompt_cache_key: Any = ignored("requests of a session share an engine's cache")
+    prompt_cache_options: Any = ignored("as prompt_cache_key")
+    prompt_cache_retention: Any = ignored("as prompt_cache_key")
+    access_programs: Annotated[Any, Unsupported("there are none")] = None
+    background_options: Annotated[Any, Unsupported("as background")] = None
+    context_management: Annotated[Any, Unsupported("history is never rewritten here")] = None
+    conversation: Annotated[Any, Unsupported("use previous_response_id")] = None
+    image: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
+    moderation: Annotated[Any, Unsupported("nothing is moderated")] = None
+    prompt: Annotated[Any, Unsupported("no templates are stored")] = None
+
+
+def parse(body: Mapping[str, Any]) -> ResponsesCall:
+    """Validate a body.
+
+    Raises:
+        DialectError: the body is invalid or asks for something unsupported; ``param`` names the field.
+    """
+    read = ResponsesBody.parse(body)
+    logprobs = _LOGPROBS in (read.include or ())
+    if read.top_logprobs and not logprobs:
+        raise DialectError(f"top_logprobs needs {_LOGPROBS!r} in include.", "top_logprobs", "invalid_value")
+    if read.stream_options is not None and not read.stream:
+        raise DialectError("stream_options is only allowed with stream: true.", "stream_options", "invalid_value")
+    text_format = None if read.text is None else read.text.format
+    structured = None
+    if isinstance(text_format, SchemaFormat):
+        structured = StructuredOutput("json_schema", json.dumps(text_format.json_schema))
+    elif text_format is not None and text_format.type == "json_object":
+        structured = StructuredOutput("json_object")
+    effort = None if read.reasoning is None else read.reasoning.effort
+    template_kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        template_kwargs["enable_thinking"] = False
+    tools = []
+    for tool in read.tools or ():
+        described = {} if tool.description is None else {"description": tool.description}
+        parameters = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
+        # strict is left out: no chat template knows it.
+        tools.append({"type": "function", "function": {"name": tool.name, **described, "parameters": parameters}})
+    # Responses have one choice per request, so n is never set.
+    params = read.sampling_params(
+        read.max_output_tokens,
+        seed=read.seed,
+        stop=(read.stop,) if isinstance(read.stop, str) else tuple(read.stop or ()),
+        top_logprobs=read.top_logprobs or 0,
+        structured=structured,
+    )
+    request = ChatRequest(
+        messages=tuple(chat_messages(read.instructions, read.input)),
+        params=params,
+        max_tokens=read.max_output_tokens,
+        tools=tuple(tools),
+        tool_choice=read.tool_choice or "auto",
+        template_kwargs={**template_kwargs, **(read.chat_template_kwargs or {})},
+        logprobs=logprobs,
+    )
+    # The response repeats these fields of the request, with their defaults.
+    shown_format = {"type": "text"}
+    if text_format is not None:
+        shown_format = text_format.model_dump(by_alias=True, exclude_none=True)
+    repeated_tools = ("type", "name", "description", "parameters", "strict")
+    return ResponsesCall(
+        model=read.model,
+        request=request,
+        streamed=bool(read.stream),
+        token_ids=bool(read.return_token_ids),
+        previous_response_id=read.previous_response_id,
+        store=read.store is not False,
+        instructions=read.instructions,
+        echo={
+            "background": False,
+            "max_output_tokens": read.max_output_tokens,
+            "metadata": read.metadata or {},
+            "parallel_tool_calls": True,
+            "reasoning": {"effort": effort, "summary": None},
+            "temperature": params.temperature,
+            "text": {"format": shown_format},
+            "tool_choice": read.tool_choice or "auto",
+            "tools": [{name: getattr(tool, name) for name in repeated_tools} for tool in read.tools or ()],
+            "top_logprobs": read.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+        },
+    )
+
+
+def parse_with_history(body: Mapping[str, Any], history: ResponseHistory | None) -> ResponsesCall:
+    """Validate a body, and insert the conversation of the previous response before its input.
+
+    Args:
+        history: of the session; None without a session, then nothing is stored.
+
+    Raises:
+        DialectError: as for :func:`parse`, or the previous response is unknown.
+    """
+    call = parse(body)
+    # Responses are stored per session: without one, previous_response_id could read the conversations of others.
+    if history is None:
+        if call.previous_response_id is not None:
+            raise DialectError(
+                "previous_response_id takes a session: use a session's key, or send the conversation as input.",
+                "previous_response_id",
+                "unsupported_parameter",
+            )
+        return replace(call, store=False)
+    if call.previous_response_id is not None:
+        call = call.continuing(history.conversation(call.previous_response_id))
+    return replace(call, history=history) if call.store else call
+
+
+# Items and chat messages ------------------------------------------------------------------------------------------
+
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]+)_\d+")  # the group names the response
+
+
+def chat_messages(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
+    """Convert validated items into OpenAI's chat messages. Adjacent items of the assistant become one message."""
+    chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(items, str):
+        return [*chat, {"role": "user", "content": items}]
+    # The assistant's items are collected until another item or another message of the assistant follows.
+    turn: list[Any] = []  # items of the assistant's current message
+    for item in items:
+        is_message = isinstance(item, MessageItem)
+        if isinstance(item, FunctionCallItem | ReasoningItem) or (is_message and item.role == "assistant"):
+            if turn and not _same_turn(turn[-1], item):
+                chat.append(_assistant(turn).to_openai())
+                turn = []
+            turn.append(item)
+            continue
+        if turn:
+            chat.append(_assistant(turn).to_openai())
+            turn = []
+        if is_message:
+            # Chat templates know no developer role.
+            role = "user" if item.role == "user" else "system"
+            chat.append({"role": role, "content": _joined(item.content)})
+        else:
+            chat.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+    if turn:
+        chat.append(_assistant(turn).to_openai())
+    return chat
+
+
+def _same_turn(last: Any, item: Any) -> bool:
+    """Return whether ``item`` belongs to the same message of the assistant as ``last``, the item before it."""
+    ours, its = _ITEM_ID.fullmatch(last.id or ""), _ITEM_ID.fullmatch(item.id or "")
+    if ours is not None and its is not None:
+        return ours[1] == its[1]
+    # Without ids: reasoning starts a message, calls follow its text, and text after a call without an output between
+    # them can only belong to the same message.
+    if isinstance(item, ReasoningItem):
+        return isinstance(last, ReasoningItem)
+    return isinstance(item, FunctionCallItem) or not isinstance(last, MessageItem)
+
+
+def _assistant(turn: list[Any]) -> AssistantMessage:
+    reasoning = [_joined(item.content or item.summary or []) for item in turn if isinstance(item, ReasoningItem)]
+    return AssistantMessage(
+        content="".join(_joined(item.content) for item in turn if isinstance(item, MessageItem)),
+        reasoning_content="".join(reasoning) or None,
+        tool_calls=tuple(
+            ToolCall(item.call_id, item.name, item.arguments) for item in turn if isinstance(item, FunctionCallItem)
+        ),
+    )
+
+
+def _joined(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+
+
+# Calls and their history ------------------------------------------------------------------------------------------
+
+Conversation = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesCall:
+    """A parsed request.
+
+    Args:
+        token_ids: the client wants the ``skyrl`` object.
+        previous_response_id: the response that ``request`` continues; ``continuing`` inserts its messages.
+        store: a later request may continue this response.
+        instructions: a system message that such a request does not see.
+        echo: fields of the response that repeat the request.
+        history: receives the conversation when the response has ended.
+    """
+
+    model: str
+    request: ChatRequest
+    streamed: bool = False
+    token_ids: bool = False
+    previous_response_id: str | None = None
+    store: bool = True
+    instructions: str | None = None
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    history: ResponseHistory | None = field(default=None, compare=False, repr=False)
+
+    def continuing(self, earlier: Sequence[Mapping[str, Any]]) -> ResponsesCall:
+        """Return the same call with earlier messages between its instructions and its own messages."""
+        # chat_messages() puts the instructions first, as one system message.
+        count = 1 if self.instructions else 0
+        messages = self.request.messages
+        return replace(self, request=replace(self.request, messages=(*messages[:count], *earlier, *messages[count:])))
+
+    def conversation(self, answer: AssistantMessage) -> Conversation:
+        """Return the messages that a request with ``previous_response_id`` continues: without the instructions."""
+        count = 1 if self.instructions else 0
+        return (*self.request.messages[count:], answer.to_openai())
+
+    def response(self, result: ChatResult, context: ResponseContext) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        choice, sampled = result.choices[0], self._sampled(context)
+        if sampled is not None:
+            generation = choice.generation
+            # A stream adds tokens chunk by chunk; here all of them are known at once.
+            sampled.add(generation.token_ids, generation.logprobs, generation.top_logprobs)
+        output = output_items(choice, context.unique, sampled)
+        body = self._body(context).ended(choice, output, result.reused_tokens)
+        self._keep(choice.message, context)
+        return body
+
+    def stream(self, context: ResponseContext) -> ResponsesStream:
+        """Return the formatter of one streamed response."""
+        return ResponsesStream(self._body(context), self._sampled(context), partial(self._keep, context=context))
+
+    def _keep(self, answer: AssistantMessage, context: ResponseContext) -> None:
+        if self.history is not None:
+            self.history.keep(f"resp_{context.unique}", self.conversation(answer))
+
+    def _body(self, context: ResponseContext) -> ResponseBody:
+        echo = {
+            **self.echo,
+            "instructions": self.instructions,
+            "previous_response_id": self.previous_response_id,
+            "store": self.store,
+        }
+        return ResponseBody(self.model, echo, self.token_ids, context)
+
+    def _sampled(self, context: ResponseContext) -> SampledTokens | None:
+        return SampledTokens(context.tokens) if self.request.logprobs else None
+
+
+class ResponseHistory:
+    """The conversations of one session's latest responses by response id, for ``previous_response_id``."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES) -> None:
+        self._max_responses = max_responses
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def keep(self, response_id: str, conversation: Conversation) -> None:
+        """Store the conversation up to the end of a response."""
+        self._conversations[response_id] = conversation
+        # Bounds the memory of a session: the oldest response goes first.
+        while len(self._conversations) > self._max_responses:
+            self._conversations.popitem(last=False)
+
+    def conversation(self, response_id: str) -> Conversation:
+        """Return the messages up to the end of a response.
+
+        Raises:
+            DialectError: the response is unknown or no longer stored.
+        """
+        known = self._conversations.get(response_id)
+        if known is None:
+            raise DialectError(
+                f"The previous response {response_id!r:.100} is not stored in this session: it was sent with store: false, "
+                f"has failed, or is older than the last {self._max_responses}. Send the conversation as input instead.",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
+        return known

@@ -1,0 +1,266 @@
+"""The state that all routes share: authentication, limits, metrics and the services behind the endpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import Request
+
+from skyrl_train.endpoint.dialects.responses import ResponseHistory
+from skyrl_train.endpoint.server.connection import Body, DisconnectWatcher, read_body
+from skyrl_train.endpoint.server.settings import ServerSettings, is_loopback
+from skyrl_train.endpoint.sessions.session import Session
+from skyrl_train.endpoint.sessions.store import SessionStore
+from skyrl_train.inference.chat.requests import ChatRequest
+from skyrl_train.inference.chat.service import ChatService
+from skyrl_train.inference.client import RequestClient
+from skyrl_train.inference.openai.dialect import ResponseContext
+from skyrl_train.inference.openai.errors import DialectError
+from skyrl_train.inference.openai.tokens import TokenTexts
+from skyrl_train.inference.pool.fleet import EngineState
+from skyrl_train.inference.text_length import check_counts
+from skyrl_train.runtime.concurrency import Signal
+
+BUSY_RETRY_S = 1.0
+SESSION_HEADER = "x-session-id"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The authenticated sender of a request. Generations without a session are not recorded."""
+
+    is_admin: bool
+    session: Session | None = None
+
+
+class Gateway:
+    """The services behind the endpoint, and who may use how much of them."""
+
+    def __init__(
+        self,
+        service: ChatService,
+        client: RequestClient,
+        store: SessionStore,
+        settings: ServerSettings,
+    ) -> None:
+        self.service = service
+        self.client = client
+        self.store = store
+        self.settings = settings
+        self.metrics = ServerMetrics()
+        # A history is garbage collected together with its session.
+        self.response_histories: WeakKeyDictionary[Session, ResponseHistory] = WeakKeyDictionary()
+        self.started_at = int(time.time())
+        self.in_flight = 0  # generations that hold a slot
+        self.changed = Signal()  # notified when in_flight changes
+        self.stopping = False  # new generations are rejected
+        self._active_watchers: set[DisconnectWatcher] = set()
+        # Only the digest of the key is kept. Digests of equal length are compared in constant time.
+        self._admin_digest = None if settings.admin_key is None else _digest(settings.admin_key)
+        self._token_texts = TokenTexts(client.tokenizer)
+
+    def authenticate(self, request: Request, *, open_session: bool = False) -> Principal:
+        """Return the sender of a request.
+
+        Args:
+            open_session: open the session that the administrator names in ``x-session-id`` if it does not exist.
+
+        Raises:
+            DialectError: 401 without a valid key.
+            QuotaError: the header names a new session and there is no room for it.
+        """
+        # A session's key decides alone; x-session-id is for the administrator only.
+        headers = request.headers
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        key = bearer.strip() if scheme.lower() == "bearer" and bearer.strip() else headers.get("x-api-key")
+        if key is not None and (session := self.store.by_key(key)) is not None:
+            return Principal(False, session)
+        is_admin = (
+            key is not None and self._admin_digest is not None and hmac.compare_digest(_digest(key), self._admin_digest)
+        )
+        if not is_admin and not (self.settings.open and _names_loopback(headers.get("host", ""))):
+            if key is None:
+                raise DialectError(
+                    "No API key was sent. Send the session's key as 'Authorization: Bearer KEY'.",
+                    code="missing_api_key",
+                    status=401,
+                )
+            raise DialectError("The API key is wrong, or its session has ended.", code="invalid_api_key", status=401)
+        # From here on the sender has the administrator's rights.
+        session_id = headers.get(SESSION_HEADER)
+        if session_id is None:
+            return Principal(True)
+        session = self.store.get(session_id)
+        if session is None and open_session:
+            session = self.store.open(session_id).session
+        return Principal(True, session)
+
+    async def read_body(self, request: Request) -> Body:
+        """Read the JSON body of a request.
+
+        Raises:
+            DialectError: it is too large, too slow, not a JSON object, or has more entries than the context can hold.
+            ClientGoneError: the client disconnected while sending.
+        """
+        # Counting entries is much cheaper than validating or rendering a body that can never fit.
+        body = await read_body(request, self.settings.max_body_bytes, self.settings.body_timeout_s)
+        check_counts(body.fields, self.client.capabilities.max_model_len)
+        return body
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names of the policy, then the names of the LoRA adapters."""
+        return [*self.settings.model_names, *self.client.adapters]
+
+    def adapter(self, model: str) -> str | None:
+        """Return the LoRA adapter that ``model`` names, or None for the policy.
+
+        Raises:
+            DialectError: 404 for an unknown name.
+        """
+        # Names of the policy come first: an adapter cannot hide the policy.
+        if model in self.settings.model_names:
+            return None
+        if model in self.client.adapters:
+            return model
+        known = ", ".join(self.model_names)
+        raise DialectError(
+            f"The model {model!r:.100} is not served here. Served: {known}.", "model", "model_not_found", status=404
+        )
+
+    def chat_request(self, model: str, request: ChatRequest) -> ChatRequest:
+        """Return ``request`` with the adapter that ``model`` names.
+
+        Raises:
+            DialectError: the model is not served, or the engines do not support what the request asks for.
+        """
+        if request.params.structured is not None and not self.client.capabilities.structured_output:
+            raise DialectError("The engines here cannot follow a format.", "response_format", "unsupported_parameter")
+        self.check_top_logprobs(request.params.top_logprobs, "top_logprobs")
+        adapter = self.adapter(model)
+        return request if adapter is None else replace(request, adapter=adapter)
+
+    def check_top_logprobs(self, requested: int, param: str) -> None:
+        """Raise DialectError if the engines return fewer alternatives per token than requested."""
+        limit = self.client.capabilities.max_top_logprobs
+        if requested > limit:
+            raise DialectError(
+                f"The engines here return at most {limit} alternatives per token.", param, "unsupported_parameter"
+            )
+
+    def response_context(self) -> ResponseContext:
+        """Return the id and the creation time of a new response."""
+        return ResponseContext(secrets.token_hex(16), int(time.time()), self._token_texts)
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Hold one of the ``max_in_flight`` generation slots.
+
+        Raises:
+            DialectError: 429 when all slots are taken, 503 while the endpoint stops.
+        """
+        if self.stopping:
+            raise _stopping()
+        if self.in_flight >= self.settings.max_in_flight:
+            raise DialectError(
+                f"{self.in_flight} requests are in flight, as many as this endpoint takes. Try again later.",
+                code="rate_limit_exceeded",
+                status=429,
+                retry_after_s=BUSY_RETRY_S,
+            )
+        # No await between the check above and this line: concurrent requests cannot exceed the limit.
+        self.in_flight += 1
+        self.changed.notify()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self.changed.notify()
+
+    def watcher(self, request: Request) -> DisconnectWatcher:
+        """Return a watcher that cancels a generation when its client disconnects or the endpoint stops."""
+        return DisconnectWatcher(request.receive, self._active_watchers)
+
+    def interrupt(self) -> None:
+        """End all generations in flight with a 503 error."""
+        for watcher in list(self._active_watchers):
+            watcher.interrupt(_stopping())
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the gateway of the application that received the request."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _names_loopback(host: str) -> bool:
+    """Return whether a Host header names this machine.
+
+    A web page can send requests to loopback under its own domain name (DNS rebinding). An endpoint without keys must
+    reject those.
+    """
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    return not host or is_loopback(name)
+
+
+def _stopping() -> DialectError:
+    return DialectError("The endpoint is stopping.", code="stopping", status=503, retry_after_s=BUSY_RETRY_S)
+
+
+class ServerMetrics:
+    """Prometheus metrics of one endpoint, in a private registry so that one process can have several endpoints.
+
+    The label ``route`` is the route's pattern and never the path: clients choose paths, and every new label costs memory.
+    """
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "skyrl_http_requests",
+            "Finished requests by route and status (499: the client disconnected).",
+            ["route", "status"],
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "skyrl_http_request_seconds",
+            "Time from the request's headers to the end of its response.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.in_flight = Gauge("skyrl_http_requests_in_flight", "Requests in progress.", registry=registry)
+        self._prompt_tokens = Counter("skyrl_prompt_tokens", "Prompt tokens of responses.", registry=registry)
+        self._sampled_tokens = Counter("skyrl_sampled_tokens", "Sampled tokens of responses.", registry=registry)
+        self._policy_version = Gauge("skyrl_policy_version", "Policy version of the engines.", registry=registry)
+        self._engines = Gauge("skyrl_engines", "Inference engines by state.", ["state"], registry=registry)
+        self._sessions = Gauge("skyrl_sessions", "Open sessions.", registry=registry)
+
+    def count_tokens(self, prompt: int, sampled: int) -> None:
+        """Count the tokens of a finished response."""
+        self._prompt_tokens.inc(prompt)
+        self._sampled_tokens.inc(sampled)
+
+    def text(self, client: RequestClient, open_sessions: int) -> bytes:
+        """Return all metrics in Prometheus' text format, with the current state of the engines."""
+        # Gauges of the engines are set on demand, so that no event has to update them.
+        self._policy_version.set(client.policy_version)
+        states = list(client.engine_states.values())
+        for state in EngineState:
+            self._engines.labels(str(state)).set(states.count(state))
+        self._sessions.set(open_sessions)
+        return generate_latest(self._registry)

@@ -1,0 +1,287 @@
+"""Routes that generate: chat completions, completions, responses (OpenAI) and messages (Anthropic).
+
+    headers ──> principal ──> slot ──> JSON body ──> parse ──> ChatService, engines ──> JSON or server-sent events
+                   401        429       400 413
+
+An error before the first byte of the response becomes an HTTP error, a later one an error event of the stream.
+A client that disconnects cancels its generation. Within a session, a retry of the same request joins it instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from skyrl_train.endpoint.dialects import anthropic, responses
+from skyrl_train.endpoint.server.connection import Body, DisconnectWatcher
+from skyrl_train.endpoint.server.errors import ClientGoneError, ErrorBody, as_dialect_error, error_response
+from skyrl_train.endpoint.server.gateway import Gateway, gateway_of
+from skyrl_train.endpoint.server.openapi import body_docs, generation_docs
+from skyrl_train.endpoint.sessions.deduplicator import request_key
+from skyrl_train.endpoint.sessions.session import Session
+from skyrl_train.inference.openai import chat as openai_chat
+from skyrl_train.inference.openai import completions as openai_completions
+from skyrl_train.inference.openai.completions import CompletionCall, CompletionRun
+from skyrl_train.inference.openai.dialect import ChatCall, Frame
+from skyrl_train.inference.openai.errors import DialectError, openai_error
+from skyrl_train.inference.requests import Generation
+
+router = APIRouter()
+
+RETRY_HEADER = "x-stainless-retry-count"  # OpenAI's and Anthropic's SDKs count their retries in it
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@router.post(
+    "/v1/chat/completions", **generation_docs(openai_chat.ChatCompletionBody, "Generate the reply to a conversation.")
+)
+async def create_chat_completion(request: Request) -> Response:
+    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> ChatGeneration:
+        return ChatGeneration(gateway, session, await body.read_by(openai_chat.parse))
+
+    return GenerationResponse(request, prepare, openai_error)
+
+
+@router.post(
+    "/v1/responses", **generation_docs(responses.ResponsesBody, "Generate the reply to a conversation, as items.")
+)
+async def create_response(request: Request) -> Response:
+    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> ChatGeneration:
+        history = None
+        if session is not None:
+            history = gateway.response_histories.setdefault(session, responses.ResponseHistory())
+        call = await body.read_by(partial(responses.parse_with_history, history=history))
+        return ChatGeneration(gateway, session, call)
+
+    return GenerationResponse(request, prepare, openai_error)
+
+
+@router.post(
+    "/v1/messages", **generation_docs(anthropic.MessagesBody, "Generate the reply to a conversation (Anthropic).")
+)
+async def create_message(request: Request) -> Response:
+    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> ChatGeneration:
+        return ChatGeneration(gateway, session, await body.read_by(anthropic.parse))
+
+    return GenerationResponse(request, prepare, anthropic.error_body)
+
+
+@router.post("/v1/completions", **generation_docs(openai_completions.CompletionBody, "Continue a text or tokens."))
+async def create_completion(request: Request) -> Response:
+    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> CompletionGeneration:
+        return CompletionGeneration(gateway, session, await body.read_by(openai_completions.parse))
+
+    return GenerationResponse(request, prepare, openai_error)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    **body_docs(anthropic.CountTokensBody, "Count the prompt tokens of a conversation (Anthropic).", ("input_tokens",)),
+)
+async def count_tokens(request: Request) -> Response:
+    gateway = gateway_of(request)
+    try:
+        session = gateway.authenticate(request).session
+        call = await (await gateway.read_body(request)).read_by(anthropic.parse_count)
+        gateway.adapter(call.model)
+        prompt, _ = await gateway.service.prompt(call.request, session)
+        return Response(orjson.dumps({"input_tokens": len(prompt)}), media_type="application/json")
+    except Exception as error:
+        return error_response(as_dialect_error(error), anthropic.error_body)
+
+
+class ChatGeneration:
+    """A parsed chat request of any dialect."""
+
+    def __init__(self, gateway: Gateway, session: Session | None, call: ChatCall) -> None:
+        self.streamed = call.streamed
+        self._gateway = gateway
+        self._session = session
+        self._call = call
+        self._request = gateway.chat_request(call.model, call.request)
+        self._context = gateway.response_context()
+        self._formatter = call.stream(self._context)
+
+    async def complete(self) -> bytes:
+        """Return the JSON body of the response."""
+        result = await self._gateway.service.complete(self._request, self._session)
+        self._gateway.metrics.count_tokens(len(result.prompt_token_ids), result.completion_tokens)
+        return orjson.dumps(self._call.response(result, self._context))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the response as server-sent events. Closing the iterator cancels the generation."""
+        # The opening frames wait for the first event, so that errors until then are HTTP errors.
+        opening = self._formatter.opened()
+        events = self._gateway.service.stream(self._request, self._session)
+        prompt_tokens = sampled_tokens = 0
+        try:
+            async for event in events:
+                frames = opening + self._formatter.event(event)
+                opening = []
+                if event.choice is not None:
+                    prompt_tokens = len(event.choice.generation.prompt_token_ids)
+                    sampled_tokens += len(event.choice.generation.token_ids)
+                if frames:
+                    yield encode_events(frames)
+        finally:
+            await events.aclose()
+        self._gateway.metrics.count_tokens(prompt_tokens, sampled_tokens)
+        yield encode_events(self._formatter.closed())
+
+    def failed(self, error: DialectError) -> bytes:
+        """Return the events that end a stream after an error."""
+        return encode_events(self._formatter.failed(error))
+
+
+class CompletionGeneration:
+    """A parsed request to /v1/completions."""
+
+    def __init__(self, gateway: Gateway, session: Session | None, call: CompletionCall) -> None:
+        self.streamed = call.streamed
+        self._gateway = gateway
+        self._call = call
+        # The same checks as Gateway.chat_request; completions have no response format.
+        adapter = gateway.adapter(call.model)
+        gateway.check_top_logprobs(call.params.top_logprobs, "logprobs")
+        self._start = partial(CompletionRun, gateway.client, gateway.service.generation, call, adapter, session)
+        self._context = gateway.response_context()
+        self._formatter = call.stream(self._context)
+
+    async def complete(self) -> bytes:
+        """Return the JSON body of the response."""
+        done = await self._start().complete()
+        self._count_tokens(done)
+        return orjson.dumps(self._call.response(done, self._context))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the response as server-sent events. Closing the iterator cancels the generation."""
+        chunks = self._start().stream()
+        done: dict[int, Generation] = {}
+        try:
+            async for index, chunk in chunks:
+                if chunk.generation is not None:
+                    done[index] = chunk.generation
+                if frames := self._formatter.chunk(index, chunk):
+                    yield encode_events(frames)
+        finally:
+            await chunks.aclose()
+        self._count_tokens([done[index] for index in sorted(done)])
+        yield encode_events(self._formatter.closed())
+
+    def failed(self, error: DialectError) -> bytes:
+        """Return the events that end a stream after an error."""
+        return encode_events(self._formatter.failed(error))
+
+    def _count_tokens(self, done: list[Generation]) -> None:
+        # The n responses to one prompt are adjacent; their prompt counts once.
+        prompts = sum(len(generation.prompt_token_ids) for generation in done[:: self._call.params.n])
+        self._gateway.metrics.count_tokens(prompts, sum(len(generation.token_ids) for generation in done))
+
+
+Prepare = Callable[[Gateway, Session | None, Body], Awaitable[ChatGeneration | CompletionGeneration]]
+
+
+class GenerationResponse(Response):
+    """Authenticates, generates and sends while Starlette sends the response.
+
+    Args:
+        prepare: parses the body.
+        error_body: formats an error in the route's dialect.
+    """
+
+    def __init__(self, request: Request, prepare: Prepare, error_body: ErrorBody) -> None:
+        super().__init__()
+        self._request = request
+        self._prepare = prepare
+        self._error_body = error_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._generate(send)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            response = error_response(as_dialect_error(error), self._error_body)
+            await response(scope, receive, send)
+
+    async def _generate(self, send: Send) -> None:
+        request, gateway = self._request, gateway_of(self._request)
+        # Authentication and the slot come before the body: rejecting a request must not cost its upload.
+        session = gateway.authenticate(request, open_session=True).session
+        with gateway.slot():
+            body = await gateway.read_body(request)
+            generation = await self._prepare(gateway, session, body)
+            complete, stream = generation.complete, generation.stream
+            # Only sessions deduplicate: without one nothing is recorded, so sampling twice does no harm.
+            if session is not None:
+                key = await body.read_by(partial(request_key, request.url.path))
+                is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
+                complete = partial(session.deduplicator.run, key, complete, is_retry=is_retry)
+                stream = partial(session.deduplicator.stream, key, stream, is_retry=is_retry)
+            watcher = gateway.watcher(request)
+            # The watcher starts after the body has been read, because both read ASGI messages.
+            if generation.streamed:
+                await _send_stream(stream(), generation.failed, watcher, send)
+                return
+            async with watcher:
+                content = await complete()
+            # The slot stays taken until the reader has taken nearly all of the response or was cut off.
+            length = str(len(content)).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send(_body(content))
+            await send(_body(b"", more=False))
+
+
+async def _send_stream(
+    pieces: AsyncGenerator[bytes, None],
+    failed: Callable[[DialectError], bytes],
+    watcher: DisconnectWatcher,
+    send: Send,
+) -> None:
+    """Send ``pieces`` as fast as the client reads: the next piece is requested after the last one has been sent.
+
+    The response starts with the first piece, so that earlier errors are HTTP errors. A client that stops reading is
+    disconnected by :mod:`~skyrl_train.endpoint.server.server`, which the watcher notices.
+    """
+    try:
+        async with watcher:
+            first = await anext(pieces)  # errors until here become HTTP errors
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            async with watcher:
+                await send(_body(first))
+                async for piece in pieces:
+                    await send(_body(piece))
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            # The status 200 has been sent, so the error becomes the last event.
+            await send(_body(failed(as_dialect_error(error))))
+        await send(_body(b"", more=False))
+    finally:
+        await pieces.aclose()  # cancels the generation if it still runs
+
+
+def encode_events(frames: Iterable[Frame]) -> bytes:
+    """Return ``frames`` as server-sent events."""
+    encoded = []
+    for frame in frames:
+        data = frame.data.encode() if isinstance(frame.data, str) else orjson.dumps(frame.data)
+        event = b"" if frame.event is None else b"event: %b\n" % frame.event.encode()
+        encoded.append(b"%bdata: %b\n\n" % (event, data))
+    return b"".join(encoded)
+
+
+def _body(body: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}

@@ -1,0 +1,187 @@
+"""Join a retried request to the one that is running, or replay its finished response.
+
+    request ──────────> in-flight request ──task──> items 0 1 2 3 ...
+                          ^  └─ first waiter: 0 1 2 3
+    its retry ──joins─────┘  └─ retry:        0 1 2 3      all items from the beginning, then as they arrive
+
+An SDK that lost its connection sends the same body again with a retry header. Sampling again would record a second
+response in the session that the program never asked for.
+
+- A request without the retry header is always a new one, even with an equal body: that is how programs sample twice.
+- A retry joins a running request with the same key, or gets the items of a finished one for a limited time.
+- Among several requests with the same key a retry takes the one that the fewest retries have joined, of these the oldest.
+  Two equal requests that both lose their connection therefore get two responses.
+- A waiter that leaves cancels the request only if it was the last one.
+- Failed requests are not kept: their retry samples again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from skyrl_train.errors import SessionError
+from skyrl_train.runtime.concurrency import Signal
+
+T = TypeVar("T")
+
+
+def request_key(path: str, body: Mapping[str, Any]) -> bytes:
+    """Return a digest that is equal for equal requests; the key order of the JSON object ``body`` does not matter."""
+    text = json.dumps([path, body], sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode("ascii"), digest_size=16).digest()
+
+
+class _InFlightRequest(Generic[T]):
+    """One request: the items it has produced so far, and the number of its waiters."""
+
+    def __init__(self, start: Callable[[], AsyncIterator[T]]) -> None:
+        self.items: list[T] = []
+        self.ended = False
+        self.error: BaseException | None = None  # why it ended early or will end early
+        self.waiters = 0
+        self.retries = 0
+        self.changed = Signal()  # an item arrived, or the request ended
+        self.task = asyncio.create_task(self._run(start))
+
+    async def _run(self, start: Callable[[], AsyncIterator[T]]) -> None:
+        async for item in start():
+            self.items.append(item)
+            self.changed.notify()
+
+    async def wait_for_item(self, position: int) -> bool:
+        """Wait until the item at ``position`` has arrived; return False if the request has ended without it."""
+        await self.changed.wait_until(lambda: self.ended or len(self.items) > position)
+        return len(self.items) > position
+
+    def cancel(self, error: SessionError) -> None:
+        """Cancel the task; waiters get ``error``. A task that has already ended keeps its result."""
+        if self.error is None and self.task.cancel():
+            self.error = error
+
+
+class CompletedRequests:
+    """Finished requests of all sessions, kept for late retries: at most ``limit`` of them, for ``window_s`` seconds."""
+
+    def __init__(self, limit: int, window_s: float, clock: Callable[[], float]) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._clock = clock
+        self._forget: dict[_InFlightRequest[Any], tuple[float, Callable[[], None]]] = {}  # oldest first
+
+    def keep(self, request: _InFlightRequest[Any], forget: Callable[[], None]) -> None:
+        """Keep ``request``. Calls ``forget`` when its time is over or newer requests need its place."""
+        self._forget[request] = (self._clock() + self._window_s, forget)
+        self.expire()
+
+    def drop(self, request: _InFlightRequest[Any]) -> None:
+        """Forget a request now, if it is kept."""
+        if request in self._forget:
+            self._forget.pop(request)[1]()
+
+    def expire(self) -> None:
+        """Forget requests that are too old, and the oldest ones beyond the limit."""
+        now = self._clock()
+        while self._forget:
+            request, (deadline, _) = next(iter(self._forget.items()))
+            if len(self._forget) <= self._limit and now < deadline:
+                return
+            self.drop(request)
+
+
+class RequestDeduplicator:
+    """The requests of one session by key (:func:`request_key`)."""
+
+    def __init__(self, completed: CompletedRequests) -> None:
+        self._completed = completed
+        self._requests: dict[bytes, list[_InFlightRequest[Any]]] = {}  # running and kept ones
+        self._running: set[_InFlightRequest[Any]] = set()
+
+    @property
+    def running(self) -> int:
+        """The number of requests in flight."""
+        return len(self._running)
+
+    async def run(self, key: bytes, start: Callable[[], Awaitable[T]], *, is_retry: bool) -> T:
+        """Return the result of ``start()``; like :meth:`stream` for a request with one result."""
+
+        async def only() -> AsyncIterator[T]:
+            yield await start()
+
+        [result] = [item async for item in self.stream(key, only, is_retry=is_retry)]
+        return result
+
+    async def stream(
+        self, key: bytes, start: Callable[[], AsyncIterator[T]], *, is_retry: bool
+    ) -> AsyncGenerator[T, None]:
+        """Yield all items of ``start()``, or of the earlier request that this retry repeats, from its first item on.
+
+        The items stay in memory while the request runs and for a while after, so they should be small.
+        Closing the iterator leaves the request. The last waiter to leave cancels it and waits until it has ended.
+
+        Raises:
+            SessionError: the session ended meanwhile. Every exception of ``start()`` is raised in every waiter.
+        """
+        request = (self._join(key) if is_retry else None) or self._begin(key, start)
+        request.waiters += 1
+        try:
+            position = 0
+            while await request.wait_for_item(position):
+                yield request.items[position]
+                position += 1
+            if request.error is not None:
+                raise request.error
+        finally:
+            # A retry may still wait for this request; only the last waiter cancels it.
+            request.waiters -= 1
+            if not request.waiters and not request.ended:
+                request.cancel(SessionError("The request was cancelled: its last client has disconnected."))
+                await asyncio.wait([request.task])  # the engine has released the request when this returns
+
+    def end(self, error: SessionError) -> None:
+        """Cancel running requests, whose waiters get ``error``, and forget the finished ones."""
+        for request in [request for requests in self._requests.values() for request in requests]:
+            request.cancel(error)
+            self._completed.drop(request)
+
+    def _begin(self, key: bytes, start: Callable[[], AsyncIterator[T]]) -> _InFlightRequest[T]:
+        # A new request with this key shows that the client has the earlier response or no longer wants it.
+        for earlier in list(self._requests.get(key, ())):
+            if earlier.ended:
+                self._completed.drop(earlier)
+        request = _InFlightRequest(start)
+        self._requests.setdefault(key, []).append(request)
+        self._running.add(request)
+        # A done callback, not the task's own last lines: a task cancelled before its first step runs no lines.
+        request.task.add_done_callback(partial(self._on_done, key, request))
+        return request
+
+    def _join(self, key: bytes) -> _InFlightRequest[Any] | None:
+        # A finished request whose time is over must not answer a retry.
+        self._completed.expire()
+        requests = [request for request in self._requests.get(key, ()) if request.error is None]
+        request = min(requests, key=lambda request: request.retries, default=None)
+        if request is not None:
+            request.retries += 1
+        return request
+
+    def _on_done(self, key: bytes, request: _InFlightRequest[Any], task: asyncio.Task[None]) -> None:
+        error = SessionError("The request was cancelled.") if task.cancelled() else task.exception()
+        request.error = request.error or error
+        request.ended = True
+        request.changed.notify()
+        self._running.discard(request)
+        if request.error is None:
+            self._completed.keep(request, partial(self._forget, key, request))
+        else:
+            self._forget(key, request)
+
+    def _forget(self, key: bytes, request: _InFlightRequest[Any]) -> None:
+        requests = self._requests[key]
+        requests.remove(request)
+        if not requests:
+            del self._requests[key]

@@ -1,0 +1,208 @@
+"""The Python front door: :func:`train` in a script, a test or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from rich.console import Console
+
+from skyrl_train.config.compose import BASE, compose, to_yaml
+from skyrl_train.config.import_path import forget_files, import_path_of
+from skyrl_train.config.keys import in_free_section
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.entrypoints.run import RunInputs, RunResult, StopRequest, load_inputs, print_warnings
+from skyrl_train.entrypoints.run import train as train_inputs
+from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability.run import Run, load_run
+
+if TYPE_CHECKING:
+    from skyrl_train.generators.base import GeneratorInterface
+    from skyrl_train.trainer import PPOTrainer
+
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+def train(
+    recipe_or_config: str | Path | RunConfig = "quickstart",
+    *,
+    overrides: Overrides = (),
+    trainer_cls: type[PPOTrainer] | None = None,
+    generator: type[GeneratorInterface] | Callable[..., GeneratorInterface] | None = None,
+    reward_fn: Callable[..., Any] | None = None,
+    config_dir: str | Path | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train, and return the run. Blocks until training has ended; works in a script and in a notebook cell.
+
+    A run that was interrupted continues when the same call is made again. In the main thread Ctrl-C (in a notebook:
+    interrupting the kernel) stops the run after its current step, with a checkpoint.
+
+    Args:
+        recipe_or_config: a recipe's name, the path of a yaml file, or a configuration from ``compose``.
+        overrides: settings, as ``["trainer.max_steps=10"]`` or as ``{"trainer.max_steps": 10}``; a mapping may be nested.
+        trainer_cls: a subclass of a trainer; sets ``trainer.mode``.
+        generator: a generator's class, or a function that returns one; sets ``generator.name``. It is called with the
+            arguments that it names: ``client``, ``tokenizer``, ``generator_config``, ``environment_config``, ``model_path``.
+        reward_fn: scores each finished group, see :mod:`skyrl_train.rollout.stages`; sets
+            ``rollout.stages.reward.function``.
+        config_dir: a folder with further recipes.
+        quiet: print nothing.
+
+    Raises:
+        ConfigError: an argument or a setting is wrong, or a run is under way in this process.
+        SkyRLError: the run failed; its last checkpoint stands.
+    """
+    # A file may have changed since the last run in this notebook.
+    forget_files()
+    # After the overrides: an argument of this call is the more explicit choice.
+    settings = dict(_classes(trainer_cls, generator, reward_fn))
+    config = _compose(recipe_or_config, [*_as_list(overrides), *_as_list(settings)], config_dir)
+    console = Console(quiet=quiet)
+    inputs = load_inputs(config)
+    print_warnings(inputs, console)
+    result = _train_in_this_thread(inputs, console) if _no_loop_runs() else _train_in_a_thread(inputs, console)
+    run = load_run(result.path)
+    if not result.finished:
+        console.print("Stopped with a checkpoint; the same call continues the run.", highlight=False)
+    console.print(repr(run), markup=False, highlight=False, soft_wrap=True)
+    return run
+
+
+def _classes(
+    trainer_cls: object,
+    generator: Callable[..., GeneratorInterface] | None,
+    reward_fn: Callable[..., Any] | None,
+) -> Iterator[tuple[str, str]]:
+    """The settings that name the given classes and functions."""
+    if trainer_cls is not None:
+        from skyrl_train.trainer import PPOTrainer
+
+        if not isinstance(trainer_cls, type) or not issubclass(trainer_cls, PPOTrainer):
+            raise ConfigError(f"trainer_cls must be a subclass of PPOTrainer, got {trainer_cls!r}.")
+        yield "trainer.mode", import_path_of(trainer_cls)
+    if generator is not None:
+        from skyrl_train.generators.base import GeneratorInterface
+
+        if inspect.isclass(generator):
+            if not issubclass(generator, GeneratorInterface):
+                raise ConfigError(f"generator must be a subclass of GeneratorInterface, got {generator!r}.")
+        elif not inspect.isfunction(generator):
+            raise ConfigError(
+                f"generator must be a class, or a function that returns a generator, got {generator!r}. A trainer makes its "
+                "generator itself, because only then does the inference client exist."
+            )
+        yield "generator.name", import_path_of(generator)
+    if reward_fn is not None:
+        if not (inspect.isfunction(reward_fn) or inspect.isclass(reward_fn)):
+            raise ConfigError(f"reward_fn must be a function, or a class with a __call__ method, got {reward_fn!r}.")
+        yield "rollout.stages.reward.function", import_path_of(reward_fn)
+
+
+def _compose(
+    recipe_or_config: str | Path | RunConfig, overrides: Sequence[str], config_dir: str | Path | None
+) -> RunConfig:
+    folder = None if config_dir is None else str(config_dir)
+    if isinstance(recipe_or_config, str | Path):
+        return compose(str(recipe_or_config), overrides, folder)
+    if isinstance(recipe_or_config, RunConfig):
+        # As a recipe, so that it passes the same checks, and overrides mean the same.
+        with tempfile.TemporaryDirectory() as parent:
+            recipe = Path(parent) / "config.yaml"
+            recipe.write_text(f"defaults: [{BASE}, _self_]\n{to_yaml(recipe_or_config)}", encoding="utf-8")
+            return compose(str(recipe), overrides, folder)
+    raise ConfigError(
+        "train() takes a recipe's name, the path of a yaml file, or a RunConfig (see skyrl_train.compose); got "
+        f"{type(recipe_or_config).__name__}. Give settings as overrides=..."
+    )
+
+
+def _as_list(overrides: Iterable[object] | Mapping[str, Any]) -> list[str]:
+    """Overrides in hydra's grammar."""
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"overrides must be a list or a mapping, got the string {overrides!r}: write [{overrides!r}]."
+        )
+    if isinstance(overrides, Mapping):
+        return list(_flattened("", overrides))
+    listed = []
+    for override in overrides:
+        if not isinstance(override, str):
+            raise ConfigError(f"Each override is a string such as 'trainer.max_steps=10', got {override!r}.")
+        listed.append(override)
+    return listed
+
+
+def _flattened(prefix: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not in_free_section(key):
+            yield from _flattened(f"{key}.", value)
+        else:
+            yield f"{key}={_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    """A value in hydra's override grammar."""
+    if value is None:
+        return "null"
+    # Before the numbers: a bool is an int in Python.
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str | Path):
+        return QuotedString(str(value), Quote.single).with_quotes()
+    if isinstance(value, Mapping):
+        # The grammar takes no quotes around the key of a mapping; it takes special characters behind a backslash.
+        keys = (re.sub(r"([\\()\[\]{}:=,\s])", r"\\\1", str(key)) for key in value)
+        return "{" + ",".join(f"{key}:{_literal(inner)}" for key, inner in zip(keys, value.values(), strict=True)) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    raise ConfigError(f"A setting cannot hold {value!r}: give a number, text, true or false, a list or a mapping.")
+
+
+def _no_loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _train_in_this_thread(inputs: RunInputs, console: Console) -> RunResult:
+    if threading.current_thread() is not threading.main_thread():
+        return train_inputs(inputs, console)
+    with sigterm_as_ctrl_c():
+        return train_inputs(inputs, console)
+
+
+def _train_in_a_thread(inputs: RunInputs, console: Console) -> RunResult:
+    """Train beside the event loop that runs in this thread, such as a notebook's, which stands still meanwhile.
+
+    The first interrupt of the kernel requests a stop; a second one returns at once, and the run ends in the background.
+    """
+    stop, done = StopRequest(), Future[RunResult]()
+
+    def run() -> None:
+        try:
+            done.set_result(train_inputs(inputs, console, stop))
+        except BaseException as error:
+            done.set_exception(error)
+
+    # A daemon: an interrupted notebook must be able to end while the run still stops.
+    threading.Thread(target=run, name="train", daemon=True).start()
+    try:
+        return done.result()
+    except KeyboardInterrupt:
+        stop.request()
+        return done.result()

@@ -1,0 +1,350 @@
+"""One training run in this process, from a configuration to its result; the command line and ``skyrl_train.train`` share it.
+
+config ──load_inputs──> data, plan ──train──> run folder, engines, trainer ──> RunResult
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+
+from skyrl_train.config import derive
+from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
+from skyrl_train.config.plan import Plan, resolve
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.validate import raise_errors, validate
+from skyrl_train.entrypoints.stop_signals import StopSignals
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import ConfigError, RolloutError, TrainingWorkerError
+from skyrl_train.evaluation.data import load_evaluation_prompts
+from skyrl_train.inference.engines.embedded.engine import EngineProcess
+from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.run_folder import METRICS, RunFolder, choose_run_folder, left_behind, read_jsonl
+from skyrl_train.observability.screen import RunSummary, spent_s, summarize
+from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet
+from skyrl_train.rollout.data.loader import build_loader, open_prompts
+from skyrl_train.runtime.process import DaemonThreadPool, gc_tuned
+
+if TYPE_CHECKING:
+    from skyrl_train.rollout.data.streaming import StreamingPrompts
+    from skyrl_train.trainer import PPOTrainer
+
+T = TypeVar("T")
+SCREEN_INTERVAL_S = 1.0  # how often the screen is told about the work between two steps
+
+_running = threading.Lock()  # held while a run trains in this process
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """A validated configuration, with its data and plan. Nothing has been started."""
+
+    config: RunConfig
+    dataset: PromptDataset | StreamingPrompts
+    evaluation_prompts: Sequence[PromptRecord]
+    plan: Plan
+    memory: MemoryWarnings
+
+    @property
+    def warnings(self) -> list[str]:
+        """Settings without effect, and what this machine's memory does not, or may not, suffice for."""
+        return [
+            *self.plan.warnings,
+            *(f"memory does not suffice: {warning}" for warning in self.memory.insufficient),
+            *(f"memory may not suffice: {warning}" for warning in self.memory.tight),
+        ]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        path: the run folder.
+        finished: whether the run has trained its last step; False after a requested stop.
+        was_finished: whether the folder held a finished run already, so that nothing was trained now.
+        seconds: that the run took, earlier attempts at it included.
+    """
+
+    path: Path
+    finished: bool
+    was_finished: bool
+    summary: RunSummary
+    seconds: float
+
+
+class StopRequest:
+    """Asks a run to stop after its current step, with a checkpoint. Usable from any thread, before and during the run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requested = False
+        self._on_request: Callable[[], object] | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self._requested
+
+    def request(self) -> None:
+        """Stop the run after its current step."""
+        with self._lock:
+            self._requested = True
+            # Called after the lock is released: the function may take other locks.
+            on_request = self._on_request
+        if on_request is not None:
+            on_request()
+
+    @contextmanager
+    def calls(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Inside the block, a request calls ``stop`` on the running event loop; at once if there was one before."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._on_request = functools.partial(loop.call_soon_threadsafe, stop)
+            requested = self._requested
+        if requested:
+            stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._on_request = None
+
+
+def load_inputs(config: RunConfig) -> RunInputs:
+    """Validate ``config``, open its data, and resolve its plan.
+
+    Raises:
+        ConfigError: a setting, or a combination of settings, cannot work.
+        DataError: a data file is missing or broken.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it on import; the engines need the other cores
+    dataset = open_prompts(config)
+    evaluation_prompts = load_evaluation_prompts(config)
+    if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
+        check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
+    build_loader(dataset, config.data, config.trainer.seed)  # raises now if the sampler cannot work with this data
+    # After the data is open: the number of steps follows from the number of prompts.
+    plan = resolve(config, dataset.num_prompts)
+    memory = memory_warnings(config, plan.memory, this_machine(gpus=derive.trains_on_gpus(config)))
+    return RunInputs(config, dataset, evaluation_prompts, plan, memory)
+
+
+def print_warnings(inputs: RunInputs, console: Console) -> None:
+    """Print each warning on a line, before training begins."""
+    for warning in inputs.warnings:
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check_implementations(config: RunConfig) -> None:
+    """Check what only the implementations know. Call it last: their imports take seconds.
+
+    Raises:
+        ConfigError: a name is unknown (the message has the nearest known one), or a user's own loss cannot work here.
+        ModelError: the model's path looks like a folder, and there is none.
+    """
+    from skyrl_train.build.checks import (
+        check_devices,
+        check_import_paths,
+        check_model_path,
+        check_objective,
+        known_names,
+    )
+
+    raise_errors(validate(config, known_names()).errors)
+    check_devices(config)
+    check_objective(config)
+    check_import_paths(config)
+    check_model_path(config)
+
+
+def train(
+    inputs: RunInputs, console: Console, stop: StopRequest | None = None, started: float | None = None
+) -> RunResult:
+    """Train in the run folder that the configuration names or continues. Blocks until the run has ended.
+
+    In the main thread SIGTERM and Ctrl-C request a stop, and a second one ends the process.
+
+    Args:
+        stop: requests a stop from elsewhere.
+        started: when the command began, on the monotonic clock; by default now.
+
+    Raises:
+        ConfigError: a run is under way in this process, or the run folder cannot be used.
+        SkyRLError: the run failed; its last checkpoint stands.
+    """
+    if not _running.acquire(blocking=False):
+        raise ConfigError("A run is under way in this process. Wait for it, or start this one in another process.")
+    try:
+        now = time.monotonic() if started is None else started
+        return _train_in_folder(inputs, console, StopRequest() if stop is None else stop, now)
+    finally:
+        _running.release()
+
+
+def _train_in_folder(inputs: RunInputs, console: Console, stop: StopRequest, started: float) -> RunResult:
+    config = inputs.config
+    with engine_workers(config) as workers:  # first: their imports take as long as the ones here
+        console.print("Starting: libraries, model, engines.", highlight=False)
+        check_implementations(config)
+        abandoned = left_behind(config)  # before the folder of the new run exists
+        choice = choose_run_folder(config)
+        if choice.finished:
+            summary = summarize(list(read_jsonl(choice.path / METRICS)))
+            return RunResult(choice.path, finished=True, was_finished=True, summary=summary, seconds=0.0)
+        if abandoned and not choice.resuming and config.trainer.run_dir is None:
+            console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
+        # The folder stays locked over all restarts.
+        with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
+            finished, start_step = train_restarting(
+                lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, stop)),
+                config,
+                lambda: Reporter(config, run_folder, console, inputs.plan.total_steps),
+                workers,
+                console,
+                stop,
+            )
+            # Read from the file: earlier commands have written some of the steps.
+            rows = run_folder.read_metrics()
+            summary = summarize(rows)
+            if finished:
+                run_folder.mark_finished(summary.to_dict())
+            seconds = spent_s(rows, start_step, time.monotonic() - started)
+            return RunResult(run_folder.path, finished, was_finished=False, summary=summary, seconds=seconds)
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Like ``asyncio.run``, but a task that calls ``exit()`` fails the run, with any exit code.
+
+    Raises:
+        RolloutError: a task called ``exit()``.
+    """
+    try:
+        return asyncio.run(main)
+    except SystemExit as error:
+        raise RolloutError(
+            f"A task beside the run's own called exit({error.code}), which ends the run; its last checkpoint stands. Catch "
+            "SystemExit where a generator runs other people's code in tasks."
+        ) from error
+
+
+def train_restarting(
+    train: Callable[[Reporter, Sequence[EngineProcess]], bool],
+    config: RunConfig,
+    new_reporter: Callable[[], Reporter],
+    workers: Sequence[EngineProcess],
+    console: Console,
+    stop: StopRequest,
+) -> tuple[bool, int]:
+    """Train; after the death of a training worker, continue from the last checkpoint with new workers and engines.
+
+    Returns:
+        Whether the run trained its last step, and the step that it started after.
+
+    Raises:
+        TrainingWorkerError: workers died more than ``trainer.max_restarts`` times, or after a stop was requested (what
+            stops a run often stops its workers too).
+        Exception: any other failure, at its first occurrence.
+    """
+    start_step: int | None = None
+    for left in range(config.trainer.max_restarts, -1, -1):
+        reporter = new_reporter()
+        try:
+            finished = train(reporter, workers)
+        except TrainingWorkerError as error:
+            if not left or stop.requested:
+                raise
+            text = f"{error}\nThe run starts again from its last checkpoint; restarts left: {left - 1}."
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            workers = ()  # those given here have ended with the run: engines start their own
+        else:
+            return finished, reporter.start_step if start_step is None else start_step
+        finally:
+            reporter.close()
+        start_step = reporter.start_step if start_step is None else start_step
+    raise AssertionError("the last round returns or raises")
+
+
+@contextmanager
+def engine_workers(config: RunConfig) -> Iterator[list[EngineProcess]]:
+    """Start the processes of embedded engines, if the configuration has any; end them on leaving."""
+    engine = config.generator.inference_engine
+    number = engine.num_engines + derive.num_evaluation_engines(config)
+    wanted = number if (engine.backend, engine.executor) == ("embedded", "process") else 0
+    workers = [EngineProcess() for _ in range(wanted)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Write this library's log to ``path``."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("skyrl_train").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("skyrl_train").removeHandler(handler)
+        handler.close()
+
+
+@asynccontextmanager
+async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None]:
+    """Tell the screen every second what ``trainer`` is busy with, so that a run without finished steps shows why."""
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(SCREEN_INTERVAL_S)
+            counts = trainer.rollout.staleness.counts
+            reporter.waiting(counts.running, counts.failed, trainer.rollout.group_generator.retries)
+
+    watching = asyncio.create_task(watch(), name="screen")
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _train(
+    inputs: RunInputs,
+    run_folder: RunFolder,
+    reporter: Reporter,
+    workers: Sequence[EngineProcess],
+    stop: StopRequest,
+) -> bool:
+    """Build the trainer and train; return whether the run trained its last step."""
+    from skyrl_train.build.trainer import build_trainer
+
+    asyncio.get_running_loop().set_default_executor(DaemonThreadPool())
+    trainer = await build_trainer(
+        inputs.config, inputs.plan, inputs.dataset, run_folder, reporter, workers, inputs.evaluation_prompts
+    )
+
+    def stop_trainer() -> None:
+        reporter.note("stopping after this step; once more to stop at once")
+        trainer.request_stop()
+
+    # Python delivers signals to the main thread only; elsewhere (a notebook's cell) the caller requests the stop.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    with gc_tuned(), stop.calls(stop_trainer), ExitStack() as stack:
+        if in_main_thread:
+            stack.enter_context(StopSignals(stop.request, before_end=reporter.close))
+        async with watched(trainer, reporter):
+            await trainer.train()
+    return trainer.finished and not trainer.evaluation.cancelled

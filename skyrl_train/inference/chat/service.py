@@ -1,0 +1,256 @@
+"""Answers conversations: renders the messages once, samples n responses, parses each as a message.
+
+    ChatRequest ──plan──> prompt tokens ──n times──> GenerationService ──tokens──> parser ──> ChatEvent / ChatResult
+                                                                                     │
+                                       session.record <── a finished choice ─────────┘
+
+Where a session's messages extend an earlier turn, the prompt begins with the exact tokens of that turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from skyrl_train.errors import RequestError
+from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta
+from skyrl_train.inference.chat.renderer import ChatRenderer
+from skyrl_train.inference.chat.requests import ChatChoice, ChatEvent, ChatRequest, ChatResult, FinishReason, PromptPlan
+from skyrl_train.inference.interface import StopReason
+from skyrl_train.inference.requests import Generation, GenerationRequest, GenerationService
+from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
+from skyrl_train.runtime.concurrency import gather_or_cancel, merged
+
+# A long response is parsed in slices of this many tokens (some milliseconds each), so that the event loop runs in between.
+_SLICE_TOKENS = 1024
+# Tokens of a long conversation are counted in slices of this many characters, until it is clear that it is too long.
+_SLICE_CHARACTERS = 1 << 16
+# A conversation of up to this many contexts is rendered, so that the error can tell its length; a longer one is not.
+_CONTEXTS_COUNTED = 2
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class RecordingSession(Protocol):
+    """A session plans the prompts of its turns and records what was sampled. Plans are passed back as they came."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def oldest_version(self) -> int | None: ...
+
+    def plan(self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any]) -> Any: ...
+
+    def plan_completion(self, prompt_token_ids: Sequence[int]) -> Any: ...
+
+    def check_room(self, responses: int = 1, *, plan: Any = None, sampled_tokens: int = 0) -> None: ...
+
+    def record(self, plan: Any, choice: ChatChoice) -> int: ...
+
+    def record_completion(self, plan: Any, generation: Generation) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Turn:
+    """A request with its prompt. ``requests`` has one entry per choice."""
+
+    plan: PromptPlan
+    tools: Messages
+    requests: list[GenerationRequest]
+
+
+class ChatService:
+    """Answers conversations with a model's own chat format.
+
+    All methods raise, before anything is sampled:
+        ConfigError: a message or a sampling parameter is malformed; the error names it.
+        RequestError: the prompt, or the prompt and the requested tokens, do not fit the context.
+        SessionError: all ``n`` choices, at the requested length, do not fit the session's limits.
+    """
+
+    def __init__(self, generation: GenerationService, renderer: ChatRenderer) -> None:
+        self.generation = generation
+        self.renderer = renderer
+        renderer.load_parsers()
+
+    async def complete(self, request: ChatRequest, session: RecordingSession | None = None) -> ChatResult:
+        """Return when all ``n`` choices have ended; then record all of them.
+
+        If one fails, the others are cancelled and nothing is recorded, because the caller sees none of them.
+        """
+        turn = await self._plan_turn(request, session)
+        choices = await gather_or_cancel(self._choice(turn, index) for index in range(request.params.n))
+        if session is not None:
+            # Check all choices before the first is recorded: they are recorded together or not at all.
+            sampled = sum(len(choice.generation.token_ids) for choice in choices)
+            session.check_room(len(choices), plan=turn.plan, sampled_tokens=sampled)
+            for choice in choices:
+                session.record(turn.plan, choice)
+        return ChatResult(turn.plan.prompt_token_ids, tuple(choices), turn.plan.reused_tokens)
+
+    async def stream(
+        self, request: ChatRequest, session: RecordingSession | None = None
+    ) -> AsyncGenerator[ChatEvent, None]:
+        """Yield pieces of all ``n`` choices as they are sampled. Malformed requests raise at the first piece.
+
+        The reader pulls: at most one piece of each choice is buffered. Closing the iterator cancels every unfinished
+        choice. A choice is recorded when its last piece is yielded.
+        """
+        turn = await self._plan_turn(request, session)
+        # Closed below in every case, which cancels the choices that still run.
+        events = merged([self._choice_events(turn, index) for index in range(request.params.n)])
+        try:
+            async for _, event in events:
+                if event.choice is not None and session is not None:
+                    session.record(turn.plan, event.choice)
+                yield event
+        finally:
+            await events.aclose()
+
+    async def prompt(self, request: ChatRequest, session: RecordingSession | None = None) -> tuple[list[int], int]:
+        """Return the prompt's tokens, and how many were taken from earlier turns as sampled. Samples nothing."""
+        plan, _ = await self._plan_prompt(request, session)
+        return plan.prompt_token_ids, plan.reused_tokens
+
+    async def render(
+        self, messages: Messages, tools: Messages = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the tokens of a conversation. A long one is rendered in a thread."""
+        arguments = template_kwargs or {}
+        if self._count_characters(messages, tools) > LONG_TEXT:
+            return await asyncio.to_thread(self.renderer.render, messages, tools, arguments)
+        return self.renderer.render(messages, tools, arguments)
+
+    async def _plan_prompt(self, request: ChatRequest, session: RecordingSession | None) -> tuple[PromptPlan, Messages]:
+        """Return the prompt, and the tools that it shows."""
+        tools = () if request.tool_choice == "none" else request.tools
+        # Short conversations stay on the loop, because a thread costs more than the work.
+        if self._count_characters(request.messages, tools) > LONG_TEXT:
+            messages = await asyncio.to_thread(self._normalized, request.messages, with_answers=session is not None)
+        else:
+            messages = self.renderer.normalize(request.messages)
+        if session is None:
+            return PromptPlan(await self.render(messages, tools, request.template_kwargs)), tools
+        return session.plan(messages, tools, request.template_kwargs), tools
+
+    def _count_characters(self, messages: Messages, tools: Messages) -> int:
+        """Count characters, at least up to ``LONG_TEXT``; reject text that no tokenizer fits into the context."""
+        context = self.generation.capabilities.max_model_len
+        most = context * CHARACTERS_PER_TOKEN
+        count = characters([messages, tools], most)
+        if count > most:
+            raise RequestError(
+                f"The conversation has more than {most} characters, which a context of {context} tokens never holds. "
+                "Shorten it."
+            )
+        return count
+
+    def _normalized(self, messages: Messages, *, with_answers: bool) -> Messages:
+        """Normalize long messages; reject those far beyond the context without encoding more than necessary.
+
+        ``with_answers`` counts the assistant's messages too. Templates may leave them out; sessions keep them.
+        """
+        messages = self.renderer.normalize(messages)
+        context = self.generation.capabilities.max_model_len
+        count = 0
+        for message in messages:
+            if message["role"] == "assistant" and not with_answers:
+                continue
+            for text in (message.get("content"), message.get("reasoning_content")):
+                for start in range(0, len(text) if isinstance(text, str) else 0, _SLICE_CHARACTERS):
+                    count += self.renderer.count(str(text)[start : start + _SLICE_CHARACTERS])
+                    if count > _CONTEXTS_COUNTED * context:
+                        raise RequestError(
+                            f"The conversation has more than {_CONTEXTS_COUNTED * context} tokens, and the context "
+                            f"{context}. Shorten the conversation."
+                        )
+        return messages
+
+    async def _plan_turn(self, request: ChatRequest, session: RecordingSession | None) -> _Turn:
+        plan, tools = await self._plan_prompt(request, session)
+        context, prompt_tokens = self.generation.capabilities.max_model_len, len(plan.prompt_token_ids)
+        # Reject before sampling: the engines would raise later, after other choices have begun.
+        params, room = request.params, context - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"The prompt has {prompt_tokens} tokens and leaves no room in a context of {context} tokens. Shorten "
+                "the conversation."
+            )
+        wanted = max(request.max_tokens or 1, params.min_tokens)
+        if wanted > room:
+            raise RequestError(
+                f"The prompt has {prompt_tokens} tokens and {wanted} are asked for, beyond the context of {context} "
+                f"tokens. Ask for at most {room} or shorten the conversation."
+            )
+        if session is not None:
+            # Without a requested length, the least that the request can take.
+            least = request.max_tokens or max(params.min_tokens, 1)
+            session.check_room(params.n, plan=plan, sampled_tokens=params.n * least)
+        # A chat format may end a turn with other tokens than the model's end of sequence.
+        ends = () if params.ignore_eos else self.renderer.stop_token_ids
+        params = dataclasses.replace(
+            params,
+            n=1,
+            max_tokens=room if request.max_tokens is None else request.max_tokens,
+            stop_token_ids=tuple(dict.fromkeys([*params.stop_token_ids, *ends])),
+        )
+        requests = [
+            GenerationRequest(
+                prompt_token_ids=plan.prompt_token_ids,
+                params=params,
+                session_id=request.session_id if session is None else session.id,
+                choice=index,
+                adapter=request.adapter,
+                oldest_version=None if session is None else session.oldest_version,
+            )
+            for index in range(request.params.n)
+        ]
+        return _Turn(plan, tools, requests)
+
+    async def _choice(self, turn: _Turn, index: int) -> ChatChoice:
+        generation = await self.generation.complete(turn.requests[index])
+        parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools)
+        visible = _visible(generation)
+        for start in range(0, len(generation.token_ids), _SLICE_TOKENS):
+            # Let other requests run between two slices of a long response.
+            if start:
+                await asyncio.sleep(0)
+            parser.feed(generation.token_ids[start : start + _SLICE_TOKENS], visible)
+        return _finished_choice(index, parser.finish(visible)[1], generation)
+
+    async def _choice_events(self, turn: _Turn, index: int) -> AsyncGenerator[ChatEvent, None]:
+        request = turn.requests[index]
+        parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools)
+        chunks = self.generation.stream(request)
+        shown = 0
+        try:
+            async for chunk in chunks:
+                shown += len(chunk.text)
+                if chunk.generation is None:
+                    # With stop strings, text beyond ``shown`` may still turn out to be a part of one.
+                    yield ChatEvent(index, parser.feed(chunk.token_ids, shown if request.params.stop else None), chunk)
+                    continue
+                visible = _visible(chunk.generation)
+                first = parser.feed(chunk.token_ids, visible)
+                last, message = parser.finish(visible)
+                delta = MessageDelta(
+                    first.content + last.content,
+                    first.reasoning_content + last.reasoning_content,
+                    first.tool_calls + last.tool_calls,
+                )
+                yield ChatEvent(index, delta, chunk, _finished_choice(index, message, chunk.generation))
+        finally:
+            await chunks.aclose()
+
+
+def _visible(generation: Generation) -> int | None:
+    """Return the number of characters before the stop string; None: all of them."""
+    return None if generation.stop_string is None else len(generation.text)
+
+
+def _finished_choice(index: int, message: AssistantMessage, generation: Generation) -> ChatChoice:
+    reason: FinishReason = "length" if generation.stop_reason is StopReason.LENGTH else "stop"
+    return ChatChoice(index, message, "tool_calls" if message.tool_calls else reason, generation)

@@ -1,0 +1,192 @@
+"""The loop around the engine core. It owns the model, in a thread or in the main thread of a child process.
+
+consumes        calls from its channel: all that are there, between two decode steps
+waits for       a call, when the core has nothing to do
+unblocked by    the channel
+produces        a batch of answers to the calls, before the step that they let begin, and one for the step
+
+Weights are received in a thread beside it, one update at a time: sampling waits for the load only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from skyrl_train.errors import EngineError, RequestError, SkyRLError
+from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore, build_core
+from skyrl_train.inference.engines.embedded.engine import EngineSettings
+from skyrl_train.inference.interface import EngineHealth
+from skyrl_train.workers.messages import Call, Cancel, Failure, LastWords, Message, Result
+from skyrl_train.workers.process import Channel
+
+logger = logging.getLogger(__name__)
+
+
+def serve(channel: Channel) -> None:
+    """Serve an engine in a thread of the driver's process."""
+    EngineLoop(channel, build_core).run()
+
+
+def serve_in_process(channel: Channel) -> None:
+    """Serve an engine in the main thread of a child process."""
+    import transformers
+
+    # These imports take seconds. They run before the settings come, while the parent makes its own imports.
+    _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # transformers imports by use
+
+    def build(settings: EngineSettings) -> EmbeddedEngineCore:
+        core = build_core(settings)
+        # A full collection that walks all that was imported and built would stall every request for 100 ms.
+        gc.collect()
+        gc.freeze()
+        return core
+
+    EngineLoop(channel, build).run()
+
+
+class EngineLoop:
+    """Builds the core from the settings of the first call, ``start``, and serves it until the channel ends."""
+
+    def __init__(self, channel: Channel, build: Callable[[EngineSettings], EmbeddedEngineCore]) -> None:
+        self._channel = channel
+        self._build = build
+        self._sending = threading.Lock()
+        self._receiving = ThreadPoolExecutor(1, "weight-reception")
+
+    def run(self) -> None:
+        """Serve until the driver is gone. A failure of the engine as a whole is logged and told to the driver."""
+        try:
+            # The settings travel in the first call, so that a process can be started before they are known.
+            start, *_ = self._channel.receive(block=True)
+            assert isinstance(start, Call) and start.method == "start", "the driver starts the engine first"
+            core = self._build(*start.arguments)
+            try:
+                self._send([Result(start.id)])
+                self._serve(core)
+            finally:
+                self._receiving.shutdown(cancel_futures=True)
+                core.close()
+        except EOFError:
+            return
+        except SkyRLError as error:
+            self._say_last(str(error))
+        except Exception as error:  # the model's code can raise anything; pending calls must hear of it
+            logger.exception("The embedded engine failed.")
+            self._say_last(f"the engine failed: {type(error).__name__}: {error}")
+
+    def _serve(self, core: EmbeddedEngineCore) -> None:
+        service = EngineService(core)
+        while True:
+            answers: list[Message] = []
+            # Block only without work: running requests must not wait for a call.
+            for message in self._channel.receive(block=not core.runnable):
+                if isinstance(message, Call) and message.method == "receive_weights":
+                    self._receiving.submit(self._receive, core, message)
+                else:
+                    answers += service.handle(message)
+            self._send(answers)  # a caller that resumed the engine must not wait for its next step
+            self._send(service.step())
+
+    def _receive(self, core: EmbeddedEngineCore, call: Call) -> None:
+        answer: Message
+        try:
+            core.receive(*call.arguments)
+            answer = Result(call.id)
+        except Exception as error:  # the weight sync must hear of it
+            logger.exception("The embedded engine failed to receive weights.")
+            reason = f"the weights could not be received: {type(error).__name__}: {error}"
+            answer = Failure.of(call.id, EngineError(reason))
+        with contextlib.suppress(EOFError):  # the driver is gone, which the loop notices by itself
+            self._send([answer])
+
+    def _send(self, messages: list[Message]) -> None:
+        if messages:
+            with self._sending:
+                self._channel.send(messages)
+
+    def _say_last(self, reason: str) -> None:
+        with contextlib.suppress(EOFError):
+            self._send([LastWords(reason)])
+
+
+class EngineService:
+    """Answers calls with a core, between two of its steps. It has no loop, so that virtual time can drive it too."""
+
+    def __init__(self, core: EmbeddedEngineCore) -> None:
+        self._core = core
+        self._pausing: list[int] = []  # calls of pause() that are not answered yet
+        self._busy_s = 0.0
+
+    def step(self) -> list[Message]:
+        """Make one decode step, if there is something to do, and answer the pauses that need no further one."""
+        answers: list[Message] = []
+        if self._core.runnable:
+            began = time.perf_counter()
+            answers += self._core.step()
+            self._busy_s += time.perf_counter() - began
+        if self._core.paused and self._pausing:
+            answers += [Result(call_id) for call_id in self._pausing]
+            self._pausing.clear()
+        return answers
+
+    def handle(self, message: Message) -> list[Message]:
+        """Run one call, or abort a request whose caller is gone."""
+        if isinstance(message, Cancel):
+            return self._core.abort([message.id])
+        assert isinstance(message, Call), "a driver sends nothing else"
+        try:
+            return self._answer(message, *message.arguments)
+        except (RequestError, EngineError) as error:
+            return [Failure.of(message.id, error)]
+
+    def _answer(self, call: Call, *arguments: Any) -> list[Message]:
+        core = self._core
+        answers: list[Message] = []
+        value: Any = None
+        match call.method:
+            case "generate":  # answered by the steps
+                core.add(call.id, *arguments)
+                return []
+            case "pause":
+                answers = core.pause(*arguments)
+                self._pausing.append(call.id)
+                return answers
+            case "resume":
+                core.resume()
+                late = EngineError("The engine was resumed before it was paused.")
+                answers = [Failure.of(pause, late) for pause in self._pausing]
+                self._pausing.clear()
+            case "sleep":  # at any level, and wakes up with any tags: all of the model moves
+                core.sleep()
+            case "wake_up":
+                core.wake_up()
+            case "abort_generation":
+                answers = core.abort()
+            case "receive_weights":
+                core.receive(*arguments)
+            case "load_weights":
+                core.load(*arguments)
+                value = core.policy_version
+            case "served_checksum":
+                value = core.served_checksum()
+            case "health":
+                value = EngineHealth(
+                    alive=True,
+                    policy_version=core.policy_version,
+                    running=core.running,
+                    waiting=core.waiting,
+                    paused=core.paused,
+                    generated_tokens=core.generated_tokens,
+                    prefill_tokens=core.prefill_tokens,
+                    busy_s=self._busy_s,
+                )
+            case method:
+                raise EngineError(f"The embedded engine has no method {method!r}.")
+        return [*answers, Result(call.id, value)]

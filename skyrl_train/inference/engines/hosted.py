@@ -1,0 +1,84 @@
+"""Engines whose work is done by a hosted object (:mod:`skyrl_train.workers`): control calls, and the engine's death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.interface import EngineHealth, InferenceEngineInterface
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
+from skyrl_train.workers.connection import WorkerConnection, WorkerLink
+
+
+class HostedEngine(InferenceEngineInterface):
+    """Forwards control calls to the hosted object. After its death every call raises ``EngineDeadError`` at once.
+
+    Args:
+        name: for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._connection: WorkerConnection | None = None
+        self._version = -1
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def abort_generation(self) -> None:
+        await self._call("abort_generation")
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("pause", PauseMode(mode))
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._call("sleep", level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self._call("wake_up", tags)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        await self._call("load_weights", update)
+
+    async def served_checksum(self) -> str:
+        return str(await self._call("served_checksum"))
+
+    async def health(self) -> EngineHealth:
+        """Return a snapshot; of a dead engine one that says so."""
+        try:
+            health: EngineHealth = await self._call("health")
+        except EngineDeadError:
+            return EngineHealth(alive=False, policy_version=self._version)
+        return health
+
+    async def teardown(self) -> None:
+        """Let the hosted object clean up if it can, then end it. Idempotent; pending calls raise ``EngineDeadError``."""
+        if self._connection is not None:
+            await self._connection.stop("it was torn down")
+
+    def _connect(self, link: WorkerLink, on_state: Callable[[Any], None] | None = None) -> WorkerConnection:
+        self._version = -1
+        self._connection = WorkerConnection(
+            link,
+            gone_error=self._gone_error,
+            call_error=lambda failure: failure.error(EngineError, "the hosted engine"),
+            on_state=on_state,
+        )
+        return self._connection
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._connected().call(method, *arguments)
+
+    def _connected(self) -> WorkerConnection:
+        if self._connection is None:
+            raise self._gone_error("it was not started; call start() first")
+        return self._connection
+
+    def _gone_error(self, reason: str) -> EngineDeadError:
+        return EngineDeadError(f"{self._name} is gone: {reason.removesuffix('.')}.")

@@ -1,0 +1,227 @@
+"""Weight updates inside a vLLM worker: checked against the model, then loaded layer by layer by vLLM's own reload.
+
+vLLM stores weights in the form that it computes with: fused (q, k and v are one matrix), split over ranks, and on a CPU
+packed. Its reload converts the checkpoint's tensors again. A missing tensor would only be a warning there, so updates are
+compared with the architecture before anything is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.engines.vllm.lora_loader import LoraLoader
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
+
+
+class WeightLoader:
+    """Receives and loads updates, one at a time, between two steps of a worker."""
+
+    def __init__(self, model_runner: Any, vllm_config: Any, device: torch.device) -> None:
+        self._model: torch.nn.Module = model_runner.get_model()
+        self._lora = LoraLoader(model_runner)
+        self._vllm_config = vllm_config
+        self._device = device
+        self._tensors: ModelTensors | None = None
+        self._receiver = WeightReceiver(device)
+        self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor]] | None = None
+        # It warns of each module without weights; that no weight is missing has been checked here.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def receive(self, update: WeightUpdate) -> str | None:
+        """Check an update and map its memory; returns why it cannot be loaded, or None."""
+        config = self._vllm_config.model_config
+        self._received = None
+        try:
+            if self._tensors is None:  # takes seconds for a large model; the first update pays for it, before the pause
+                self._tensors = ModelTensors.of_model(str(config.model), bool(config.trust_remote_code))
+            check_update(update, self._tensors, dtype=str(config.dtype).removeprefix("torch."))
+            weights = self._receiver.open_update(update)
+            if update.adapter is None:
+                # Tied weights are loaded one after the other, and only the last would stay: they must be equal.
+                self._tensors.check_ties(weights)
+            else:
+                self._lora.receive(update.adapter, weights)
+        except EngineError as error:
+            return str(error)
+        self._received = (update, weights)
+        return None
+
+    def load(self, version: int) -> float:
+        """Load the received update; returns the seconds that it took.
+
+        Raises:
+            EngineError: ``version`` is not the received one; nothing was touched. Any other exception leaves a half-loaded model.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        if self._received is None or self._received[0].version != version:
+            raise EngineError(f"Version {version} was not received; call receive_weights() first.")
+        started = time.perf_counter()
+        update, weights = self._received
+        self._received = None
+        if update.adapter is not None:
+            self._lora.load()
+        else:
+            with (
+                torch.no_grad(),
+                torch.device(self._device),
+                set_current_vllm_config(self._vllm_config),
+                without_lora_layers(self._model),
+            ):
+                # Each layer is converted once its tensors are complete; a failure in between leaves layers without weights.
+                initialize_layerwise_reload(self._model)
+                self._model.load_weights(weights.items())  # type: ignore[operator]
+                finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+                _pack_again(self._model)
+        if self._device.type == "cuda":
+            # GPU copies are asynchronous; the trainer may overwrite the staging copy only after they have ended.
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
+
+@contextmanager
+def without_lora_layers(model: torch.nn.Module) -> Iterator[None]:
+    """Replace layers that vLLM has wrapped for LoRA by the bare ones: vLLM's weight loaders do not know the wrappers."""
+    wrapped = [
+        (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], module)
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "base_layer", None), torch.nn.Module)
+    ]
+    for parent, name, module in wrapped:
+        # Collected before the first change: named_modules() walks the modules that change here.
+        setattr(parent, name, module.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, module in wrapped:
+            setattr(parent, name, module)
+
+
+def _pack_again(model: torch.nn.Module) -> None:
+    """Renew the packed copies of weights that a CPU model also has unpacked (tied embeddings): vLLM's reload misses them."""
+    stale = [
+        module
+        for module in model.modules()
+        if hasattr(module, "cpu_linear") and isinstance(module.weight, torch.Tensor) and module.weight.numel() > 0
+    ]
+    if stale:
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for module in stale:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """The parameters of an architecture under transformers' names, which are the trainer's.
+
+    Attributes:
+        shapes: of every parameter, tied ones under all their names.
+        same_as: maps each name to the first name of its tensor; tied names share it.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    same_as: Mapping[str, str]
+
+    @classmethod
+    def of_model(cls, model_path: str, trust_remote_code: bool = False) -> ModelTensors:
+        """Build the architecture of a model folder without memory for its weights."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return cls.of_module(model)
+
+    @classmethod
+    def of_module(cls, module: torch.nn.Module) -> ModelTensors:
+        """Return the parameters of ``module``, on any device."""
+        first: dict[int, str] = {}
+        named = list(module.named_parameters(remove_duplicate=False))
+        # By identity: tied names share one parameter object.
+        same_as = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+        return cls({name: tuple(parameter.shape) for name, parameter in named}, same_as)
+
+    def adapter_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of A and B, under peft's names, for each matrix that could have an adapter of this rank."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.shapes.items():
+            if len(shape) == 2 and name.endswith(".weight"):
+                module = f"base_model.model.{name.removesuffix('.weight')}"
+                shapes[f"{module}.lora_A.weight"] = (rank, shape[1])
+                shapes[f"{module}.lora_B.weight"] = (shape[0], rank)
+        return shapes
+
+    def check_ties(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Check that weights which are one tensor in the model are equal.
+
+        Raises:
+            EngineError: they differ in the update.
+        """
+        for name, weight in weights.items():
+            twin = self.same_as[name]
+            if twin != name and twin in weights and not torch.equal(weight, weights[twin]):
+                raise EngineError(f"Weights {twin!r} and {name!r} are tied in the model, but differ in the update.")
+
+
+def check_update(update: WeightUpdate, tensors: ModelTensors, dtype: str) -> None:
+    """Check that an update is the whole model and nothing else, or an adapter of it, in the engine's dtype (torch's name).
+
+    Raises:
+        EngineError: a name is unknown or missing, or a shape or dtype differs.
+    """
+    if update.adapter is not None:
+        _check_adapter(update, tensors.adapter_shapes(update.adapter.rank), dtype)
+        return
+    brought: set[str] = set()  # first names; a tied tensor may come under any of its names
+    for spec in update.tensors:
+        shape = tensors.shapes.get(spec.name)
+        if shape is None:
+            raise EngineError(
+                f"The model has no weight {spec.name!r}; trainer and engine must use the same model folder."
+            )
+        if shape != spec.shape:
+            raise EngineError(
+                f"Weight {spec.name!r} has shape {spec.shape}, the engine's model has {shape}; trainer and engine must "
+                "use the same model folder."
+            )
+        _check_dtype(spec, dtype)
+        brought.add(tensors.same_as[spec.name])
+    missing = [name for name, first in tensors.same_as.items() if first not in brought]
+    if missing:
+        raise EngineError(f"The update misses {len(missing)} weights of the model, the first is {missing[0]!r}.")
+
+
+def _check_adapter(update: WeightUpdate, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+    names = {spec.name for spec in update.tensors}
+    for spec in update.tensors:
+        shape = shapes.get(spec.name)
+        if shape != spec.shape:
+            known = "none of that name" if shape is None else f"one of shape {shape}"
+            raise EngineError(
+                f"The adapter's {spec.name!r} has shape {spec.shape}, the engine's model takes {known}; trainer and engine must "
+                "use the same model folder."
+            )
+        _check_dtype(spec, dtype)
+        a, b = ".lora_A.", ".lora_B."
+        twin = spec.name.replace(a, b) if a in spec.name else spec.name.replace(b, a)
+        if twin not in names:
+            raise EngineError(f"The adapter has {spec.name!r} and no {twin!r}.")
+
+
+def _check_dtype(spec: TensorSpec, dtype: str) -> None:
+    if spec.dtype != dtype:
+        raise EngineError(
+            f"Weight {spec.name!r} is {spec.dtype}, the engine serves {dtype}; gather weights in "
+            "generator.inference_engine.dtype."
+        )

@@ -1,0 +1,242 @@
+"""Pydantic models of request bodies: the base class, markers for fields without effect, and readable errors.
+
+A model is the only description of its body. It validates, it gives the OpenAPI schema that the endpoint is fuzzed with
+(:func:`body_schema`), and it gives the tables of the docs (:func:`field_table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from skyrl_train.inference.openai.errors import DialectError
+
+MAX_DEPTH = 64  # of nested JSON; chat templates and JSON writers recurse
+MAX_INT64 = 2**63 - 1
+_TAG = "="  # tags of unions begin with it, so that error paths can leave them out
+
+
+class Support(StrEnum):
+    """How a request field is treated."""
+
+    SUPPORTED = "supported"
+    IGNORED = "ignored"  # any value is accepted and has no effect
+    NEUTRAL = "default only"  # accepted with the value that changes nothing, rejected with any other
+    REJECTED = "rejected"
+
+
+class RequestBody(BaseModel):
+    """A JSON object with known fields. For an optional field, null and absence mean the same."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Validate ``body``.
+
+        Raises:
+            DialectError: a field is unknown, missing, of the wrong type or not supported. The error names it as a path.
+        """
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _dialect_error(error.errors(include_url=False)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Annotates an ``int`` with inclusive bounds. 1.0 counts as 1, because JSON does not distinguish them."""
+
+    minimum: int = -MAX_INT64
+    maximum: int = MAX_INT64
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        integer = core_schema.int_schema(ge=self.minimum, le=self.maximum, strict=True)
+        return core_schema.no_info_before_validator_function(_without_fraction, integer)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Unsupported:
+    """Annotates a field that is rejected unless it holds one of ``neutral``, the values that change nothing."""
+
+    note: str
+    neutral: tuple[Any, ...]
+
+    def __init__(self, note: str, *neutral: Any) -> None:
+        object.__setattr__(self, "note", note)
+        object.__setattr__(self, "neutral", neutral)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": [*self.neutral, None]}
+
+    def _check(self, value: Any) -> None:
+        for allowed in (None, *self.neutral):
+            if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):  # in Python, 1 == True
+                return
+        raise PydanticCustomError("unsupported_parameter", "is not supported here: {note}.", {"note": self.note})
+
+
+def ignored(note: str = "") -> Any:
+    """Return the default of a field that is accepted with any value and has no effect; ``model_dump`` leaves it out."""
+    return Field(None, exclude=True, description=note)
+
+
+def variants(key: str, expected: str, default: str | None = None) -> Discriminator:
+    """Return the discriminator of a union of bodies that are told apart by ``key``.
+
+    Each member carries ``Tag("=<value of the key>")``.
+
+    Args:
+        expected: the known values, for the error message.
+        default: the value of an object without the key.
+    """
+
+    def tag(value: Any) -> str:
+        name = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
+        return f"{_TAG}{default if name is None else name}"
+
+    # The message begins with the key, which _dialect_error appends to the path.
+    message = f"{key} must be {expected}."
+    return Discriminator(tag, custom_error_type="variant", custom_error_message=message)
+
+
+def _text_or_list(value: Any) -> str:
+    return "=list" if isinstance(value, list) else "=text"
+
+
+TEXT_OR_LIST = Discriminator(_text_or_list)  # of a union of a string (Tag "=text") and a list (Tag "=list")
+
+
+def _without_fraction(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def only(expected: str, why: str) -> BeforeValidator:
+    """Annotate a field that has one allowed value; ``why`` explains in the error message why there are no others."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value != expected:
+            facts = {"expected": expected, "got": f"{value!r:.100}", "why": why}
+            raise PydanticCustomError("invalid_value", "must be {expected}, got {got}: {why}.", facts)
+        return value
+
+    return BeforeValidator(check)
+
+
+def check_depth(value: dict[str, Any]) -> dict[str, Any]:
+    """Return ``value``; raise a ValueError if it is nested more than ``MAX_DEPTH`` levels deep."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for entry in level for child in _children(entry)]
+        if not level:
+            return value
+    raise PydanticCustomError("invalid_value", "is nested more than {depth} levels deep.", {"depth": MAX_DEPTH})
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_depth)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+# Pydantic's kinds of errors, each with the end of our message and our code.
+_MESSAGES = {
+    "missing": ("is required.", "missing_required_parameter"),
+    "extra_forbidden": ("is not a field of this request.", "unknown_parameter"),
+    "too_long": ("may have at most {max_length} entries, got {actual_length}.", "array_above_max_length"),
+    "too_short": ("must have at least {min_length} entries.", "invalid_value"),
+    "string_too_short": ("must not be empty.", "invalid_value"),
+    "literal_error": ("must be {expected}; got {got}.", "invalid_value"),
+    "greater_than_equal": ("must be at least {ge}, got {got}.", "invalid_value"),
+    "greater_than": ("must be above {gt}, got {got}.", "invalid_value"),
+    "less_than_equal": ("must be at most {le}, got {got}.", "invalid_value"),
+    "finite_number": ("must be finite.", "invalid_value"),
+    "bool_type": ("must be a boolean, got {kind}.", "invalid_type"),
+    "int_type": ("must be an integer, got {kind}.", "invalid_type"),
+    "float_type": ("must be a number, got {kind}.", "invalid_type"),
+    "string_type": ("must be a string, got {kind}.", "invalid_type"),
+    "list_type": ("must be an array, got {kind}.", "invalid_type"),
+    "dict_type": ("must be an object, got {kind}.", "invalid_type"),
+    "model_type": ("must be an object, got {kind}.", "invalid_type"),
+}
+_KINDS = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+
+
+def _dialect_error(errors: list[ErrorDetails]) -> DialectError:
+    # A misspelt field explains most other errors, so it is reported first.
+    error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    param = ""
+    for part in error["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif not part.startswith(_TAG) or error["type"] == "extra_forbidden":
+            param += f".{part[:100]}" if param else part[:100]
+    kind, value = error["type"], error["input"]
+    if kind == "variant" and isinstance(value, dict):
+        key = error["msg"].partition(" ")[0]
+        message = f"{param}.{error['msg'].removesuffix('.')}; got {value.get(key)!r:.100}."
+        return DialectError(message, f"{param}.{key}", "invalid_value")
+    if kind == "variant":
+        kind = "dict_type"
+    elif kind.endswith("_type") and value is None and not param.endswith("]"):
+        kind = "missing"  # null is the same as absence
+    if kind not in _MESSAGES:  # a PydanticCustomError of ours: its type is the code
+        return DialectError(f"{param} {error['msg']}", param, kind)
+    text, code = _MESSAGES[kind]
+    facts = {**error.get("ctx", {}), "got": f"{value!r:.100}", "kind": _KINDS.get(type(value), "a number")}
+    return DialectError(f"{param} {text.format(**facts)}", param, code)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNote:
+    """A row of the docs' table of request fields."""
+
+    name: str
+    support: Support
+    note: str
+    required: bool
+
+
+def field_table(model: type[RequestBody]) -> list[FieldNote]:
+    """Return how each field of ``model`` is treated, required fields first."""
+    rows = []
+    for name, field in model.model_fields.items():
+        marker = next((entry for entry in field.metadata if isinstance(entry, Unsupported)), None)
+        if marker is not None:
+            support = Support.NEUTRAL if marker.neutral else Support.REJECTED
+            rows.append(FieldNote(name, support, marker.note, False))
+        else:
+            support = Support.IGNORED if field.exclude else Support.SUPPORTED
+            rows.append(FieldNote(name, support, field.description or "", field.is_required()))
+    return sorted(rows, key=lambda row: not row.required)
+
+
+def body_schema(model: type[RequestBody]) -> dict[str, Any]:
+    """Return the JSON schema of a body, without references and without the fields that are always rejected."""
+    schema = {"required": [], **model.model_json_schema()}
+    definitions = schema.pop("$defs", {})
+
+    def inlined(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inlined(entry) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inlined(definitions[value["$ref"].rpartition("/")[2]])
+        if isinstance(properties := value.get("properties"), dict):
+            value = {**value, "properties": {k: v for k, v in properties.items() if v.get("enum") != [None]}}
+        return {name: inlined(entry) for name, entry in value.items()}
+
+    inline: dict[str, Any] = inlined(schema)
+    return inline

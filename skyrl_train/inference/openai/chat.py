@@ -1,0 +1,288 @@
+"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from skyrl_train.inference.chat.messages import MessageDelta, ToolCallDelta
+from skyrl_train.inference.chat.requests import ChatChoice, ChatEvent, ChatRequest, ChatResult
+from skyrl_train.inference.interface import StructuredOutput, TopLogprobs
+from skyrl_train.inference.openai.body import JsonObject, NonEmpty, RequestBody, Unsupported, Whole, ignored
+from skyrl_train.inference.openai.dialect import Frame, ResponseContext
+from skyrl_train.inference.openai.errors import DialectError, openai_error
+from skyrl_train.inference.openai.messages import Messages, ToolChoice, Tools, plain_messages, plain_tools
+from skyrl_train.inference.openai.sampling import MAX_TOP_LOGPROBS, OpenAIBody, TokenCount, usage
+from skyrl_train.inference.openai.tokens import TokenTexts
+
+_TEXT_ONLY = "this endpoint takes and gives text only"
+_OLD = "tools has taken its place"
+DONE = Frame("[DONE]")
+
+
+class SchemaFormat(RequestBody):
+    """A JSON schema that the response shall follow."""
+
+    name: NonEmpty
+    json_schema: JsonObject = Field(alias="schema")
+    description: Any = ignored("the model sees the messages only")
+    strict: Any = ignored("the schema is always kept")
+
+
+class ResponseFormat(RequestBody):
+    """OpenAI's ``response_format``: text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """Return the grammar for the engines; None for text.
+
+        Raises:
+            DialectError: the schema is missing.
+        """
+        if self.type == "json_object":
+            return StructuredOutput("json_object")
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            param = "response_format.json_schema"
+            raise DialectError(f"{param} is required with type json_schema.", param, "missing_required_parameter")
+        return StructuredOutput("json_schema", json.dumps(self.json_schema.json_schema))
+
+
+class ChatCompletionBody(OpenAIBody):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Messages = Field(description="text parts are joined; developer is read as system")
+    max_completion_tokens: TokenCount | None = Field(None, description="default: what the context leaves")
+    max_tokens: TokenCount | None = Field(None, description="the older name of max_completion_tokens")
+    logprobs: bool | None = Field(None, description="of the distribution that was sampled from")
+    top_logprobs: Annotated[int, Whole(0, MAX_TOP_LOGPROBS)] | None = Field(
+        None, description="needs logprobs, and engines that have them"
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="text; json_object and json_schema where the engines can be guided"
+    )
+    tools: Tools | None = Field(None, description="functions only; strict is shown to the model, not enforced")
+    tool_choice: ToolChoice | None = Field(None, description="auto and none")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="an argument of the chat template; none also sets enable_thinking to false"
+    )
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="further arguments of the chat template, such as enable_thinking"
+    )
+    parallel_tool_calls: Annotated[Any, Unsupported("nothing here can keep a model to one call per answer", True)] = (
+        None
+    )
+    modalities: Annotated[Any, Unsupported(_TEXT_ONLY, ["text"])] = None
+    verbosity: Annotated[Any, Unsupported("ask for it in a message", "medium")] = None
+    audio: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
+    functions: Annotated[Any, Unsupported(_OLD)] = None
+    function_call: Annotated[Any, Unsupported(_OLD)] = None
+    moderation: Annotated[Any, Unsupported("nothing is moderated")] = None
+    web_search_options: Annotated[Any, Unsupported("nothing is looked up")] = None
+    metadata: Any = ignored("sessions carry what belongs to a sample")
+    prediction: Any = ignored("it would only save time")
+    prompt_cache_key: Any = ignored("requests of a session share an engine's cache")
+    prompt_cache_options: Any = ignored("as prompt_cache_key")
+    prompt_cache_retention: Any = ignored("as prompt_cache_key")
+    safety_identifier: Any = ignored("as user")
+    service_tier: Any = ignored("there is one")
+    store: Any = ignored("sessions store what was sampled")
+
+
+def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
+    """Validate a body.
+
+    Raises:
+        DialectError: the body is wrong, or asks for what is not supported.
+    """
+    read = ChatCompletionBody.parse(body)
+    max_tokens = read.max_completion_tokens or read.max_tokens
+    # Both names may be given if they agree.
+    if read.max_tokens not in (None, max_tokens):
+        raise DialectError("max_tokens and max_completion_tokens contradict each other.", "max_tokens", "invalid_value")
+    if read.top_logprobs and not read.logprobs:
+        raise DialectError("top_logprobs is only allowed with logprobs: true.", "top_logprobs", "invalid_value")
+    structured = read.response_format.structured() if read.response_format else None
+    template_kwargs: dict[str, Any] = {}
+    if read.reasoning_effort is not None:
+        template_kwargs["reasoning_effort"] = read.reasoning_effort
+        if read.reasoning_effort == "none":
+            template_kwargs["enable_thinking"] = False
+    request = ChatRequest(
+        messages=plain_messages(read.messages),
+        params=read.openai_params(max_tokens, top_logprobs=read.top_logprobs or 0, structured=structured),
+        max_tokens=max_tokens,
+        tools=plain_tools(read.tools),
+        tool_choice=read.tool_choice or "auto",
+        template_kwargs={**template_kwargs, **(read.chat_template_kwargs or {})},
+        logprobs=bool(read.logprobs),
+    )
+    return ChatCompletionCall(
+        model=read.model,
+        request=request,
+        streamed=bool(read.stream),
+        include_usage=read.include_usage,
+        token_ids=bool(read.return_token_ids),
+    )
+
+
+def error(error: DialectError) -> dict[str, Any]:
+    """Return the body of an error response."""
+    return openai_error(error)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletionCall:
+    """A parsed body. ``token_ids``: the response includes the ``skyrl`` objects."""
+
+    model: str
+    request: ChatRequest
+    streamed: bool = False
+    include_usage: bool = False
+    token_ids: bool = False
+
+    def response(self, result: ChatResult, context: ResponseContext) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        body = {
+            **_head(self.model, context, "chat.completion"),
+            "choices": [self._choice(choice, context.tokens) for choice in result.choices],
+            "usage": usage(len(result.prompt_token_ids), result.completion_tokens),
+        }
+        if self.token_ids:
+            body["skyrl"] = {"prompt_token_ids": result.prompt_token_ids, "reused_tokens": result.reused_tokens}
+        return body
+
+    def stream(self, context: ResponseContext) -> ChatCompletionStream:
+        """Return the formatter of one streamed response."""
+        return ChatCompletionStream(self, context)
+
+    def _choice(self, choice: ChatChoice, tokens: TokenTexts) -> dict[str, Any]:
+        done = choice.generation
+        shown: dict[str, Any] = {
+            "index": choice.index,
+            "message": choice.message.to_openai(),
+            "logprobs": self.logprobs(done.token_ids, done.logprobs, done.top_logprobs, tokens),
+            "finish_reason": choice.finish_reason,
+        }
+        if self.token_ids:
+            shown["skyrl"] = {
+                "token_ids": done.token_ids,
+                "logprobs": done.logprobs,
+                "versions": done.versions,
+                "segments": done.segments,
+                "restarts": done.restarts,
+            }
+        return shown
+
+    def logprobs(
+        self, token_ids: list[int], logprobs: list[float], top: TopLogprobs | None, tokens: TokenTexts
+    ) -> dict[str, Any] | None:
+        """Return OpenAI's log-probs of some tokens; None if not requested."""
+        if not self.request.logprobs:
+            return None
+        alternatives = top or [[]] * len(token_ids)
+        content = []
+        for token_id, logprob, others in zip(token_ids, logprobs, alternatives, strict=True):
+            entry = tokens.entry(token_id, logprob)
+            entry["top_logprobs"] = [tokens.entry(other, value) for other, value in others]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+
+class ChatCompletionStream:
+    """Formats chunks: the role of each choice, its pieces, its finish reason; then the usage if requested, and [DONE]."""
+
+    def __init__(self, call: ChatCompletionCall, context: ResponseContext) -> None:
+        self._call = call
+        self._tokens = context.tokens
+        self._head = _head(call.model, context, "chat.completion.chunk")
+        if call.include_usage:
+            self._head["usage"] = None
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        # Pieces without text, log-probs or ids are not sent.
+        self._shows_tokens = call.request.logprobs or call.token_ids
+
+    def opened(self) -> list[Frame]:
+        """Return the role of each choice."""
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choices = [{"index": index, **opening} for index in range(self._call.request.params.n)]
+        return [Frame({**self._head, "choices": [choice]}) for choice in choices]
+
+    def event(self, event: ChatEvent) -> list[Frame]:
+        """Return one chunk, or two at the end of a choice."""
+        chunk = event.chunk
+        frames = []
+        if event.delta or (self._shows_tokens and chunk.token_ids):
+            logprobs = self._call.logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._tokens)
+            shown: dict[str, Any] = {
+                "index": event.index,
+                "delta": _delta(event.delta),
+                "logprobs": logprobs,
+                "finish_reason": None,
+            }
+            if self._call.token_ids:
+                shown["skyrl"] = {
+                    "token_ids": chunk.token_ids,
+                    "logprobs": chunk.logprobs,
+                    "versions": chunk.versions,
+                }
+            frames.append(Frame({**self._head, "choices": [shown]}))
+        if event.choice is not None:
+            frames.append(self._finish(event.choice))
+        return frames
+
+    def closed(self) -> list[Frame]:
+        """Return the usage if requested, and [DONE]."""
+        if not self._call.include_usage:
+            return [DONE]
+        total = usage(self._prompt_tokens, self._completion_tokens)
+        return [Frame({**self._head, "choices": [], "usage": total}), DONE]
+
+    def failed(self, error: DialectError) -> list[Frame]:
+        """Return the error, after which no frame follows."""
+        return [Frame(openai_error(error))]
+
+    def _finish(self, choice: ChatChoice) -> Frame:
+        done = choice.generation
+        self._prompt_tokens = len(done.prompt_token_ids)
+        self._completion_tokens += len(done.token_ids)
+        shown: dict[str, Any] = {
+            "index": choice.index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+        }
+        if not self._call.token_ids:
+            return Frame({**self._head, "choices": [shown]})
+        shown["skyrl"] = {"segments": done.segments, "restarts": done.restarts}
+        return Frame({**self._head, "choices": [shown], "skyrl": {"prompt_token_ids": done.prompt_token_ids}})
+
+
+def _head(model: str, context: ResponseContext, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{context.unique}", "object": kind, "created": context.created, "model": model}
+
+
+def _delta(delta: MessageDelta) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    if delta.content:
+        shown["content"] = delta.content
+    if delta.reasoning_content:
+        shown["reasoning_content"] = delta.reasoning_content
+    if delta.tool_calls:
+        shown["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
+    return shown
+
+
+def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -1,0 +1,174 @@
+"""OpenAI's chat messages and tools: models that validate them, and the plain messages that the renderer takes.
+
+A content of parts becomes a string and ``developer`` becomes ``system``. Everything else stays as it came, so that a
+message that was sent back is recognised as the one that was sampled.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from skyrl_train.inference.openai.body import (
+    TEXT_OR_LIST,
+    JsonObject,
+    NonEmpty,
+    RequestBody,
+    Unsupported,
+    ignored,
+    variants,
+)
+
+_TEXT_ONLY = "this endpoint takes text only"
+
+
+class TextPart(RequestBody):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(RequestBody):
+    """A part of an assistant's content."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("=text")]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextPart, Tag("=text")] | Annotated[RefusalPart, Tag("=refusal")],
+                variants("type", f"text or refusal: {_TEXT_ONLY}"),
+            ]
+        ],
+        Tag("=list"),
+    ],
+    TEXT_OR_LIST,
+]
+
+
+class CalledFunction(RequestBody):
+    """The function of a call. ``arguments`` is JSON text."""
+
+    name: NonEmpty
+    arguments: str
+
+
+class ToolCallBody(RequestBody):
+    """A call that an assistant's message holds."""
+
+    id: NonEmpty
+    type: Literal["function"]
+    function: CalledFunction
+    index: Any = ignored("as streams have it")
+
+
+class PromptMessage(RequestBody):
+    """A message of the system, the developer or the user."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantBody(RequestBody):
+    """A message of the assistant."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = ignored("reasoning_content is read")
+    refusal: Any = ignored("a model here says it in its content")
+    annotations: Any = ignored()
+    audio: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
+    function_call: Annotated[Any, Unsupported("tool_calls has taken its place")] = None
+
+
+class ToolMessage(RequestBody):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    name: str | None = None
+    tool_call_id: str
+
+
+Message = Annotated[
+    Annotated[PromptMessage, Tag("=system")]
+    | Annotated[PromptMessage, Tag("=developer")]
+    | Annotated[PromptMessage, Tag("=user")]
+    | Annotated[AssistantBody, Tag("=assistant")]
+    | Annotated[ToolMessage, Tag("=tool")],
+    variants("role", "one of system, developer, user, assistant, tool"),
+]
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+def plain_messages(messages: list[Any]) -> tuple[dict[str, Any], ...]:
+    """Return validated messages in the shape that the renderer takes."""
+    plain = []
+    for message in messages:
+        values = message.model_dump(exclude_none=True)
+        if values["role"] == "developer":
+            values["role"] = "system"
+        if not values.get("tool_calls", True):  # templates treat an empty list as calls
+            del values["tool_calls"]
+        if isinstance(content := values.get("content"), list):
+            values["content"] = "".join(part[part["type"]] for part in content)
+        elif content is None:
+            values["content"] = None if "tool_calls" in values else ""
+        plain.append(values)
+    return tuple(plain)
+
+
+def _function_name(name: Any) -> Any:
+    if isinstance(name, str) and not (0 < len(name) <= 64 and set(name) <= _NAME_CHARACTERS):
+        raise PydanticCustomError("invalid_value", "must be 1 to 64 letters, digits, '_', '-' or '.'.")
+    return name
+
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+
+
+class ToolFunction(RequestBody):
+    """A function that the model may call."""
+
+    name: Annotated[str, BeforeValidator(_function_name)]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestBody):
+    """A tool; functions are the only type."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+Tools = Annotated[list[Tool], Field(max_length=128)]
+
+
+def plain_tools(tools: list[Tool] | None) -> tuple[dict[str, Any], ...]:
+    """Return validated tools as the renderer takes them."""
+    return tuple(tool.model_dump(exclude_none=True) for tool in tools or ())
+
+
+def _unforced(choice: Any) -> Any:
+    if choice == "required" or isinstance(choice, dict):
+        raise PydanticCustomError(
+            "unsupported_parameter",
+            "is supported with auto and none only: nothing here can force a call. Ask for it in a message.",
+        )
+    return choice
+
+
+ToolChoice = Annotated[Literal["auto", "none"], BeforeValidator(_unforced)]

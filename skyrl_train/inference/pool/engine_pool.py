@@ -1,0 +1,310 @@
+"""The engines behind the client: which ones are routed, which requests they run, and what happens when one leaves.
+
+request ──acquire──> slot ──run(segment)──┬── the segment ends
+                      ^                   └── its engine leaves: the segment is abandoned, the request acquires again
+fleet events (died, missed an update, retired) ──leave──┘        supervisor ──join──> routing
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError
+from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInterface
+from skyrl_train.inference.pool.fleet import EngineState, Fleet, FleetLimits
+from skyrl_train.inference.pool.router import RequestSlot, Router
+from skyrl_train.runtime.concurrency import Signal
+
+logger = logging.getLogger(__name__)
+_ALIVE = (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
+
+
+class _SegmentRun:
+    """A segment that runs on an engine. ``finished`` is True when it has ended, False when its engine has left."""
+
+    def __init__(self, segment: Coroutine[Any, Any, None], since: float) -> None:
+        self.since = since
+        self.finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._segment = segment
+        self.task = asyncio.create_task(self._submit())
+        self.task.add_done_callback(self._ended)
+
+    async def _submit(self) -> None:
+        await self._segment
+        if not self.finished.done():
+            self.finished.set_result(True)  # here, one turn of the event loop before the task itself is done
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._segment.close()  # in case the task was cancelled before it began
+        if self.finished.done():
+            if not task.cancelled():
+                task.exception()  # the request has moved on; without this, asyncio reports the exception
+        elif task.cancelled():
+            self.finished.cancel()
+        elif (error := task.exception()) is not None:
+            self.finished.set_exception(error)
+
+    def abandon(self) -> None:
+        """Let the request continue elsewhere at once, however long the departed engine takes to let go."""
+        if not self.finished.done():
+            self.finished.set_result(False)
+        self.task.cancel()
+
+
+class EnginePool:
+    """Engines by number; numbers are never reused.
+
+    Args:
+        wait_timeout_s: how long requests wait while no engine is routed.
+        handover_timeout_s: how long an engine that is removed may take to return its requests.
+
+    While ``frozen()`` is true (an update is under way, or generation is paused), probes change nothing: the engines that
+    take part in an update are fixed when it begins.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngineInterface],
+        *,
+        wait_timeout_s: float,
+        handover_timeout_s: float,
+        limits: FleetLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.fleet = Fleet(clock, limits)
+        self._clock = clock
+        self.changed = Signal()
+        self.frozen: Callable[[], bool] = lambda: False
+        self.version: int | None = None  # the version that every serving engine holds; None before the first sync
+        self.engines: dict[int, InferenceEngineInterface] = {}
+        self._router = Router()
+        self._in_flight: dict[int, set[_SegmentRun]] = {}
+        self._wait_timeout_s = wait_timeout_s
+        self._handover_timeout_s = handover_timeout_s
+        self._closed = False
+        self.last_departure = "none was ever there"  # why the last engine that left the routing did
+        self._capabilities: EngineCapabilities | None = None
+        for engine in engines:
+            # Engines given to the constructor are routable at once and serve after the first weight sync.
+            number = self.add(engine)
+            self.fleet.started(number)
+            self.fleet.catching_up(number)
+            self.join(number)
+
+    # Membership ---------------------------------------------------------------------------------------------------
+
+    @property
+    def routed(self) -> list[int]:
+        """The numbers of the engines that take requests."""
+        return self._router.routed
+
+    @property
+    def active_engines(self) -> list[InferenceEngineInterface]:
+        """All engines that were not retired, dead ones included."""
+        return [e for number, e in self.engines.items() if self.fleet.state(number) is not EngineState.RETIRED]
+
+    def restart_count(self, number: int) -> int:
+        """How often the engine has been restarted."""
+        return self.fleet.record(number).restart_count
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """The features that every routed engine has; while none is routed, the last known value."""
+        if self._capabilities is None:
+            # A request may move to any engine, so the fleet promises only what all of them can do.
+            each = [self.engines[n].capabilities for n in self.routed or self.engines]
+            self._capabilities = EngineCapabilities(
+                pause_modes=frozenset.intersection(*(c.pause_modes for c in each)),
+                transports=frozenset.intersection(*(c.transports for c in each)),
+                max_model_len=min(c.max_model_len for c in each),
+                streaming=all(c.streaming for c in each),
+                batch_invariant=all(c.batch_invariant for c in each),
+                sleep=all(c.sleep for c in each),
+                max_top_logprobs=min(c.max_top_logprobs for c in each),
+                structured_output=all(c.structured_output for c in each),
+                priorities=all(c.priorities for c in each),
+                adapters=all(c.adapters for c in each),
+            )
+        return self._capabilities
+
+    def describe(self) -> list[str]:
+        """Describe each engine's state and its outstanding requests, one line each."""
+        # One reading, so that all lines of the report agree.
+        now = self._clock()
+        lines = []
+        for number in self.engines:
+            record = self.fleet.record(number)
+            reason = f" ({record.reason})" if record.reason else ""
+            since = [request.since for request in self._in_flight[number]]
+            requests = f"{len(since)} requests" if len(since) != 1 else "1 request"
+            longest = f", the longest for {now - min(since):.0f} s" if since else ""
+            lines.append(
+                f"engine {number}: {record.state} for {now - record.since:.0f} s{reason}, {requests} inside{longest}"
+            )
+        return lines
+
+    def add(self, engine: InferenceEngineInterface) -> int:
+        """Register an engine that will be started and caught up. Returns its number."""
+        number = len(self.engines)
+        self.engines[number] = engine
+        self._in_flight[number] = set()
+        self.fleet.add(number)
+        return number
+
+    def join(self, number: int) -> None:
+        """Route a stale engine that holds the current weights now."""
+        self.fleet.caught_up(number)
+        self._router.add(number)
+        self._changed()
+
+    def suspect(self, number: int, reason: str) -> None:
+        """Record an unanswered probe. The engine gets no new requests until it answers, or dies after too many probes."""
+        if self.frozen():
+            return
+        # Too many unanswered probes count as a death. Before that, the engine keeps its requests and gets no new ones.
+        if self.fleet.silent(number, reason):
+            self._leave(number, reason)
+        elif number in self._router:
+            logger.warning("inference engine %d is suspect: %s", number, reason)
+            self._router.drain(number)
+            self._changed()
+
+    def answered(self, number: int, version: int) -> None:
+        """Record an answered probe. An engine with the wrong version must catch up."""
+        if self.frozen() or self.fleet.state(number) not in (EngineState.HEALTHY, EngineState.SUSPECT):
+            return
+        if self.version is not None and version != self.version:
+            self.missed_update(number, f"it holds version {version} instead of {self.version}")
+            return
+        # It holds the current version, if there is one yet, and may serve again.
+        self.fleet.answered(number)
+        self._router.undrain(number)
+        self._changed()
+
+    def died(self, number: int, reason: str, restart_count: int | None = None) -> None:
+        """Record a death. The engine's requests continue elsewhere with the tokens they have.
+
+        A report with an old ``restart_count`` is about an earlier process of the engine and is ignored.
+        """
+        if restart_count is None or restart_count == self.restart_count(number):
+            self.fleet.died(number, reason)
+            self._leave(number, reason)
+
+    def missed_update(self, number: int, reason: str, restart_count: int | None = None) -> None:
+        """Take a live engine out of the routing until it has caught up. Reports with an old ``restart_count`` are ignored."""
+        if self.fleet.state(number) in _ALIVE and (
+            restart_count is None or restart_count == self.restart_count(number)
+        ):
+            self.fleet.missed_update(number, reason)
+            self._leave(number, reason)
+
+    def failed_to_catch_up(self, number: int, error: Exception, restart_count: int) -> None:
+        """Record a failed recovery. It is tried again later; a dead engine is restarted first."""
+        if isinstance(error, EngineDeadError):
+            self.died(number, str(error), restart_count)
+        else:
+            self.missed_update(number, str(error) or repr(error), restart_count)
+
+    async def retire(self, number: int) -> None:
+        """Remove an engine for good: its requests continue elsewhere, then it is torn down. Idempotent."""
+        # First stop new requests, then hand over the running ones: otherwise the handover would not end.
+        engine = self.engines[number]
+        self.fleet.retire(number)
+        self._router.drain(number)
+        self.last_departure = "it was removed"
+        self._changed()
+        try:
+            async with asyncio.timeout(self._handover_timeout_s):
+                await engine.abort_generation()  # so that they keep the tokens that they have
+                await asyncio.gather(*(request.task for request in self._in_flight[number]), return_exceptions=True)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("inference engine %d could not hand over its requests: %s", number, error)
+        finally:
+            self._router.remove(number)
+            self._abandon_requests(number)
+            await engine.teardown()
+
+    def close(self) -> None:
+        """Let no request acquire an engine any more."""
+        self._closed = True
+        self.last_departure = "the client was torn down"
+        self._changed()
+
+    def _leave(self, number: int, reason: str) -> None:
+        if number in self._router:
+            logger.error("inference engine %d left the routing: %s", number, reason)
+        self._router.remove(number)
+        if not self._closed:
+            self.last_departure = reason
+        self._abandon_requests(number)
+        self._changed()
+
+    def _abandon_requests(self, number: int) -> None:
+        # The requests do not wait for the engine: a hung one never returns them.
+        for request in self._in_flight[number]:
+            request.abandon()
+
+    def _changed(self) -> None:
+        if self.routed:  # without routed engines, callers still see the last known capabilities
+            self._capabilities = None
+        self.changed.notify()
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    async def acquire(self, session_id: str | None) -> RequestSlot:
+        """Acquire a slot on an engine. Waits while none is routed.
+
+        Raises:
+            NoEngineError: no engine came (back) in time, or none can come any more.
+        """
+        while True:
+            slot = None if self._closed else self._router.acquire(session_id)
+            if slot is not None:
+                return slot
+            await self.wait_for_engine()
+
+    async def wait_for_engine(self) -> None:
+        """Return when an engine is routed.
+
+        Raises:
+            NoEngineError: no engine came (back) in time, or none can come any more.
+        """
+        # An engine that can come back is worth waiting for; otherwise the error comes at once.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_timeout_s if self.fleet.may_serve else 0):
+                await self.changed.wait_until(lambda: bool(self.routed) or self._closed)
+        if self._closed or not self.routed:
+            raise NoEngineError(f"no inference engine is left. The last one left because: {self.last_departure}")
+
+    def release(self, slot: RequestSlot) -> None:
+        """Free a slot."""
+        self._router.release(slot)
+
+    async def run(self, slot: RequestSlot, segment: Coroutine[Any, Any, None]) -> bool:
+        """Run a request's segment on its engine. Returns False when the engine left before the segment ended.
+
+        The segment runs in its own task, so that the request can leave an engine that is alive but must not serve (it
+        missed an update).
+        """
+        # A report that arrives after a restart must not kill the new process, so it carries the restart count of its
+        # engine.
+        number, restart_count = slot.engine, self.restart_count(slot.engine)
+        request = _SegmentRun(segment, self._clock())
+        self._in_flight[number].add(request)
+        try:
+            return await request.finished
+        except EngineDeadError as error:
+            self.died(number, str(error), restart_count)
+            return False
+        except asyncio.CancelledError:
+            # The caller is cancelled: its tokens would be sampled in vain and would hold a slot.
+            request.task.cancel()
+            await asyncio.gather(request.task, return_exceptions=True)  # the engine knows before the caller continues
+            raise
+        finally:
+            self._in_flight[number].discard(request)

@@ -1,0 +1,344 @@
+"""Weight updates of a fleet: which version its engines hold, and how engines that missed an update catch up.
+
+receive ──> gate closed · pause ──> load ──┬── all engines: the new version ──> resume · gate open
+                                           ├── some engines: the others are stale until they have caught up
+                                           └── no engine: the old version; an engine in an unclear state is stale
+
+However an update ends (failure, timeout, cancellation), every engine that serves afterwards holds ``policy_version``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, WeightSyncError
+from skyrl_train.inference.interface import InferenceEngineInterface
+from skyrl_train.inference.pool.engine_pool import EnginePool
+from skyrl_train.inference.pool.fleet import EngineState
+from skyrl_train.runtime.concurrency import Gate
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
+
+PhaseCall = Callable[[InferenceEngineInterface], Awaitable[None]]
+
+
+@dataclass
+class _Outcome:
+    """The result of a phase on each engine. ``unclear``: it may or may not have happened (no answer in time, cancelled)."""
+
+    succeeded: set[int] = field(default_factory=set)
+    rejected: dict[int, EngineError] = field(default_factory=dict)
+    unclear: dict[int, EngineError] = field(default_factory=dict)
+    dead: dict[int, EngineError] = field(default_factory=dict)
+    cancelled: bool = False
+
+    @property
+    def alive_but_failed(self) -> dict[int, EngineError]:
+        return {**self.rejected, **self.unclear}
+
+    def raise_if_none_succeeded(self, phase: str) -> None:
+        """Raise the cancellation, or a failure that all engines share."""
+        if self.cancelled:
+            raise asyncio.CancelledError
+        if not self.succeeded:
+            # A living engine's error says more than a death does.
+            first = next(iter({**self.alive_but_failed, **self.dead}.values()))
+            raise WeightSyncError(f"{phase} failed on every engine: {first}") from first
+
+
+class FleetUpdates:
+    """Pauses and updates all engines of a pool; owns the gate, the current weights and the LoRA adapters.
+
+    Args:
+        phase_timeout_s: limit of each phase on each engine, in seconds.
+    """
+
+    def __init__(self, pool: EnginePool, *, phase_timeout_s: float, clock: Callable[[], float]) -> None:
+        self.gate = Gate()
+        self._pool = pool
+        self._phase_timeout_s = phase_timeout_s
+        self._clock = clock
+        self._lock = asyncio.Lock()  # held while an update is loaded and while an engine catches up
+        self._current: WeightUpdate | None = None
+        self._received: dict[int, WeightUpdate] = {}
+        self._adapters: dict[str, str] = {}
+        self._paused_mode: PauseMode | None = None
+        self._paused: set[int] = set()
+        self._awake = Gate()  # closed while the fleet sleeps
+        self._asleep: set[int] = set()
+        pool.frozen = lambda: self._lock.locked() or not self.gate.is_open
+
+    # Pausing ------------------------------------------------------------------------------------------------------
+
+    async def pause_generation(self, mode: PauseMode) -> None:
+        """Close the gate, then pause every engine. Returns when no engine samples any more.
+
+        Raises:
+            WeightSyncError: an engine does not support ``mode`` or did not pause in time; all engines sample again.
+        """
+        known = self._pool.capabilities.pause_modes
+        if mode not in known:
+            raise WeightSyncError(
+                f"an engine cannot pause with {mode.value!r}; set generator.pause_mode to one of: {', '.join(sorted(known))}"
+            )
+
+        async def pause(engine: InferenceEngineInterface) -> None:
+            await engine.pause(mode)
+            if mode is PauseMode.ABORT:  # a request left behind would continue under the new weights
+                health = await engine.health()
+                left = health.running + health.waiting
+                if health.alive and left:
+                    raise EngineError(f"an engine still holds {left} requests after it reported them aborted")
+
+        # New requests wait from here on; those that arrived before are paused inside the engines.
+        self.gate.close()
+        self._paused_mode = mode
+        try:
+            targets = self._targets("pause")
+            # Recorded before the call: an engine that paused but did not answer must be resumed too.
+            self._paused |= set(targets)
+            self._settle("pause", await self._on_each("pause", pause, targets))
+        except BaseException:
+            await self.resume_generation()
+            raise
+
+    async def resume_generation(self) -> None:
+        """Resume every paused engine, then open the gate. An engine that cannot resume must catch up first."""
+        # Taken first: an engine that joins during the await below sees that generation is not paused any more.
+        paused, self._paused, self._paused_mode = self._paused, set(), None
+        try:
+            targets = [n for n in paused if self._pool.fleet.state(n) in (EngineState.HEALTHY, EngineState.SUSPECT)]
+            if targets:
+                outcome = await self._on_each("resume", lambda engine: engine.resume(), targets)
+                self._mark_stale(outcome.alive_but_failed)
+                outcome.raise_if_none_succeeded("resume")
+        finally:
+            self.gate.open()
+
+    async def sleep(self) -> None:
+        """Free the device memory of the paused engines that can sleep (``capabilities.sleep``).
+
+        Wake them before weights are loaded. Until then no engine joins: a restarted one would take the freed memory.
+
+        Raises:
+            WeightSyncError: engines can sleep, and none did.
+        """
+        # Closed before the lock is taken: catch-ups that begin while this call waits for the lock must wait too.
+        self._awake.close()
+        async with self._lock:
+            able = [n for n in self._pool.routed if n in self._paused and self._pool.engines[n].capabilities.sleep]
+            self._asleep |= set(able)  # engines that fail to sleep included: their state is unknown
+            if able:
+                self._settle("put to sleep", await self._on_each("sleep", lambda engine: engine.sleep(), able))
+
+    async def wake_up(self) -> None:
+        """Wake the sleeping engines; they stay paused. An engine that cannot wake must catch up first.
+
+        Raises:
+            WeightSyncError: no engine woke up.
+        """
+        try:
+            async with self._lock:
+                asleep = [n for n in self._pool.routed if n in self._asleep]
+                if asleep:
+                    self._settle("wake", await self._on_each("wake", lambda engine: engine.wake_up(), asleep))
+                self._asleep -= set(self._pool.routed)
+        finally:
+            self._awake.open()
+
+    # Weights ------------------------------------------------------------------------------------------------------
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        """*Transfer*: engines receive the bytes while they serve.
+
+        Raises:
+            WeightSyncError: no engine received them.
+        """
+        # Not under the lock: the engines serve meanwhile, and a catch-up may run beside the transfer.
+        targets = self._targets("receive")
+        outcome = await self._on_each("receive", lambda engine: engine.receive_weights(update), targets)
+        self._received.update(dict.fromkeys(outcome.succeeded, update))
+        self._settle("receive", outcome)
+
+    async def load_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """*Load*: swap the received update into the model while the engines are paused with ``mode``.
+
+        An engine that fails to load while another succeeds leaves the routing until it has caught up: no engine ever
+        serves another version than ``policy_version``.
+
+        Returns:
+            The seconds for which sampling was paused.
+
+        Raises:
+            WeightSyncError: no engine could load; engines that serve keep the weights that they had.
+        """
+        async with self._lock:
+            # Compare the update and not only its version: a repeated attempt at a version is another transfer.
+            late = [number for number in self._pool.routed if self._received.get(number) != update]
+            if late:  # they joined after the transfer
+                outcome = await self._on_each("receive", lambda engine: engine.receive_weights(update), late)
+                self._received.update(dict.fromkeys(outcome.succeeded, update))
+                self._mark_stale(outcome.alive_but_failed)
+                if outcome.cancelled:
+                    raise asyncio.CancelledError
+            # The pause begins after every engine has the bytes, so that only pause, load and resume cost sampling time.
+            started = self._clock()
+            await self.pause_generation(mode)
+            try:
+                targets = self._targets("load")
+                outcome = await self._on_each("load", lambda engine: engine.load_weights(update), targets)
+                if outcome.succeeded:
+                    # One success decides: the fleet holds the new version, and every other engine is stale.
+                    self._current, self._pool.version = update, update.version
+                    self._mark_stale(outcome.alive_but_failed)
+                    self._mark_suspects_stale("it did not answer while an update was loaded")
+                else:  # engines that rejected the update still hold the old version
+                    self._mark_stale(outcome.unclear)
+                outcome.raise_if_none_succeeded("load")
+            finally:
+                await self.resume_generation()
+            return self._clock() - started
+
+    # Adapters -----------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter into every engine, including those that join later.
+
+        Raises:
+            ConfigError: the engines do not support adapters.
+            WeightSyncError: no engine could load it.
+        """
+        if not self._pool.capabilities.adapters:
+            raise ConfigError("the engines have no LoRA adapters; start vLLM engines with enable_lora")
+        await self._change_adapters("load the adapter of", lambda engine: engine.load_adapter(name, path))
+        self._adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter from every engine. Unknown names are ignored."""
+        if self._adapters.pop(name, None) is not None:
+            await self._change_adapters("unload the adapter of", lambda engine: engine.unload_adapter(name))
+
+    async def _change_adapters(self, phase: str, call: PhaseCall) -> None:
+        async with self._lock:  # no engine joins meanwhile
+            # An engine that missed the change would answer requests for this adapter with an error, so it becomes
+            # stale.
+            outcome = await self._on_each(phase, call, self._targets(phase))
+            if outcome.succeeded:
+                self._mark_suspects_stale("it missed an adapter")
+            self._settle(phase, outcome)
+
+    # Engines that join --------------------------------------------------------------------------------------------
+
+    async def catch_up(self, number: int) -> None:
+        """Bring a stale engine to the current weights and into the routing.
+
+        Raises:
+            EngineError: it could not catch up; it stays stale.
+        """
+        await self._awake.wait_open()
+        async with self._lock:  # no newer version is loaded meanwhile
+            if self._pool.fleet.state(number) is not EngineState.STALE:
+                return  # it died, or was removed
+            # No further recovery of this engine is planned while this one runs.
+            self._pool.fleet.catching_up(number)
+            update, engine = self._current, self._pool.engines[number]
+            if number in self._asleep:
+                self._asleep.discard(number)
+                await self._in_time("wake", number, engine.wake_up())
+            # A restarted engine has lost its adapters; loading one again replaces it.
+            for name, path in list(self._adapters.items()):
+                await self._in_time("load the adapters of", number, engine.load_adapter(name, path))
+            if update is not None:
+                # Its requests have left it, so that ABORT is the cheapest mode.
+                modes = engine.capabilities.pause_modes
+                mode = PauseMode.ABORT if PauseMode.ABORT in modes else min(modes)
+                await self._in_time("receive", number, engine.receive_weights(update))
+                await self._in_time("pause", number, engine.pause(mode))
+                await self._in_time("load", number, engine.load_weights(update))
+                # The last check before the engine takes requests: otherwise its tokens would carry a wrong version.
+                if engine.policy_version != update.version:
+                    raise EngineError(f"engine {number} reports version {engine.policy_version}, not {update.version}")
+                self._received[number] = update
+            await self._in_time("resume", number, engine.resume())
+            # While generation is paused, a joining engine is paused too; the mode may change during each await.
+            while (paused_mode := self._paused_mode) is not None:
+                await self._in_time("pause", number, engine.pause(paused_mode))
+                if self._paused_mode is paused_mode:
+                    self._paused.add(number)
+                    break
+                await self._in_time("resume", number, engine.resume())
+            if self._pool.fleet.state(number) is EngineState.STALE:
+                self._pool.join(number)
+
+    # Phases -------------------------------------------------------------------------------------------------------
+
+    def _targets(self, phase: str) -> list[int]:
+        routed = self._pool.routed
+        if not routed:
+            raise WeightSyncError(
+                f"cannot {phase} weights: no inference engine is left. The last one left because: "
+                f"{self._pool.last_departure}"
+            )
+        return routed
+
+    def _settle(self, phase: str, outcome: _Outcome) -> None:
+        """Mark engines stale that failed where another one succeeded; raise if none succeeded."""
+        if outcome.succeeded:
+            self._mark_stale(outcome.alive_but_failed)
+        outcome.raise_if_none_succeeded(phase)
+
+    def _mark_stale(self, failures: dict[int, EngineError]) -> None:
+        for number, failure in failures.items():
+            self._pool.missed_update(number, str(failure))
+
+    def _mark_suspects_stale(self, reason: str) -> None:
+        """Suspect engines are not routed, so the phase was not run on them."""
+        for number, state in self._pool.fleet.states.items():
+            if state is EngineState.SUSPECT:
+                self._pool.missed_update(number, reason)
+
+    async def _in_time(self, phase: str, number: int, call: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._phase_timeout_s):
+                await call
+        except TimeoutError:
+            raise EngineError(f"engine {number} did not {phase} within {self._phase_timeout_s:g} s") from None
+
+    async def _on_each(self, phase: str, call: PhaseCall, targets: Sequence[int]) -> _Outcome:
+        """Run one phase on all ``targets`` concurrently. Never raises: a cancellation is part of the outcome."""
+        outcome = _Outcome()
+
+        async def one(number: int, restart_count: int) -> None:
+            try:
+                async with asyncio.timeout(self._phase_timeout_s):
+                    await call(self._pool.engines[number])
+                outcome.succeeded.add(number)
+            except EngineDeadError as error:
+                outcome.dead[number] = error
+                self._pool.died(number, str(error), restart_count)
+            except EngineError as error:
+                if self._pool.restart_count(number) == restart_count:
+                    outcome.rejected[number] = error
+            except TimeoutError:
+                outcome.unclear[number] = EngineError(
+                    f"engine {number} did not {phase} within {self._phase_timeout_s:g} s"
+                )
+            except asyncio.CancelledError:
+                outcome.unclear[number] = EngineError(f"engine {number} was cancelled during {phase}")
+            except Exception as error:  # one engine's unexpected failure must not leave the others undecided
+                outcome.unclear[number] = EngineError(f"engine {number} failed to {phase}: {error!r}")
+
+        # Restart counts of now: a death reported later may concern this process or a newer one.
+        tasks = [asyncio.create_task(one(number, self._pool.restart_count(number))) for number in targets]
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            # The outcome must be complete even then: engines whose phase was cut off have an unclear state and become
+            # stale.
+            outcome.cancelled = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return outcome

@@ -1,0 +1,100 @@
+"""Reading a run folder: the settings, metrics, samples and evaluations of a run, finished or not."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.compose import from_yaml
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, METRICS, SAMPLES, read_jsonl
+from skyrl_train.observability.screen import RunSummary, summarize
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Run:
+    """A run folder, read when it is first asked for; a new ``Run`` reads it again.
+
+    Attributes:
+        path: the run folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has trained its last step."""
+        return (self.path / FINISHED).is_file()
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """All settings of the run.
+
+        Raises:
+            ConfigError: the file was written by a version with other settings.
+        """
+        file = self.path / CONFIG
+        return from_yaml(file.read_text(encoding="utf-8"), where=str(file))
+
+    @cached_property
+    def summary(self) -> RunSummary:
+        """Steps, rewards and training time."""
+        return summarize(self._rows(METRICS))
+
+    @cached_property
+    def metrics(self) -> pandas.DataFrame:
+        """One row per step; the index is the step, the columns are the metrics' names."""
+        return self._frame(METRICS, index="step")
+
+    @cached_property
+    def samples(self) -> pandas.DataFrame:
+        """One row per recorded sequence: step, group_index, prompt, response, reward, stop_reason, ..."""
+        return self._frame(SAMPLES)
+
+    @cached_property
+    def evaluations(self) -> pandas.DataFrame:
+        """One row per evaluated policy version; the index is the step after which it was synced."""
+        return self._frame(EVALUATIONS, index="step")
+
+    @property
+    def policy(self) -> Path | None:
+        """The model folder that the finished run exported; None before."""
+        folder = self.path / "policy"
+        return folder if folder.is_dir() else None
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.path / name))
+
+    def _frame(self, name: str, index: str | None = None) -> pandas.DataFrame:
+        import pandas  # 0.5 s, which a training run does not need
+
+        frame = pandas.DataFrame(self._rows(name))
+        return frame.set_index(index) if index is not None and index in frame else frame
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        reward = ""
+        if summary.first_reward is not None and summary.last_reward is not None:
+            reward = f", reward {summary.first_reward:.3f} -> {summary.last_reward:.3f}"
+        state = "finished" if self.finished else "unfinished"
+        return f"Run({str(self.path)!r}: {state}, {summary.steps} steps{reward})"
+
+
+def load_run(path: str | Path) -> Run:
+    """Open a run folder for reading; it may be of a run that still trains.
+
+    Raises:
+        ConfigError: there is no run in this folder.
+    """
+    folder = Path(path)
+    if not (folder / CONFIG).is_file():
+        # The parent of run folders is a likely mistake, so the message lists them.
+        near = sorted(str(file.parent) for file in folder.glob(f"*/{CONFIG}")) if folder.is_dir() else []
+        hint = f" It contains these runs: {', '.join(near[:5])}." if near else ""
+        raise ConfigError(f"{folder} is not a run folder (it has no {CONFIG}).{hint}")
+    return Run(folder)

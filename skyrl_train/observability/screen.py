@@ -1,0 +1,413 @@
+"""Everything that a run prints: a panel in a terminal, a line now and then elsewhere, and the final line.
+
+trainer ──StepReport──> View ──> TerminalView (rich, redrawn in place)  |  PlainView (lines, for files and pipes)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Clock = Callable[[], float]
+
+REFRESH_INTERVAL_S = 0.1
+WAITING_INTERVAL_S = 1.0  # time between redraws while no step finishes
+PLAIN_INTERVAL_S = 5.0
+PLAIN_INTERVAL_MAX_S = 30.0
+PLAIN_SHARE = 0.1  # the next line is printed after this share of the elapsed time, within the two bounds above
+REASON_WIDTH = 160  # characters
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII = "_.-=+*#"
+
+REWARD = "reward/mean"
+ENDS = 0.05  # share of the steps over which the first and last rewards are averaged
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Failures of the whole run so far."""
+
+    groups: int = 0  # failed for good
+    allowed: int = 0  # the run stops above this
+    retries: int = 0
+    last_reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.groups > 0 or self.retries > 0
+
+    def __str__(self) -> str:
+        last = f" (last: {shortened(self.last_reason)})" if self.last_reason else ""
+        return f"{self.groups} of {self.allowed} groups, {counted(self.retries, 'retry', 'retries')}{last}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The figures of one step on the screen. Rates are per second of wall-clock time; fractions are in [0, 1]."""
+
+    step: int
+    reward: float  # mean return of the step's samples
+    lag_mean: float = 0.0  # steps
+    lag_max: int = 0
+    in_flight: int = 0  # groups
+    buffered: int = 0  # groups
+    generated_tokens_per_s: float = 0.0
+    trained_tokens_per_s: float = 0.0
+    wait_for_batch: float = 0.0  # share of the step in which training waited for groups
+    wait_for_policy: float = 0.0  # share of the step in which generation waited for the next policy
+    checkpoint_step: int | None = None  # the newest checkpoint on disk
+    failures: Failures = Failures()
+
+
+class View(ABC):
+    """Shows the progress of one run."""
+
+    @abstractmethod
+    def update(self, report: StepReport) -> None:
+        """Show a finished step."""
+
+    @abstractmethod
+    def waiting(self, in_flight: int, failures: Failures) -> None:
+        """Show that the run is alive. Called about every second.
+
+        Args:
+            in_flight: groups in generation.
+        """
+
+    @abstractmethod
+    def note(self, text: str) -> None:
+        """Show a line that stays, such as a warning."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the last state on the screen. Idempotent."""
+
+
+def make_view(
+    console: Console, total_steps: int, title: str, *, start_step: int = 0, clock: Clock = time.monotonic
+) -> View:
+    """Return a panel if ``console`` is a terminal, else plain lines.
+
+    Args:
+        title: run name and mode.
+        start_step: the step from which the run resumes; the remaining time is estimated from the steps after it.
+    """
+    progress = Progress(total_steps, start_step, clock)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return TerminalView(console, title, progress, clock)
+    return PlainView(console, title, progress, clock)
+
+
+class Progress:
+    """Finished steps, their rewards, and the remaining time at the pace since the start."""
+
+    def __init__(self, total_steps: int, start_step: int, clock: Clock) -> None:
+        self.total_steps = total_steps
+        self.rewards: list[float] = []
+        self._start_step = start_step
+        self._clock = clock
+        self._started = clock()
+        self._latest_at = self._started
+        self.step = start_step
+
+    def update(self, report: StepReport) -> None:
+        """Add a finished step."""
+        self.step, self._latest_at = report.step, self._clock()
+        self.rewards.append(report.reward)
+
+    @property
+    def standing(self) -> str:
+        """The latest step, for the line that shows a run without steps."""
+        return "no step yet" if self.step == self._start_step else f"no step since step {self.step}"
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this process started the run."""
+        return self._clock() - self._started
+
+    @property
+    def remaining_s(self) -> float:
+        """Estimated seconds to the last step; infinite before the first step."""
+        done = self.step - self._start_step
+        if done < 1:
+            return math.inf
+        return max(0, self.total_steps - self.step) * (self._latest_at - self._started) / done
+
+
+class PlainView(View):
+    """Prints the first and the last step and some between them, fewer as the run gets older."""
+
+    def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
+        self._console = console
+        self._progress = progress
+        self._clock = clock
+        self._next_at = -math.inf  # time from which a step is printed
+        self._alive_at = clock() + PLAIN_INTERVAL_S  # time for a line if no step finishes
+        self._unshown: StepReport | None = None
+        self.note(f"{title}: {progress.total_steps} {'step' if progress.total_steps == 1 else 'steps'}")
+
+    def update(self, report: StepReport) -> None:
+        """Print the step if enough time has passed."""
+        self._progress.update(report)
+        self._unshown = report
+        if self._clock() >= self._next_at or report.step >= self._progress.total_steps:
+            self._show(report)
+
+    def waiting(self, in_flight: int, failures: Failures) -> None:
+        """Print a line if none was printed for a while."""
+        if self._clock() < self._alive_at:
+            return
+        if self._unshown is not None:
+            self._show(self._unshown)
+            return
+        self._next_at = self._alive_at = self._next_line_at()
+        self.note(waiting_line(self._progress.standing, in_flight, failures))
+
+    def note(self, text: str) -> None:
+        """Print the line."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Print the last step if it was not printed."""
+        if self._unshown is not None:
+            self._show(self._unshown)
+
+    def _show(self, report: StepReport) -> None:
+        self._next_at = self._alive_at = self._next_line_at()
+        self._unshown = None
+        self.note(plain_line(report, self._progress.total_steps, self._progress.remaining_s))
+
+    def _next_line_at(self) -> float:
+        # A long run prints fewer lines, so that its log stays readable.
+        share = PLAIN_SHARE * self._progress.elapsed_s
+        return self._clock() + min(max(share, PLAIN_INTERVAL_S), PLAIN_INTERVAL_MAX_S)
+
+
+class TerminalView(View):
+    """Redraws a panel in place: when a step finishes, at most ten times a second, and once a second otherwise."""
+
+    def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
+        self._console = console
+        self._title = title
+        self._progress = progress
+        self._clock = clock
+        self._levels = BLOCKS if (console.encoding or "").lower().startswith("utf") else ASCII
+        self._next_at = -math.inf
+        self._waiting_at = -math.inf
+        self._report: StepReport | None = None
+        self._waiting: tuple[int, Failures] | None = None  # while no step has finished for a second
+        # Without rich's refresh thread, which would take time from training.
+        self._live = Live(self._panel(), console=console, auto_refresh=False, transient=False)
+        self._live.start(refresh=True)
+
+    def update(self, report: StepReport) -> None:
+        """Redraw, at most every ``REFRESH_INTERVAL_S``."""
+        self._progress.update(report)
+        self._report, self._waiting = report, None
+        self._waiting_at = self._clock() + WAITING_INTERVAL_S
+        if self._clock() >= self._next_at:
+            self._next_at = self._clock() + REFRESH_INTERVAL_S
+            self._live.update(self._panel(), refresh=True)
+
+    def waiting(self, in_flight: int, failures: Failures) -> None:
+        """Redraw if no step was drawn for a second."""
+        if self._clock() >= self._waiting_at:
+            self._waiting = (in_flight, failures)
+            self._waiting_at = self._clock() + WAITING_INTERVAL_S
+            self._live.update(self._panel(), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print the line above the panel."""
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        """Draw the last state and leave it on the screen."""
+        if self._live.is_started:
+            self._live.update(self._panel(), refresh=True)
+            self._live.stop()
+
+    def _panel(self) -> RenderableType:
+        report, progress = self._report, self._progress
+        step = progress.step
+        top = Table.grid(expand=True, padding=(0, 1))
+        top.add_column(no_wrap=True)
+        top.add_column(ratio=1)
+        top.add_column(no_wrap=True, justify="right")
+        top.add_row(
+            f"step {step}/{progress.total_steps}",
+            ProgressBar(total=progress.total_steps, completed=step),
+            f"{duration(progress.elapsed_s)} gone, {duration(progress.remaining_s)} to go",
+        )
+        if report is None:
+            text = "starting ..." if self._waiting is None else waiting_line(progress.standing, *self._waiting)
+            return Panel(Group(top, Text(text)), title=Text(self._title), title_align="left")
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="bold", no_wrap=True)
+        facts.add_column()
+        curve = sparkline(progress.rewards, 40, self._levels)
+        facts.add_row("reward", Text.assemble(f"{report.reward:.3f}  ", (curve, "green")))
+        for name, value in _facts(report, self._waiting):
+            facts.add_row(name, Text(value))
+        return Panel(Group(top, facts), title=Text(self._title), title_align="left")
+
+
+def plain_line(report: StepReport, total_steps: int, remaining_s: float) -> str:
+    """Return one step as one line."""
+    facts = "  ".join(f"{name} {value}" for name, value in _facts(report))
+    return f"step {report.step}/{total_steps}  reward {report.reward:.3f}  {facts}  to go {duration(remaining_s)}"
+
+
+def waiting_line(standing: str, in_flight: int, failures: Failures) -> str:
+    """Return the line for a run in which no step finishes."""
+    failed = f", failed {failures}" if failures else ""
+    return f"{standing}: {counted(in_flight, 'group', 'groups')} in flight{failed}"
+
+
+def shortened(reason: str) -> str:
+    """Return ``reason`` as one line of at most ``REASON_WIDTH`` characters."""
+    line = " ".join(reason.split())
+    return line if len(line) <= REASON_WIDTH else f"{line[: REASON_WIDTH - 3]}..."
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """Return the count with its noun: ``1 step``, ``2 steps``."""
+    return f"{count} {one if count == 1 else many}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``m:ss`` or ``h:mm:ss``; ``-:--`` if the duration is not finite."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _facts(report: StepReport, waiting: tuple[int, Failures] | None = None) -> list[tuple[str, str]]:
+    in_flight, failures = waiting or (report.in_flight, report.failures)
+    saved = "none yet" if report.checkpoint_step is None else f"step {report.checkpoint_step}"
+    facts = [
+        ("lag", f"{report.lag_mean:.1f} (max {report.lag_max})"),
+        ("groups", f"{in_flight} in flight, {report.buffered} buffered"),
+        ("tokens/s", f"{_rate(report.generated_tokens_per_s)} generated, {_rate(report.trained_tokens_per_s)} trained"),
+        (
+            "waiting",
+            f"trainer {report.wait_for_batch:.0%} for groups, generation {report.wait_for_policy:.0%} for a policy",
+        ),
+        ("checkpoint", saved),
+    ]
+    return [*facts, ("failed", str(failures))] if failures else facts
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second / 1000:.1f}k" if per_second >= 1000 else f"{per_second:.0f}"
+
+
+def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
+    """Draw a curve in one line of text, from the smallest value (first of ``levels``) to the largest (last).
+
+    More values than ``width`` are averaged in ``width`` equal parts; fewer take one character each. Values that are not
+    finite are left out. Equal values are drawn at the lowest level.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or width < 1:
+        return ""
+    parts = min(width, len(finite))
+    # Whole numbers, so that every value is in exactly one part and no part is empty.
+    edges = [len(finite) * part // parts for part in range(parts + 1)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    # Halved, so that the range of two huge values is finite; divided, because the range of two tiny ones has no inverse.
+    span = high / 2 - low / 2
+    shares = [(value / 2 - low / 2) / span if span > 0 else 0.0 for value in means]
+    return "".join(levels[round(share * (len(levels) - 1))] for share in shares)
+
+
+# The final line ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The result of a run. Rewards are None if no step has one."""
+
+    steps: int
+    first_reward: float | None  # mean over the first 5 % of the steps, at least one
+    last_reward: float | None  # mean over the last 5 %
+    best_reward: float | None  # of the best step
+    training_s: float  # sum over the surviving steps; without the start of processes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the contents of ``finished.json``."""
+        return asdict(self)
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
+    """Summarize the rows of ``metrics.jsonl``, also of a run that was resumed."""
+    rewards = [row[REWARD] for row in rows if isinstance(row.get(REWARD), int | float) and math.isfinite(row[REWARD])]
+    ends = max(1, round(len(rewards) * ENDS))
+    return RunSummary(
+        steps=max((row["step"] for row in rows), default=0),
+        first_reward=statistics.fmean(rewards[:ends]) if rewards else None,
+        last_reward=statistics.fmean(rewards[-ends:]) if rewards else None,
+        best_reward=max(rewards, default=None),
+        training_s=math.fsum(row.get("time/step", 0.0) for row in rows),
+    )
+
+
+def spent_s(rows: Sequence[Mapping[str, Any]], start_step: int, command_s: float) -> float:
+    """Return the seconds that a run took: ``command_s`` for this command, plus the steps of earlier commands.
+
+    Args:
+        start_step: the step from which this command resumed.
+    """
+    return command_s + math.fsum(row.get("time/step", 0.0) for row in rows if row["step"] <= start_step)
+
+
+def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: str, seconds: float) -> str:
+    """Return the final line: rewards, run folder, and ``command``, which resumes or repeats the run.
+
+    Args:
+        seconds: duration of the run.
+    """
+    if not finished and not summary.steps:
+        return (
+            f"Stopped after {duration(seconds)}, before the first step: nothing is trained yet. The run folder is "
+            f"{run_dir}. Start it again there with: {command}"
+        )
+    if summary.first_reward is None or summary.last_reward is None:
+        learned = "no reward yet"
+    else:
+        learned = (
+            f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (best step {summary.best_reward:.3f})"
+        )
+    done = "Trained" if finished else "Stopped after"
+    after = "Train again" if finished else "Resume"
+    return (
+        f"{done} {counted(summary.steps, 'step', 'steps')} in {duration(seconds)}: {learned}. Everything is in {run_dir}. "
+        f"{after} with: {command}"
+    )
+
+
+def train_command(module: str, arguments: Sequence[str], launcher: str = "") -> str:
+    """Return the given command line, quoted for a shell, after ``launcher``."""
+    return f"{launcher} {shlex.join(['python', '-m', module, *arguments])}".lstrip()
+
+
+def resume_command(module: str, arguments: Sequence[str], run_dir: str, launcher: str = "") -> str:
+    """Return the command line that resumes the run in ``run_dir``: the given one with that folder."""
+    elsewhere = ("trainer.run_dir=", "trainer.resume=")
+    kept = [argument for argument in arguments if not argument.startswith(elsewhere)]
+    return train_command(module, [*kept, f"trainer.run_dir={run_dir}"], launcher)

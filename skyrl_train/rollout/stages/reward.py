@@ -1,0 +1,214 @@
+"""Rewards computed outside the rollout: a user's function scores the samples of each finished group.
+
+def reward(group: GroupToReward) -> list[float]: ...            # one number per sample
+async def reward(group: GroupToReward) -> list[float]: ...
+class Reward:                                                   # constructed once per worker, such as a reward model
+    def __init__(self, **kwargs): ...
+    def __call__(self, group: GroupToReward) -> list[float]: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from skyrl_train.config.import_path import import_name
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, StageError
+from skyrl_train.generators.validation import is_finite
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.workers.executors import CallFailed, Executor, Function, Work
+
+logger = logging.getLogger(__name__)
+
+SETTING = "rollout.stages.reward.function"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleToReward:
+    """A finished trajectory; of a trajectory with several sequences, the last one.
+
+    ``text`` is the whole response without special tokens. In an episode with several turns it includes the messages of tools
+    and environment. ``loss_mask`` is 1 on the tokens that the policy sampled.
+    """
+
+    text: str
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    stop_reason: str
+    reward: float  # the generator's reward for the whole trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class GroupToReward:
+    """All samples of a prompt, and the prompt's row of the data set."""
+
+    uid: str
+    data_source: str
+    prompt: Sequence[Mapping[str, Any]]
+    env_extras: Mapping[str, Any]  # the row's other columns, such as the correct answer
+    samples: tuple[SampleToReward, ...]
+
+
+def load_reward_function(path: str, kwargs: Mapping[str, Any]) -> Function:
+    """Return the function at ``path`` with ``kwargs`` bound, or an instance of the class there.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not accept ``kwargs``.
+    """
+    target = import_name(path, SETTING, "function")
+    if not inspect.isclass(target):
+        return functools.partial(target, **kwargs)
+    try:
+        function: Any = target(**kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{SETTING}={path!r} cannot be constructed with rollout.stages.reward.kwargs: {error}"
+        ) from error
+    return function  # type: ignore[no-any-return]
+
+
+def is_async(path: str) -> bool:
+    """Return whether ``path`` names an ``async def``, or a class whose ``__call__`` is one.
+
+    Raises:
+        ConfigError: it cannot be imported or called.
+    """
+    target = import_name(path, SETTING, "function")
+    if not callable(target) or (inspect.isclass(target) and "__call__" not in dir(target)):
+        raise ConfigError(f"{SETTING}={path!r} cannot be called. Name a function, or a class with a __call__ method.")
+    return inspect.iscoroutinefunction(target.__call__ if inspect.isclass(target) else target)
+
+
+def reward_work(path: str, kwargs: Mapping[str, Any]) -> Work:
+    """Return the reward function in the form that the executors take."""
+    return Work(f"{__name__}:{load_reward_function.__name__}", {"path": path, "kwargs": dict(kwargs)})
+
+
+class RewardStage:
+    """Replaces the generator's rewards by the function's. Implements :class:`skyrl_train.rollout.stages.pipeline.Stage`.
+
+    A function that raises, hangs or ends its process is called again with the same samples; nothing is generated again. If
+    that does not help, the rollout has failed. A function that returns anything but its rewards stops the run.
+
+    Args:
+        decode: converts tokens to text, without special tokens.
+        max_parallel: groups that are scored at once.
+        attempts: calls per group, at least one.
+        timeout_s: time limit of one call; None: no limit.
+        on_failure: called with the group's name and the reason of each failed call.
+    """
+
+    name = "reward"
+
+    def __init__(
+        self,
+        executor: Executor,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        max_parallel: int,
+        attempts: int = 1,
+        timeout_s: float | None = None,
+        on_failure: Callable[[str, str], None] = lambda name, reason: None,
+    ) -> None:
+        self._executor = executor
+        self._decode = decode
+        self.max_parallel = max_parallel
+        self._attempts = attempts
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+
+    async def start(self) -> None:
+        await self._executor.start()
+
+    async def aclose(self) -> None:
+        await self._executor.aclose()
+
+    async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
+        question = group_to_reward(record, group.samples, self._decode)
+        for attempt in range(1, self._attempts + 1):
+            try:
+                answer = await self._executor.call(question, self._timeout_s)
+            except CallFailed as failure:
+                reason = f"its reward function failed: {failure.reason}"
+                self._on_failure(group.name, reason)
+                if attempt == self._attempts:
+                    raise RolloutError(
+                        f"the rollout of prompt {question.uid!r} has no reward after {attempt} attempts; the last time "
+                        f"{reason}"
+                    ) from failure
+                logger.warning("%s: %s (attempt %d of %d)", group.name, reason, attempt, self._attempts)
+            else:
+                return replace(group, samples=with_rewards(group.samples, answer))
+        raise ValueError("attempts must be at least 1")
+
+
+def group_to_reward(
+    record: PromptRecord, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]
+) -> GroupToReward:
+    """Build the argument of the reward function. Pure."""
+    # User code may write into the prompt and its extras.
+    record = record.own_copy()
+    lasts = [sample.sequences[-1] for sample in samples]
+    return GroupToReward(
+        uid=record.uid,
+        data_source=record.data_source,
+        prompt=record.prompt,
+        env_extras=record.env_extras,
+        samples=tuple(
+            SampleToReward(
+                text=decode(last.response_ids),
+                prompt_token_ids=last.prompt_token_ids,
+                response_ids=last.response_ids,
+                loss_mask=last.loss_mask,
+                stop_reason=last.stop_reason,
+                reward=sample.reward,
+            )
+            for sample, last in zip(samples, lasts, strict=True)
+        ),
+    )
+
+
+def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
+    """Return ``samples`` with the rewards of ``answer``, each on the last token of its sample. Pure.
+
+    A sample without tokens cannot hold a reward.
+
+    Raises:
+        StageError: ``answer`` is not one number per sample.
+        NonFiniteRewardError: a reward is NaN or infinite, in float64 or float32.
+    """
+    try:
+        rewards = [float(value) if is_finite(value) else math.nan for value in answer]
+    except (TypeError, ValueError):
+        # No list of numbers: the check of the length below reports the answer.
+        rewards = []
+    if len(rewards) == len(samples) and any(map(math.isnan, rewards)):
+        raise NonFiniteRewardError(
+            f"the reward function ({SETTING}) returned {answer!r:.200}; rewards must be finite, also in float32"
+        )
+    if len(rewards) != len(samples):
+        raise StageError(
+            f"The reward function ({SETTING}) returned {answer!r:.200} for {len(samples)} samples. It must return one "
+            "finite number for each of them, in their order."
+        )
+    return tuple(_with_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True))
+
+
+def _with_reward(sample: Sample, reward: float) -> Sample:
+    # Backwards: the reward belongs on the last token of the last sequence that has a response.
+    sequences: list[RolloutSequence] = []
+    for sequence in reversed(sample.sequences):
+        rewards = np.zeros(len(sequence.reward_array))
+        if len(rewards):
+            rewards[-1], reward = reward, 0.0
+        sequences.append(replace(sequence, reward_array=rewards))
+    return Sample(tuple(reversed(sequences)))

@@ -1,0 +1,481 @@
+"""Admission and selection: how far generation may run ahead, and which groups the trainer may take.
+
+    capacity ──admit──> running ──finish──> buffered ──select, train──> trained
+                           │                   │
+                           ├──fail───> failed  │
+                           ├──filter─> filtered│
+                           └──drop───> dropped <── drop
+
+Two numbers, both in steps, control it. The *depth* ``D`` (``generate_ahead_steps``, any fraction) paces generation: while
+version ``v`` is served, groups are admitted until ``(D + v + k) * B`` are accepted or running, where ``k`` is the number of
+steps between two weight syncs; so a group typically lags ``D`` steps. The *bound* ``S >= D + k - 1`` (``max_staleness_steps``)
+is the promise: a group whose oldest token has version ``v`` may train at the latest in step ``v + S + 1``, its *deadline*.
+Selection takes the earliest deadlines first. When a group needs more time, the staleness policy decides what happens
+(``policies.py``). If it lets such groups train late, the next group takes the late one's place in the pipeline, and the late
+group trains when it finishes.
+
+Why ``wait`` keeps the bound (``docs/design/staleness.md`` has the proof): call a state *feasible* before step ``t``, of which
+``c`` batch slots are taken, when for every ``d >= t`` at most ``(d - t + 1) * B - c`` outstanding groups have a deadline of
+``d`` or earlier. Admission keeps a state feasible, because a new group has the latest deadline of all and ``S >= D + k - 1``.
+``wait`` fills slots only if the rest stays feasible, so none of its groups is ever late. Once all outstanding groups have
+finished, earliest-deadline-first selection makes that true, so waiting always ends.
+
+Pure: no task, no clock, no torch. All calls come from the control loop, except where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic
+
+from skyrl_train.errors import StalenessError
+from skyrl_train.rollout.staleness.policies import FinishedGroup, Group, StalenessPolicy, StalenessView
+
+_RESIZABLE = ("max_staleness_steps", "generate_ahead_steps", "max_running")
+
+
+@dataclass(slots=True)
+class RolloutCounts:
+    """Groups by state since the beginning of training, including resumes. ``submitted`` is the sum of all others."""
+
+    submitted: int = 0
+    running: int = 0
+    buffered: int = 0
+    trained: int = 0
+    failed: int = 0
+    filtered: int = 0
+    dropped: int = 0
+
+    @property
+    def accepted(self) -> int:
+        """Groups that hold or held a batch slot."""
+        return self.trained + self.buffered
+
+    def move(self, source: str, target: str) -> None:
+        """Move one group between two states.
+
+        Raises:
+            StalenessError: no group is in ``source``; a slot would be released twice.
+        """
+        left = getattr(self, source) - 1
+        if left < 0:
+            raise StalenessError(f"a group moved from {source} to {target}, but none was {source}")
+        setattr(self, source, left)
+        setattr(self, target, getattr(self, target) + 1)
+
+
+class GroupsByVersion:
+    """Groups with a policy version each, and the number of groups of each version.
+
+    Attributes:
+        versions: group index -> version. Read-only.
+        counts: version -> groups, without zeros. Read-only.
+    """
+
+    def __init__(self) -> None:
+        self.versions: dict[int, int] = {}
+        self.counts: Counter[int] = Counter()
+
+    def add(self, group_index: int, version: int) -> None:
+        """Add a group that is not there."""
+        self.versions[group_index] = version
+        self.counts[version] += 1
+
+    def pop(self, group_index: int) -> int:
+        """Remove a group and return its version.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        version = self.versions.pop(group_index)
+        self.counts[version] -= 1
+        if not self.counts[version]:
+            del self.counts[version]
+        return version
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue(Generic[Group]):
+    """Groups that the staleness policy gives up."""
+
+    running: list[int]  # group indices to cancel
+    buffered: list[Group]  # groups to remove from the buffer
+
+
+class StalenessManager:
+    """Decides admission and selection and keeps the counts.
+
+    Args:
+        batch_groups: ``B``, groups per optimizer step.
+        max_staleness_steps: ``S``, the bound on the lag of a group.
+        generate_ahead_steps: ``D >= 0``, in steps; may be fractional.
+        max_running: ``W``, groups in generation at once.
+        total_steps: no more groups are admitted than these steps train.
+        policy: decides about groups that exceed the bound.
+        weight_sync_interval: ``k``, optimizer steps between two weight syncs; needs ``S >= D + k - 1``.
+        overlap: whether a step may begin before the engines serve the previous version.
+
+    Attributes:
+        counts: groups by state.
+
+    Raises:
+        ValueError: the sizes cannot work together.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_groups: int,
+        max_staleness_steps: int,
+        generate_ahead_steps: float,
+        max_running: int,
+        total_steps: int,
+        policy: StalenessPolicy,
+        weight_sync_interval: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        if batch_groups < 1 or weight_sync_interval < 1:
+            raise ValueError("need B >= 1 and k >= 1")
+        self.batch_groups = batch_groups
+        self.weight_sync_interval = weight_sync_interval
+        self.overlap = overlap
+        self.policy = policy
+        self._check_sizes(max_staleness_steps, generate_ahead_steps, max_running)
+        self.max_staleness_steps = max_staleness_steps
+        self.generate_ahead_steps = generate_ahead_steps
+        self.max_running = max_running
+        self._resized = False  # since the run began
+        self.counts = RolloutCounts()
+        self._total_groups = total_steps * batch_groups
+        self._running = GroupsByVersion()  # by the version of their admission
+        self._buffered = GroupsByVersion()  # by the version of their oldest token; without the selected ones
+        self._selected = GroupsByVersion()  # groups with a slot in the current step
+        self._step = 1
+        self._promised = max_staleness_steps  # the largest S since the step began, for groups that were selected before
+        self._last_due = 0  # the last version whose weight sync was due
+        self._served = 0  # the last version that all engines serve; admission builds on it
+        self._ahead = generate_ahead_steps  # the depth until the next weight sync
+
+    def _check_sizes(self, max_staleness_steps: int, generate_ahead_steps: float, max_running: int) -> None:
+        if max_running < 1:
+            raise ValueError("need W >= 1")
+        if not 0 <= generate_ahead_steps <= max_staleness_steps - self.weight_sync_interval + 1:
+            raise ValueError(
+                f"need 0 <= D and S >= D + k - 1; S = {max_staleness_steps}, D = {generate_ahead_steps}, "
+                f"k = {self.weight_sync_interval}"
+            )
+
+    @property
+    def step(self) -> int:
+        """``t``: the step that trains next, on top of the weights after step ``t - 1``."""
+        return self._step
+
+    def deadline(self, version: int) -> int:
+        """Return the last step in which a group with this oldest version keeps the bound."""
+        return version + self.max_staleness_steps + 1
+
+    def resize(
+        self,
+        *,
+        max_staleness_steps: int | None = None,
+        generate_ahead_steps: float | None = None,
+        max_running: int | None = None,
+    ) -> None:
+        """Change S, D or W during the run. Groups that are selected for the current step stay selected.
+
+        A smaller depth or W takes effect as groups end; no running group is cancelled for it. Afterwards there may be
+        capacity, and :meth:`overdue` groups.
+
+        Raises:
+            ValueError: the sizes cannot work together; nothing has changed.
+            StalenessError: the policy could not keep the smaller bound for the outstanding groups; nothing has changed. It
+                can a few steps later, with a smaller depth.
+        """
+        bound = self.max_staleness_steps if max_staleness_steps is None else max_staleness_steps
+        depth = self.generate_ahead_steps if generate_ahead_steps is None else generate_ahead_steps
+        running = self.max_running if max_running is None else max_running
+        # All checks come before the first assignment, so that an error changes nothing.
+        self._check_sizes(bound, depth, running)
+        if bound < self.max_staleness_steps and not self.policy.sustains(
+            replace(self._view(), max_staleness_steps=bound)
+        ):
+            raise StalenessError(
+                f"groups that were admitted with max_staleness_steps = {self.max_staleness_steps} cannot all be trained "
+                f"within {bound}; lower generate_ahead_steps first, and the bound some steps later"
+            )
+        self.max_staleness_steps, self.generate_ahead_steps, self.max_running = bound, depth, running
+        self._resized = True
+        self._ahead = depth
+        # Groups that were selected under the larger bound may still train in this step.
+        self._promised = max(self._promised, bound)
+
+    # Admission ----------------------------------------------------------------------------------------------------
+
+    @property
+    def budget_spent(self) -> bool:
+        """True if as many groups have finished as may be accepted before the next weight sync.
+
+        More rollouts would only age in the buffer. (``capacity`` cannot tell: it is used up as soon as it appears.)
+        """
+        return self.counts.accepted >= self._max_accepted()
+
+    def capacity(self) -> int:
+        """Return how many groups may be admitted now."""
+        accepted, running = self.counts.accepted, self.counts.running
+        # Running groups whose deadline passes with the served policy do not count: groups that are admitted now take their
+        # places in the pipeline. There are none under a policy that keeps every deadline or drops such groups.
+        late = sum(groups for version, groups in self._running.counts.items() if self.deadline(version) <= self._served)
+        paced = self._max_accepted() - accepted - (running - late)
+        return max(0, min(self.max_running - running, paced, self._total_groups - accepted - running))
+
+    def _max_accepted(self) -> int:
+        """Groups that may be accepted before the next weight sync, without late ones."""
+        ahead = int(self._ahead * self.batch_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
+        whole_steps = self._served + self.weight_sync_interval
+        return min(ahead + whole_steps * self.batch_groups, self._total_groups)
+
+    def may_admit(self, version: int) -> bool:
+        """Return whether a group may continue from recorded tokens of ``version`` after a resume. If not, it starts over."""
+        return self.policy.admit(self._view(), version)
+
+    def admit(self, group_index: int, version: int) -> None:
+        """Start to generate a group.
+
+        Args:
+            version: the served version, or the version of the oldest token that the group continues from.
+        """
+        if self.capacity() < 1:
+            raise StalenessError(f"group {group_index} was admitted without capacity")
+        if any(group_index in groups.versions for groups in (self._running, self._buffered, self._selected)):
+            raise StalenessError(f"group {group_index} was admitted twice")
+        # The caller discards recorded tokens that are too old; here they are a bug.
+        if version < self._served and not self.may_admit(version):
+            raise StalenessError(f"group {group_index} continues from version {version}, which is too old")
+        self._running.add(group_index, version)
+        self.counts.submitted += 1
+        self.counts.running += 1
+
+    def finish(self, group_index: int, oldest_version: int | None = None) -> None:
+        """Move a complete group to the buffer.
+
+        Args:
+            oldest_version: of its tokens; may be newer than the version at admission, which is the default.
+        """
+        version = self._leave(self._running, group_index, "buffered")
+        self._buffered.add(group_index, version if oldest_version is None else oldest_version)
+
+    def fail(self, group_index: int) -> None:
+        """Release the slot of a group that failed for good."""
+        self._leave(self._running, group_index, "failed")
+
+    def filter(self, group_index: int) -> None:
+        """Release the slot of a complete group without signal."""
+        self._leave(self._running, group_index, "filtered")
+
+    def drop(self, group_index: int) -> None:
+        """Release the slot of a running or buffered group that the staleness policy gave up."""
+        self._leave(self._running if group_index in self._running.versions else self._buffered, group_index, "dropped")
+
+    def _leave(self, groups: GroupsByVersion, group_index: int, target: str) -> int:
+        source = "running" if groups is self._running else "buffered"
+        if group_index not in groups.versions:
+            raise StalenessError(f"group {group_index} is not {source}, so it cannot become {target}")
+        self.counts.move(source, target)
+        return groups.pop(group_index)
+
+    # Selection ----------------------------------------------------------------------------------------------------
+
+    def select(
+        self, buffered: Iterable[Group], *, committed: int = 0, at_least: int | None = None
+    ) -> list[Group] | None:
+        """Select the next groups for the current step, ordered by group index. None: the trainer has to wait.
+
+        Args:
+            buffered: finished groups, without those that are selected for this step already.
+            committed: number of groups that were selected since this step began.
+            at_least: fewest groups to return; None: all that the step lacks. More are returned where possible.
+
+        Raises:
+            StalenessError: the calls came in a wrong order.
+        """
+        # Every due sync has ended before a step begins; only with overlap may the last one still run.
+        unserved = self._last_due - self._served
+        if unserved > (self.weight_sync_interval if self.overlap else 0):
+            raise StalenessError(f"step {self._step} begins, but version {self._last_due} is not served yet")
+        if committed == 0:  # a step begins: groups that an earlier, failed step had selected are buffered again
+            for group_index in list(self._selected.versions):
+                self._buffered.add(group_index, self._selected.pop(group_index))
+        if committed != len(self._selected.versions):
+            raise StalenessError(
+                f"{committed} groups are said to have slots in this step, but {len(self._selected.versions)} have"
+            )
+
+        finished = list(buffered)
+        free = self.batch_groups - committed
+        wanted = free if at_least is None else min(at_least, free)
+        view = self._view()
+        # The policy sees all outstanding groups: it may leave slots free although enough groups have finished.
+        filled = self._slots_to_fill(view, wanted, min(free, len(finished)))
+        if filled < wanted:
+            return None
+        # overdue() removes these groups between two steps; until then they must not train.
+        evicted = {v for v in {group.oldest_version for group in finished} if self.policy.evict(view, v)}
+        finished = [group for group in finished if group.oldest_version not in evicted]
+        if len(finished) < wanted:
+            return None
+        chosen = self.policy.select(view, finished)[:filled]
+        # A user's policy may return anything, so each choice is checked against the buffer.
+        for group in chosen:
+            if group.group_index not in self._buffered.versions:
+                raise StalenessError(
+                    f"group {group.group_index} was selected, but is not buffered, or was selected twice"
+                )
+            self._selected.add(group.group_index, self._buffered.pop(group.group_index))
+        # In the order of the training stream: a step must not depend on the order in which groups finish.
+        return sorted(chosen, key=lambda group: group.group_index)
+
+    def _slots_to_fill(self, view: StalenessView, fewest: int, most: int) -> int:
+        """Return the largest number of slots that the policy fills now; less than ``fewest``: the trainer has to wait."""
+        if most < fewest or self.policy.must_wait(view, fewest):
+            return fewest - 1
+        while fewest < most:  # must_wait is monotonic, so bisect
+            middle = (fewest + most + 1) // 2
+            if self.policy.must_wait(view, middle):
+                most = middle - 1
+            else:
+                fewest = middle
+        return fewest
+
+    def overdue(self, buffered: Iterable[Group]) -> Overdue[Group]:
+        """Return the groups that the policy gives up. Call it after a step, after a resume and after :meth:`resize`.
+
+        Groups that are selected for the current step keep their slots.
+        """
+        view, running, selected = self._view(), self._running.versions, self._selected.versions
+        free = (group for group in buffered if group.group_index not in selected)
+        return Overdue(
+            running=[group_index for group_index, version in running.items() if self.policy.evict(view, version)],
+            buffered=[group for group in free if self.policy.evict(view, group.oldest_version)],
+        )
+
+    def _view(self) -> StalenessView:
+        return StalenessView(
+            step=self._step,
+            batch_groups=self.batch_groups,
+            slots=self.batch_groups - len(self._selected.versions),
+            max_staleness_steps=self.max_staleness_steps,
+            running=self._running.counts,
+            finished=self._buffered.counts,
+        )
+
+    # A step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def oldest_trained_version(self) -> int | None:
+        """Sampled tokens of older versions get loss mask 0 in the current step; None: all are trained. Any thread."""
+        return self.policy.oldest_trained_version(self._step, self.max_staleness_steps)
+
+    def assert_bound(self, batch: Iterable[FinishedGroup]) -> None:
+        """Check the promise of the policy for groups that are about to train. Any thread.
+
+        Raises:
+            StalenessError: the policy promises the bound and a trained token exceeds it.
+        """
+        if not self.policy.bounded:
+            return
+        oldest_trained = self.oldest_trained_version
+        for group in batch:
+            # Tokens with loss mask 0 do not train, so they do not count.
+            oldest = group.oldest_version if oldest_trained is None else max(group.oldest_version, oldest_trained)
+            lag = (self._step - 1) - oldest
+            if lag > self._promised:
+                raise StalenessError(
+                    f"group {group.group_index} reached step {self._step} with lag {lag} > S = {self._promised}"
+                )
+
+    def train(self, batch: Iterable[FinishedGroup]) -> None:
+        """Record that the groups of the step are trained."""
+        for group in batch:
+            selected = group.group_index in self._selected.versions
+            self._leave(self._selected if selected else self._buffered, group.group_index, "trained")
+
+    @property
+    def weight_sync_due(self) -> bool:
+        """True if a weight sync is due after the current step."""
+        return self._step >= self._last_due + self.weight_sync_interval
+
+    def advance(self) -> None:
+        """End the step. If a weight sync is due, it begins now."""
+        if self.weight_sync_due:
+            self._last_due = self._step
+        self._step += 1
+        self._promised = self.max_staleness_steps
+
+    def served(self, version: int) -> None:
+        """Record that all engines serve ``version``: admission continues, as far ahead as the policy allows.
+
+        A version that was not due (a resumed run begins with one) opens nothing.
+
+        Raises:
+            StalenessError: the step of the version has not ended, or the depth that the policy returned is not >= 0.
+        """
+        if version >= self._step:
+            raise StalenessError(f"version {version} is served before step {version} has ended")
+        if not self._served < version <= self._last_due:
+            return
+        self._served = version
+        depth = self.policy.depth(self._view(), self.generate_ahead_steps, self.weight_sync_interval)
+        if not depth >= 0:  # NaN included; with a negative depth the trainer would wait for groups forever
+            raise StalenessError(
+                f"{type(self.policy).__name__}.depth returned {depth!r}; a staleness policy returns 0 to "
+                f"generate_ahead_steps = {self.generate_ahead_steps:g} steps"
+            )
+        self._ahead = min(depth, self.generate_ahead_steps)
+
+    # Checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the last due version, and the sizes if they were changed.
+
+        Groups that were admitted under the changed sizes are kept. Groups in flight are issued again, so they do not count.
+        """
+        state: dict[str, Any] = {**asdict(self.counts), "published": self._last_due}  # a resumed run begins with a sync
+        state["submitted"] -= state["running"]
+        state["running"] = 0
+        return {**state, "resized": {name: getattr(self, name) for name in _RESIZABLE}} if self._resized else state
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int, buffered: Iterable[FinishedGroup]) -> None:
+        """Restore the counts and sizes before ``step``, with the engines about to serve version ``step - 1``.
+
+        Raises:
+            StalenessError: the policy cannot keep the bound for the groups of the checkpoint, or their number differs from
+                its counts.
+        """
+        self.counts = RolloutCounts(**{key: state[key] for key in asdict(self.counts) if key in state})
+        for name, size in state.get("resized", {}).items():
+            setattr(self, name, size)
+            self._resized = True
+        # Nothing runs after a resume: groups that were in flight are admitted again.
+        self._running, self._buffered, self._selected = GroupsByVersion(), GroupsByVersion(), GroupsByVersion()
+        for group in buffered:
+            self._buffered.add(group.group_index, group.oldest_version)
+        if len(self._buffered.versions) != self.counts.buffered:
+            raise StalenessError(
+                f"the checkpoint counts {self.counts.buffered} finished groups and contains {len(self._buffered.versions)}; "
+                "remove it to resume from an older one"
+            )
+        self._step = step
+        self._promised = self.max_staleness_steps
+        self._last_due = state["published"]
+        if step > self._last_due + self.weight_sync_interval:
+            self._last_due = step - 1  # the weight sync was due and failed; the resume makes up for it
+        # A version that was not due opens no admission, although the resumed engines may serve it.
+        self._served = self._last_due
+        self._ahead = self.generate_ahead_steps
+        if not self.policy.sustains(self._view()):
+            raise StalenessError(
+                f"the checkpoint contains finished groups that cannot all be trained within "
+                f"max_staleness_steps = {self.max_staleness_steps}; resume with the bound of the original run"
+            )

@@ -1,0 +1,172 @@
+"""The report of a finished step: its metrics, its samples, and the prompts that left without being trained."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.observability.metrics import Metrics, histogram
+from skyrl_train.observability.reporter import Reporter
+from skyrl_train.rollout.manager import RolloutManager
+from skyrl_train.rollout.staleness.manager import RolloutCounts
+from skyrl_train.types import RolloutGroup
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A finished optimizer step: its groups in training order and the metrics of its phases."""
+
+    batch: Sequence[RolloutGroup]
+    metrics: dict[str, float]
+
+
+class StepReports:
+    """Writes each step to the reporter. Totals over the run are reported as the difference to the previous step."""
+
+    def __init__(
+        self,
+        reporter: Reporter,
+        client: InferenceEngineClient,
+        rollout: RolloutManager,
+        clock: Callable[[], float],
+    ) -> None:
+        self._reporter = reporter
+        self._client = client
+        self._rollout = rollout
+        self._clock = clock
+        self._step_ended_s = clock()
+        self._tokens_reported = 0
+        self._untrained_reported: dict[str, int] = {}  # number of prompts, by outcome
+
+    def begin(self) -> None:
+        """Start the clock of the first step, so that start-up counts neither as step time nor as idle time."""
+        self._step_ended_s = self._clock()
+        self._rollout.dispatcher.slots.take_idle_fraction()
+
+    def write(self, step: int, trained: TrainedStep, *, checkpoint_step: int | None) -> None:
+        """Write the step's metrics and samples and refresh the screen.
+
+        Args:
+            checkpoint_step: step of the newest checkpoint on disk.
+        """
+        rollout, ledger = self._rollout, self._rollout.prompts.ledger
+        trained.metrics.update(rollout.stages.take_metrics())
+        now, tokens = self._clock(), self._client.generated_tokens
+        metrics = step_metrics(
+            step,
+            trained.batch,
+            trained.metrics,
+            counts=rollout.staleness.counts,
+            totals={
+                "async/failed_and_masked": rollout.dispatcher.failed_and_masked,
+                "async/engine_failures": rollout.group_generator.engine_failures,
+                "async/retries": rollout.group_generator.retries,
+                **self._client.replay_cache.metrics(),
+            },
+            max_staleness_steps=rollout.staleness.max_staleness_steps,
+            step_s=now - self._step_ended_s,
+            idle_fraction=rollout.dispatcher.slots.take_idle_fraction(),
+            generated_tokens=tokens - self._tokens_reported,
+        )
+        self._step_ended_s, self._tokens_reported = now, tokens
+
+        # The ledger lists are never cleared; report the part that is new since the previous step.
+        lists = {"failed": ledger.failed, "filtered": ledger.filtered, "dropped": ledger.dropped}
+        untrained = {name: indices[self._untrained_reported.get(name, 0) :] for name, indices in lists.items()}
+        self._untrained_reported = {name: len(indices) for name, indices in lists.items()}
+        self._reporter.step(
+            step,
+            trained.batch,
+            metrics,
+            decode=self._client.decode,
+            untrained=untrained,
+            checkpoint_step=checkpoint_step,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-able state for a checkpoint."""
+        return {"reported": self._untrained_reported}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`. Checkpoints of earlier versions have no such entry."""
+        self._untrained_reported = dict(state.get("reported", {}))
+
+
+def step_metrics(
+    step: int,
+    batch: Sequence[RolloutGroup],
+    phases: Mapping[str, float],
+    *,
+    counts: RolloutCounts,
+    totals: Mapping[str, float],
+    max_staleness_steps: int,
+    step_s: float,
+    idle_fraction: float,
+    generated_tokens: int,
+) -> dict[str, float]:
+    """Compute all metrics of one step. Pure.
+
+    Args:
+        phases: metrics that the phases of the step returned.
+        totals: further counts by metric name.
+        step_s: seconds since the end of the previous step.
+        idle_fraction: of the generation slots during the step, in [0, 1].
+        generated_tokens: tokens sampled during the step, in requests that have ended.
+
+    Raises:
+        ConfigError: a metric is not declared.
+    """
+    # A phase records a metric once, groups record it once each; its declared aggregation makes one number of them.
+    metrics = Metrics()
+    metrics.record_all(phases)
+    for group in batch:
+        metrics.record_all(group.metrics)
+
+    # Samples without sequences belong to failed groups: they have no reward and say nothing about the policy.
+    returns = [[sample.reward for sample in group.samples if sample.sequences] for group in batch]
+    returns = [group for group in returns if group]
+    if returns:
+        flat = [value for group in returns for value in group]
+        metrics.record_all(
+            {
+                "reward/mean": statistics.fmean(flat),
+                "reward/max": max(flat),
+                "reward/min": min(flat),
+                "reward/zero_variance_groups": statistics.fmean(len(set(group)) == 1 for group in returns),
+            }
+        )
+
+    # Lag = in flight (from the oldest to the newest token) + in queue (from the newest token to this step).
+    lags = [group.lag(step) for group in batch]
+    in_flight = [group.newest_version - group.oldest_version for group in batch]
+    in_queue = [(step - 1) - group.newest_version for group in batch]
+    metrics.record_all(
+        {
+            "staleness/mean": statistics.fmean(lags),
+            "staleness/max": max(lags),
+            "staleness/in_flight_mean": statistics.fmean(in_flight),
+            "staleness/in_queue_mean": statistics.fmean(in_queue),
+            "staleness/exceeded": sum(lag > max_staleness_steps for lag in lags),
+            **histogram("staleness/histogram", lags),
+            **histogram("staleness/in_flight_histogram", in_flight),
+            **histogram("staleness/in_queue_histogram", in_queue),
+            "async/submitted": counts.submitted,
+            "async/in_flight": counts.running,
+            "async/buffered": counts.buffered,
+            "async/trained": counts.trained,
+            "async/failed": counts.failed,
+            "async/filtered": counts.filtered,
+            "async/dropped": counts.dropped,
+            **totals,
+            "async/idle_fraction": idle_fraction,
+            "time/step": step_s,
+            "time/generation_idle": idle_fraction * step_s,
+            "inference/generated_tokens": generated_tokens,
+            "inference/tokens_per_second": generated_tokens / step_s if step_s > 0 else 0.0,
+            "policy/tokens_per_second": phases.get("policy/tokens", 0.0) / step_s if step_s > 0 else 0.0,
+        }
+    )
+    return metrics.flush()

@@ -1,0 +1,134 @@
+"""Agreement between the ranks that train one model.
+
+rank 0: its share of the sequences ─┐
+rank 1: its share                  ─┼─ all_succeed ─ all_reduce_* ─ all_gather ─> the same decisions and numbers on every rank
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from skyrl_train.algorithms.tokens import TokenStatistics
+from skyrl_train.training.sequence_parallel import SequenceRanks
+
+T = TypeVar("T")
+
+
+class Collectives(ABC):
+    """Every method is called by all ranks, in the same order; each returns the same decision on all of them.
+
+    A share is the set of sequences that one rank was given, or several ranks that each have a slice of their tokens.
+
+    Attributes:
+        sequence_ranks: the ranks that have this rank's share too; None: no other rank has it.
+    """
+
+    sequence_ranks: SequenceRanks | None = None
+
+    @abstractmethod
+    def all_succeed(self, prepare: Callable[[], T]) -> T:
+        """Return the result of this rank's ``prepare`` if it raised on no rank; otherwise raise on all ranks.
+
+        For checks before anything moves: a rank that stopped alone would leave the others waiting for it.
+        """
+
+    @abstractmethod
+    def all_reduce_max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+
+    @abstractmethod
+    def all_gather(self, value: T) -> list[T]:
+        """Return one value per share, in the order of the shares."""
+
+    @abstractmethod
+    def all_reduce_statistics(
+        self, statistics: TokenStatistics, denominators: Sequence[float]
+    ) -> tuple[TokenStatistics, list[float]]:
+        """Return the statistics of the tokens of all shares, and the denominators of all their sequences."""
+
+
+class SingleRank(Collectives):
+    """A rank that trains alone."""
+
+    def all_succeed(self, prepare: Callable[[], T]) -> T:
+        return prepare()
+
+    def all_reduce_max(self, number: int) -> int:
+        return number
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def all_reduce_statistics(
+        self, statistics: TokenStatistics, denominators: Sequence[float]
+    ) -> tuple[TokenStatistics, list[float]]:
+        return statistics, list(denominators)
+
+
+class AgreedError(Exception):
+    """Raised on every rank because ``error`` was raised on one of them (maybe another) before anything had moved."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class ProcessGroupCollectives(Collectives):
+    """The ranks of the default process group. They agree over its CPU backend (gloo), also where parameters are on GPUs.
+
+    Args:
+        sequence_ranks: the neighbours that share sequences with this rank; None: none.
+    """
+
+    def __init__(self, sequence_ranks: SequenceRanks | None = None) -> None:
+        self.sequence_ranks = sequence_ranks
+
+    def all_succeed(self, prepare: Callable[[], T]) -> T:
+        """See :meth:`Collectives.all_succeed`.
+
+        Raises:
+            AgreedError: ``prepare`` raised on some rank; holds the error of the first such rank.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = prepare()
+        except Exception as raised:  # of any class: the other ranks must not wait for this one
+            error = raised
+        errors = [each for each in _all_gather_object(error) if each is not None]
+        if errors:
+            raise AgreedError(errors[0])
+        return result  # type: ignore[return-value]  # nothing was raised here
+
+    def all_reduce_max(self, number: int) -> int:
+        shared = torch.tensor(number)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return int(shared)
+
+    def all_gather(self, value: T) -> list[T]:
+        ranks_per_share = self.sequence_ranks.size if self.sequence_ranks is not None else 1
+        return _all_gather_object(value)[::ranks_per_share]
+
+    def all_reduce_statistics(
+        self, statistics: TokenStatistics, denominators: Sequence[float]
+    ) -> tuple[TokenStatistics, list[float]]:
+        # Added up in the order of the shares, so that all ranks get the same bits.
+        values = statistics.values()
+        mine = (statistics.tokens, list(statistics.sums), list(statistics.maxima), values, list(denominators))
+        combined, all_denominators = TokenStatistics(), []
+        for tokens, sums, maxima, numbers, of_share in self.all_gather(mine):
+            named = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+            combined.add(TokenStatistics(tokens, {n: named[n] for n in sums}, {n: named[n] for n in maxima}))
+            all_denominators += of_share
+        return combined, all_denominators
+
+
+def _all_gather_object(value: T) -> list[T]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

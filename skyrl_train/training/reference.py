@@ -1,0 +1,126 @@
+"""The reference of a KL term: a policy that never changes, on one device or sharded over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.models.folder import load_model
+from skyrl_train.training.backend import TrainingSequence
+from skyrl_train.training.scorer import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class TokensToScore:
+    """A sequence as plain data, which can be sent to any process. ``loss_mask`` and the scores have one entry per token of
+    the response."""
+
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.response_ids)
+
+    def training_sequence(self) -> TrainingSequence:
+        """Return the same sequence for a training backend, with nothing to learn."""
+        nothing = torch.zeros(len(self))
+        return TrainingSequence(
+            token_ids=torch.tensor(self.prompt_token_ids + self.response_ids, dtype=torch.int64),
+            loss_mask=torch.tensor([0] * len(self.prompt_token_ids) + self.loss_mask, dtype=torch.bool),
+            advantages=nothing,
+            behaviour_logprobs=nothing,
+            versions=torch.full((len(self),), -1),
+            group_index=0,
+        )
+
+
+class FrozenPolicy:
+    """A HF causal LM that only scores, in this process.
+
+    Log-probs are computed at the sampling temperature (logits / temperature; greedy counts as 1), as for the trained policy.
+
+    Args:
+        micro_batch_tokens, packing, fp32_head: see :class:`skyrl_train.training.scorer.Scorer`.
+
+    Raises:
+        ConfigError: (constructor) ``packing`` or ``fp32_head`` is True, and the model does not allow it.
+        ModelError: (constructor) the model folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        device: str,
+        temperature: float,
+        micro_batch_tokens: int,
+        packing: bool | None = None,
+        fp32_head: bool = False,
+    ) -> None:
+        model = load_model(model_path, dtype, device)
+        model.eval()
+        self._scorer = Scorer(
+            model,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            packing=packing,
+            fp32_head=fp32_head,
+        )
+
+    def __call__(self, sequences: Sequence[TokensToScore]) -> list[list[float]]:
+        """Return the log-prob of each token with loss mask 1 given all tokens before it; 0.0 where the loss mask is 0.
+
+        Raises:
+            ConfigError: a sequence does not fit ``micro_batch_tokens``.
+        """
+        results = [[0.0] * len(sequence.response_ids) for sequence in sequences]
+        laid_out = [sequence.training_sequence() for sequence in sequences]
+        masks = [sequence.loss_mask for sequence in laid_out]
+        scored = [index for index, mask in enumerate(masks) if bool(mask.any())]
+        for micro_batch in self._scorer.layout.micro_batches(laid_out, scored, masks):
+            logprobs = self._scorer.logprobs(micro_batch).float().cpu()
+            counts = [int(masks[index].sum()) for index in micro_batch.indices]
+            for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):
+                scores = iter(values.tolist())
+                results[index] = [next(scores) if sampled else 0.0 for sampled in sequences[index].loss_mask]
+        return results
+
+
+class ShardedReference:
+    """A :class:`FrozenPolicy` that is sharded over its own worker group, where one device cannot hold it.
+
+    It is never trained, so no rank holds gradients or moments.
+
+    Args:
+        trainer: as for the policy; ``fsdp`` gives the number of workers and their placement.
+
+    Raises:
+        ConfigError, ModelError, TrainingWorkerError: (constructor) as for :class:`RayBackend`.
+    """
+
+    def __init__(self, model_path: str, trainer: TrainerConfig, temperature: float) -> None:
+        from skyrl_train.training.distributed.ray_backend import RayBackend  # a frozen policy needs no Ray
+
+        self._backend = RayBackend(model_path, trainer, total_steps=1, temperature=temperature, seed=trainer.seed)
+
+    def __call__(self, sequences: Sequence[TokensToScore]) -> list[list[float]]:
+        """See :meth:`FrozenPolicy.__call__`.
+
+        Raises:
+            TrainingWorkerError: a worker is gone.
+        """
+        laid_out = [sequence.training_sequence() for sequence in sequences]
+        scored = self._backend.forward_logprobs(laid_out)
+        return [
+            (values * sequence.loss_mask)[len(tokens.prompt_token_ids) :].tolist()
+            for tokens, sequence, values in zip(sequences, laid_out, scored, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the workers. Idempotent."""
+        self._backend.close()

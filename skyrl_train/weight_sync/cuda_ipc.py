@@ -1,0 +1,113 @@
+"""The CUDA IPC transport: the trainer gathers into GPU memory that the engine's process opens on the same GPU.
+
+Nothing crosses the bus. NCCL cannot replace it: it does not allow two processes of one device in a group. The location
+of an update is the CUDA driver's handle of the memory, as JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import EngineError
+from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, checksum, pack
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
+
+CUDA_IPC = "cuda_ipc"
+
+
+class CudaIpcTransport(WeightTransport):
+    """The trainer's side. Holds two staging copies of the weights on ``device``.
+
+    Args:
+        dtype: a torch name, the dtype that the engines serve. Weights are cast while they are gathered.
+        verify: adds a checksum to each update.
+    """
+
+    name = CUDA_IPC
+
+    def __init__(self, dtype: str = "bfloat16", device: str = "cuda", verify: bool = False) -> None:
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._verify = verify
+        self._areas = DoubleBuffer(functools.partial(DeviceStaging, self._device))
+
+    def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
+        """Copy the weights, cast, into the older of the two staging areas.
+
+        Raises:
+            WeightSyncError: the transport is closed, or the GPU has not enough memory.
+        """
+        area = self._areas.next()
+        specs, num_bytes = pack(weights, self._dtype, area.room)
+        # The whole storage is shared with the engine, so spare memory would be held twice.
+        staging = area.trim(num_bytes)
+        torch.cuda.synchronize(self._device)  # another process does not wait for this one's streams
+        handle: Sequence[Any] = staging.untyped_storage()._share_cuda_()
+        gpu = str(torch.cuda.get_device_properties(staging.device).uuid)
+        return WeightUpdate(
+            version=version,
+            transport=self.name,
+            # Each receiver can open a handle once; the memory must outlive it.
+            location=json.dumps({"gpu": gpu, "handle": [_encode(part) for part in handle]}),
+            num_bytes=num_bytes,
+            tensors=specs,
+            checksum=checksum(staging[:num_bytes]) if self._verify else None,
+        )
+
+    def close(self) -> None:
+        """Release the staging areas. They are freed when no engine maps them any more. Idempotent."""
+        self._areas.close()
+
+
+def open_device_memory(update: WeightUpdate, device: torch.device) -> torch.Tensor:
+    """Open the trainer's staging copy in the engine's process, without copying it.
+
+    Returns:
+        uint8 ``[num_bytes]`` on ``device``: the trainer's memory, to be read only.
+
+    Raises:
+        EngineError: the update is on another GPU or cannot be opened.
+    """
+    if device.type != "cuda":
+        raise EngineError(f"An engine on {device.type} cannot receive by {CUDA_IPC!r}; use 'shared_memory'.")
+    try:
+        location = json.loads(update.location)
+        gpu, handle = location["gpu"], [_decode(part) for part in location["handle"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"Version {update.version} has no CUDA IPC location: {error}. Sync the weights again."
+        ) from error
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    if gpu != own:
+        raise EngineError(
+            f"Version {update.version} lies on GPU {gpu}, this engine serves from {own}; CUDA IPC needs one device. "
+            "Use 'shared_memory'."
+        )
+    handle[0] = device.index or 0  # each process numbers its devices itself
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*handle)
+    except RuntimeError as error:
+        raise EngineError(
+            f"Cannot open the weights of version {update.version}: {error}. The trainer must still run, without "
+            "expandable segments in PYTORCH_CUDA_ALLOC_CONF."
+        ) from error
+    staging = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    if staging.numel() < update.num_bytes:
+        raise EngineError(
+            f"Version {update.version} has {staging.numel()} of {update.num_bytes} bytes; sync the weights again."
+        )
+    return staging[: update.num_bytes]
+
+
+def _encode(part: Any) -> Any:
+    return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
+
+
+def _decode(part: Any) -> Any:
+    return base64.b64decode(part["bytes"]) if isinstance(part, dict) else part

@@ -1,0 +1,190 @@
+"""Sends a policy version to the engines: gather, transfer, load (``docs/design/semantics.md``, section 6).
+
+source ──gather (in a thread)──> staging copy ──transfer (engines serve)──> receive buffers ──load (paused)──> model
+
+``sync`` returns when the engines serve the version. ``begin`` returns when the weights are gathered: transfer and load run
+beside the next training step, and ``wait`` returns when they have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Gathers the current weights through a transport, as a version: ``TrainingBackend.stage``, or ``weights_of``. It blocks.
+WeightSource = Callable[[WeightTransport, int], WeightUpdate]
+
+
+def weights_of(named_weights: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> WeightSource:
+    """Return the source of weights that lie in this process, such as ``model.named_parameters``."""
+    return lambda transport, version: transport.gather(named_weights(), version)
+
+
+class EngineGroup(Protocol):
+    """The engines that receive the weights: the part of ``InferenceEngineClient`` that a sync needs."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether an engine takes requests."""
+
+    async def wait_for_engine(self) -> None:
+        """Return when an engine takes requests."""
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        """Copy the update to the engines' receive buffers while they serve."""
+
+    async def load_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """Load the update while the engines are paused; return the seconds of the pause."""
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """A gathered policy version, and the seconds that the gathering took."""
+
+    update: WeightUpdate
+    gather_s: float
+
+
+class WeightSyncer:
+    """Sends weights from the trainer to every engine of a client, one version at a time.
+
+    Args:
+        client: the engines.
+        transport: how the bytes travel. The syncer closes it.
+        source: gathers the trainer's current weights. They must not change while it runs.
+        pause_mode: what happens to running requests during the load.
+    """
+
+    def __init__(
+        self,
+        client: EngineGroup,
+        transport: WeightTransport,
+        source: WeightSource,
+        pause_mode: PauseMode,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._client = client
+        self._transport = transport
+        self._source = source
+        self._pause_mode = pause_mode
+        self._clock = clock
+        self._task: asyncio.Task[dict[str, float]] | None = None  # the sync that ``begin`` started
+
+    async def sync(self, version: int) -> dict[str, float]:
+        """Gather the weights as ``version`` and send them; return when the engines serve them.
+
+        Returns:
+            ``time/gather``, ``time/transfer``, ``time/pause`` in seconds; ``weight_sync/changed_fraction`` where known.
+
+        Raises:
+            WeightSyncError: no engine took the update; all serve the weights that they had.
+        """
+        return await self.send(await self.gather(version))
+
+    async def begin(
+        self,
+        version: int,
+        *,
+        before_send: Callable[[], Awaitable[dict[str, float]]],
+        on_served: Callable[[int], Awaitable[None]],
+        on_end: Callable[[], None],
+    ) -> dict[str, float]:
+        """Wait for the sync under way, gather the weights as ``version``, and send them in the background.
+
+        Args:
+            before_send: awaited before the engines' weights change; returns metrics.
+            on_served: awaited with the version once the engines serve it.
+            on_end: called when the sync has ended, also after a failure.
+
+        Returns:
+            The times of the sync that was under way, as :meth:`wait`. The weights may change now.
+        """
+        # One sync at a time: two would swap versions in an unknown order.
+        metrics = await self.wait()
+        staged = await self.gather(version)
+
+        async def send() -> dict[str, float]:
+            try:
+                times = await before_send()
+                if not self._client.serving:  # all engines restart: the one that comes back takes these weights too
+                    await self._client.wait_for_engine()
+                times |= await self.send(staged)
+                await on_served(version)
+                return times
+            finally:
+                on_end()
+
+        self._task = asyncio.create_task(send(), name=f"weight-sync-{version}")
+        return metrics
+
+    async def wait(self) -> dict[str, float]:
+        """Wait for the sync that :meth:`begin` started.
+
+        Returns:
+            The times of that sync, as :meth:`sync` returns them, with ``time/wait_for_weight_sync``; {} if there was none.
+
+        Raises:
+            Exception: the failure of the sync.
+        """
+        if self._task is None:
+            return {}
+        started = self._clock()
+        # A failure leaves the task in place, so that ``error`` still shows it.
+        times = await self._task
+        self._task = None
+        return {**times, "time/wait_for_weight_sync": self._clock() - started}
+
+    @property
+    def error(self) -> BaseException | None:
+        """The failure of the sync under way, which :meth:`wait` will raise."""
+        task = self._task
+        return task.exception() if task is not None and task.done() and not task.cancelled() else None
+
+    async def gather(self, version: int) -> StagedWeights:
+        """Copy the weights to a staging copy. They may change when this has returned.
+
+        The copy stays valid until the next but one ``gather``: send it before that.
+
+        Raises:
+            WeightSyncError: there is no room for the copy.
+        """
+        started = self._clock()
+        try:
+            # In a thread, because copying a large model takes seconds and rollouts run on this loop.
+            update = await asyncio.to_thread(self._source, self._transport, version)
+        except (OSError, RuntimeError) as error:  # out of shared memory, or of the device's memory
+            raise WeightSyncError(f"the weights of version {version} cannot be copied: {error}") from error
+        return StagedWeights(update, self._clock() - started)
+
+    async def send(self, staged: StagedWeights) -> dict[str, float]:
+        """Transfer a staged version and load it. Returns and raises as :meth:`sync`."""
+        update = staged.update
+        started = self._clock()
+        await self._client.receive_weights(update)
+        transferred = self._clock()
+        paused_s = await self._client.load_weights(update, self._pause_mode)
+        times = {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}
+        if update.changed_fraction is not None:
+            times["weight_sync/changed_fraction"] = update.changed_fraction
+        return times
+
+    async def stop(self) -> None:
+        """Cancel the sync under way and return when it has ended, however it ends."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def close(self) -> None:
+        """Free the staging copies."""
+        self._transport.close()

@@ -1,0 +1,88 @@
+"""The data of a weight update, and the trainer's side of the transport that carries it. Imports no torch.
+
+backend.named_weights() ──gather──> staging copy ──WeightUpdate──> engine.receive_weights ──> engine.load_weights
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.models.adapter_spec import AdapterSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The place of one parameter in the staging copy.
+
+    ``dtype`` is torch's name ("float32"); ``offset`` is in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One version of the policy's weights, ready to be received. Small: the bytes travel by ``transport``.
+
+    Attributes:
+        location: where the transport's receiver finds the bytes: a path to map, or an address. Opaque to others.
+        checksum: CRC-32 over the bytes of the staging copy; None when checking is off.
+        changed_fraction: the fraction of the bytes that differ from the version before; None where it is unknown.
+        adapter: set when the tensors are a LoRA adapter, under peft's names, of the engine's base model. None: they are
+            the whole model.
+    """
+
+    version: int
+    transport: str
+    location: str
+    num_bytes: int
+    tensors: tuple[TensorSpec, ...]
+    checksum: str | None = None
+    changed_fraction: float | None = None
+    adapter: AdapterSpec | None = None
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the update as mappings, lists, numbers and text; the inverse of :meth:`from_message`."""
+        message = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        message["tensors"] = [[spec.name, list(spec.shape), spec.dtype, spec.offset] for spec in self.tensors]
+        message["adapter"] = None if self.adapter is None else [self.adapter.rank, self.adapter.scale]
+        return message
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> WeightUpdate:
+        """Return the update that :meth:`to_message` described."""
+        specs = (TensorSpec(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in message["tensors"])
+        adapter = None if message["adapter"] is None else AdapterSpec(*message["adapter"])
+        return cls(**{**message, "tensors": tuple(specs), "adapter": adapter})
+
+
+class WeightTransport(ABC):
+    """The trainer's side of a transport.
+
+    ``name`` is what engines know the transport by. A transport from outside the package has an import path here, of the
+    function ``open_update(update, device)`` that returns the weights in the engine's process.
+    """
+
+    name: str
+
+    @abstractmethod
+    def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
+        """Copy the weights to a contiguous staging copy, which later training steps do not touch.
+
+        May block: call it in a thread. The staging copy of an update stays valid until the next but one ``gather``
+        (double buffer).
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the staging copies."""

@@ -1,0 +1,336 @@
+"""Executors of stages: they call a function on the event loop, in threads, in processes, or in Ray actors.
+
+    stage ──call(argument)──> Executor ──> a worker's copy of the Work ──> result, or CallFailed
+
+The function is described as plain data and built where it runs; its errors come back as data too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_train.config.import_path import import_name
+from skyrl_train.errors import SkyRLError, StageError
+from skyrl_train.runtime.concurrency import cancel_within, gather_or_cancel
+from skyrl_train.runtime.process import DaemonThreadPool
+from skyrl_train.workers.connection import WorkerConnection, WorkerLink
+from skyrl_train.workers.messages import Call, Failure, Result, answer, run_blocking
+from skyrl_train.workers.process import Channel, ProcessLink
+
+Function = Callable[[Any], Any]
+
+CANCEL_LIMIT_S = 5.0  # time for a cancelled coroutine to clean up
+CLOSE_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A function that a stage calls, as plain data.
+
+    Args:
+        factory: import path of what returns a function of one argument; called with ``arguments``, plain data.
+    """
+
+    factory: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CallFailed(Exception):
+    """A call failed: the function raised, took too long, or its worker died. ``reason`` completes "..., because".
+
+    ``error``: what the function raised, if its class is one of :mod:`skyrl_train.errors`.
+    """
+
+    def __init__(self, reason: str, failure: Failure | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.failure = failure
+        self.error = None if failure is None else failure.own_error()
+        if failure is not None:
+            self.add_note(failure.traceback)
+
+    @classmethod
+    def of(cls, failure: Failure) -> CallFailed:
+        """Return the error of a call that raised."""
+        return cls(f"it raised {failure.kind}: {failure.message}", failure)
+
+
+class WorkerGone(Exception):
+    """A worker has ended in the middle of a call; the message says how."""
+
+
+class WorkHost:
+    """Builds a work and calls it, blocking: in a thread, or in the main thread of a process or a Ray actor.
+
+    No event loop runs in that thread, so that functions may use ``asyncio.run`` and, in a main thread, ``signal.alarm``.
+    """
+
+    def start(self, work: Work) -> None:
+        """Build the function."""
+        self.function: Function = import_name(work.factory, "factory", "function")(**work.arguments)
+
+    def run(self, argument: Any) -> Any:
+        """Call the function."""
+        return self.function(argument)
+
+    def run_pickled(self, argument: bytes) -> bytes:
+        """Call the function. Values are pickled here, so that one that cannot be fails its call and not the connection."""
+        return pickle.dumps(run_blocking(self.function, pickle.loads(argument)))
+
+    def answer(self, call: Call) -> Result | Failure:
+        """Run one of the methods above for the driver."""
+        return answer(call.id, getattr(self, call.method), *call.arguments)
+
+
+def serve_work(channel: Channel) -> None:
+    """Answer the calls of a parent process until it is gone."""
+    host = WorkHost()
+    while True:
+        for message in channel.receive(block=True):
+            if isinstance(message, Call):  # a driver that cancels a call kills the process
+                channel.send([host.answer(message)])
+
+
+# Workers --------------------------------------------------------------------------------------------------------------
+
+
+class Worker(ABC):
+    """One copy of a work, somewhere."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Build the work.
+
+        Raises:
+            SkyRLError: it cannot be built.
+        """
+
+    @abstractmethod
+    async def call(self, argument: Any) -> Any:
+        """Call the work; one call at a time. A cancelled call leaves the worker unusable until it is stopped and started.
+
+        Raises:
+            CallFailed: the work raised.
+            WorkerGone: the worker has ended.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the worker, also in the middle of a call. Idempotent; it may be started again."""
+
+
+class ThreadWorker(Worker):
+    """A thread. One that hangs is left behind, and costs no more than itself.
+
+    A work that holds more than memory has a method ``close``, which is called once, in another thread than the work.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._thread: DaemonThreadPool | None = None
+        self._host = WorkHost()
+
+    async def start(self) -> None:
+        self._thread, self._host = DaemonThreadPool(max_threads=1, shutdown_limit_s=1.0), WorkHost()
+        _raise_if_not_built(await self._answer(Call(0, "start", (self._work,))))
+
+    async def call(self, argument: Any) -> Any:
+        return _value(await self._answer(Call(0, "run", (argument,))))
+
+    async def stop(self) -> None:
+        # A hung call holds the thread, so ``close`` runs in another one and may unblock it.
+        thread, self._thread = self._thread, None
+        close = getattr(getattr(self._host, "function", None), "close", None)
+        self._host = WorkHost()
+        if close is not None:
+            await asyncio.to_thread(close)
+        if thread is not None:
+            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
+
+    async def _answer(self, call: Call) -> Result | Failure:
+        if self._thread is None:
+            raise WorkerGone("its thread was stopped")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._host.answer, call)
+
+
+class RemoteWorker(Worker):
+    """A process or a Ray actor: no interpreter lock is shared, and what hangs or crashes takes nothing else with it.
+
+    Args:
+        new_link: makes the link to a new host, which serves a :class:`WorkHost`.
+        start_timeout_s: limit of a start, waiting for resources included; None: no limit.
+    """
+
+    def __init__(self, work: Work, new_link: Callable[[], WorkerLink], start_timeout_s: float | None = None) -> None:
+        self._work = work
+        self._new_link = new_link
+        self._start_timeout_s = start_timeout_s
+        self._connection: WorkerConnection | None = None
+
+    async def start(self) -> None:
+        self._connection = WorkerConnection(self._new_link(), gone_error=WorkerGone, call_error=CallFailed.of)
+        try:
+            await self._connection.start(self._work, timeout_s=self._start_timeout_s)
+        except WorkerGone as gone:
+            raise StageError(str(gone)) from gone
+        except CallFailed as failed:
+            if failed.failure is not None:
+                _raise_if_not_built(failed.failure)
+            raise
+
+    async def call(self, argument: Any) -> Any:
+        if self._connection is None:
+            raise WorkerGone("it was stopped")
+        try:
+            pickled = pickle.dumps(argument)
+        except Exception as error:  # user objects may raise anything when they are pickled
+            raise CallFailed.of(Failure.of(0, error)) from error
+        answered = await self._connection.call("run_pickled", pickled)
+        try:
+            return pickle.loads(answered)
+        except Exception as error:  # likewise
+            raise CallFailed.of(Failure.of(0, error)) from error
+
+    async def stop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.stop()
+
+
+def process_worker(work: Work) -> RemoteWorker:
+    """Return a worker in a child process."""
+    return RemoteWorker(work, lambda: ProcessLink(f"{__name__}:{serve_work.__name__}"))
+
+
+def _value(outcome: Result | Failure) -> Any:
+    if isinstance(outcome, Failure):
+        raise CallFailed.of(outcome)
+    return outcome.value
+
+
+def _raise_if_not_built(outcome: Result | Failure) -> None:
+    """Raise why a work was not built: an error of ours as itself, any other as a StageError."""
+    if isinstance(outcome, Failure):
+        error = outcome.own_error()
+        if error is None:
+            error = StageError(f"{outcome.kind} was raised: {outcome.message}")
+            error.add_note(outcome.traceback)
+        raise error
+
+
+# Executors ------------------------------------------------------------------------------------------------------------
+
+
+class Executor(ABC):
+    """Calls a work. All methods belong to the control loop and none blocks it."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Build the work.
+
+        Raises:
+            SkyRLError: it cannot be built.
+        """
+
+    @abstractmethod
+    async def call(self, argument: Any, timeout_s: float | None = None) -> Any:
+        """Return what the work returns for ``argument``. ``timeout_s`` does not include the wait for a free worker.
+
+        Raises:
+            CallFailed: the work raised, took longer than ``timeout_s``, or its worker died.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End everything. Idempotent, also without :meth:`start`."""
+
+
+class LoopExecutor(Executor):
+    """The event loop itself, for an ``async def`` that waits for others most of the time. Any number of calls run at once.
+
+    A call whose caller is cancelled is cancelled.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._host = WorkHost()
+
+    async def start(self) -> None:
+        _raise_if_not_built(await asyncio.to_thread(self._host.answer, Call(0, "start", (self._work,))))
+
+    async def call(self, argument: Any, timeout_s: float | None = None) -> Any:
+        # Wait instead of a timeout around the await: the call's own TimeoutError must not count as this limit.
+        task = asyncio.create_task(self._host.run(argument), name="stage-call")
+        try:
+            await asyncio.wait([task], timeout=timeout_s)
+        finally:
+            in_time = task.done()
+            await cancel_within([task], CANCEL_LIMIT_S)
+        if not in_time:
+            raise CallFailed(f"it took longer than {timeout_s} s")
+        if task.cancelled():
+            raise CallFailed("it cancelled itself")
+        error = task.exception()
+        if isinstance(error, Exception | SystemExit):
+            raise CallFailed.of(Failure.of(0, error)) from error
+        return task.result()
+
+    async def aclose(self) -> None:
+        return
+
+
+class WorkerPool(Executor):
+    """Workers that take turns, each with its own copy of the work and one call at a time.
+
+    A call whose caller is cancelled continues, and its worker is busy until it ends: a model need not be loaded again
+    because a group was dropped. A worker that died or exceeded its time limit is replaced when it is next needed.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = list(workers)
+        self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
+        self._stopped: set[Worker] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        await gather_or_cancel(worker.start() for worker in self._workers)
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def call(self, argument: Any, timeout_s: float | None = None) -> Any:
+        worker = await self._idle.get()
+        call = asyncio.create_task(self._call(worker, argument, timeout_s), name="stage-call")
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.shield(call)
+
+    async def aclose(self) -> None:
+        await cancel_within(list(self._calls), CLOSE_LIMIT_S)
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    async def _call(self, worker: Worker, argument: Any, timeout_s: float | None) -> Any:
+        try:
+            # Started by the call that needs it, so that a worker that cannot start fails a call and not the run.
+            if worker in self._stopped:
+                await worker.start()
+                self._stopped.remove(worker)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await worker.call(argument)
+            except TimeoutError:
+                failed = CallFailed(f"it took longer than {timeout_s} s")
+            except WorkerGone as gone:
+                failed = CallFailed(str(gone))
+            # A call that overran may still run in the worker, so the worker is stopped before its next call.
+            self._stopped.add(worker)
+            await worker.stop()
+            raise failed
+        except SkyRLError as error:
+            raise CallFailed(f"its worker could not be started again: {error}") from error
+        finally:
+            self._idle.put_nowait(worker)

@@ -1,0 +1,125 @@
+"""Messages between a driver and an object that it hosts elsewhere. Plain data; errors travel as class, message and traceback.
+
+    caller ──Call, Cancel──> served object          served object ──Item*, then Result | Failure──> caller
+
+Both ends may call. ``State`` and ``LastWords`` belong to no call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback as tracebacks
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import isawaitable
+from typing import Any
+
+from skyrl_train import errors
+from skyrl_train.errors import SkyRLError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call ``method`` of the served object. Each call is answered by one ``Result`` or ``Failure`` with its ``id``."""
+
+    id: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Cancel the call ``id``. Its end is answered only with ``report_end``, for callers that wait for the clean-up."""
+
+    id: int
+    report_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of a streaming call."""
+
+    id: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A call returned ``value``. After a stream: its last item, or None."""
+
+    id: int
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call raised an error of class ``kind``. ``is_own``: the class is one of :mod:`skyrl_train.errors`."""
+
+    id: int
+    kind: str
+    message: str
+    traceback: str
+    is_own: bool
+
+    @classmethod
+    def of(cls, call_id: int, error: BaseException) -> Failure:
+        """Describe ``error``, which need not be picklable itself."""
+        kind = type(error)
+        # An error whose constructor takes more than a message (QuotaError) cannot be made again from its message.
+        own = getattr(errors, kind.__name__, None) is kind and "__init__" not in vars(kind)
+        trace = "".join(tracebacks.format_exception(error))
+        return cls(call_id, kind.__name__, str(error), trace, own and isinstance(error, SkyRLError))
+
+    def own_error(self) -> SkyRLError | None:
+        """Return the error itself if its class is ours, else None."""
+        if not self.is_own:
+            return None
+        error: SkyRLError = getattr(errors, self.kind)(self.message)
+        error.add_note(self.traceback)
+        return error
+
+    def error(self, foreign: type[SkyRLError], who: str) -> SkyRLError:
+        """Return the error itself if its class is ours, else a ``foreign`` one that names it: "``who`` raised KeyError: ...".
+
+        The remote traceback is added as a note.
+        """
+        error = self.own_error()
+        if error is None:
+            error = foreign(f"{who} raised {self.kind}: {self.message}")
+            error.add_note(self.traceback)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of the sender, which travels with every batch of messages, such as the policy version."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """The served object has failed as a whole and ends; ``reason`` says why."""
+
+    reason: str
+
+
+Message = Call | Cancel | Item | Result | Failure | State | LastWords
+
+
+def run_blocking(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function`` and wait for its result, also for an awaitable one. For threads without an event loop."""
+    value = function(*arguments)
+    return asyncio.run(_awaited(value)) if isawaitable(value) else value
+
+
+def answer(call_id: int, function: Callable[..., Any], *arguments: Any) -> Result | Failure:
+    """Return the outcome of a blocking call as a message."""
+    try:
+        return Result(call_id, run_blocking(function, *arguments))
+    except (Exception, SystemExit) as error:  # user code may raise anything; only this call fails
+        return Failure.of(call_id, error)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

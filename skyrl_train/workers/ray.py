@@ -1,0 +1,244 @@
+"""Hosting in a Ray actor: connecting to a cluster, an actor's resources, and links to actors. Imported only where Ray is used.
+
+Ray pickles messages between its processes, and a pickle can run code: keep the cluster's network private, as Ray asks.
+Nothing here blocks the event loop: object references are awaited, and the calls of Ray that block run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.runtime.process import in_lasting_thread, keeping_signal_handlers
+from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerLink
+from skyrl_train.workers.host import ActorHost, Hosted
+from skyrl_train.workers.messages import Call, Message
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 600.0  # default limit of a start, waiting for the cluster's resources included
+STOP_LIMIT_S = 10.0  # time for an object to clean up before its actor is killed
+
+_connecting = threading.Lock()  # several engines may start at once, each in its own thread
+
+
+@dataclass(frozen=True, slots=True)
+class RayPlacement:
+    """Resources and environment of an actor.
+
+    Args:
+        num_cpus, num_gpus, resources: reserved for the actor; fractions are allowed.
+        environment: variables of the actor's process, set before Python starts.
+        placement_group: the actor runs in bundle ``bundle_index`` of it (-1: any).
+    """
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    placement_group: PlacementGroup | None = None
+    bundle_index: int = -1
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``ray.remote(...).options``."""
+        options: dict[str, Any] = {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "resources": dict(self.resources),
+            "runtime_env": {"env_vars": dict(self.environment)},
+        }
+        if self.placement_group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=self.placement_group, placement_group_bundle_index=self.bundle_index
+            )
+        return options
+
+
+def connect() -> None:
+    """Connect this process to Ray, unless it is connected already. Blocks.
+
+    Ray uses the cluster that RAY_ADDRESS names, else one that runs on this machine, else it starts one. A user's own
+    ``ray.init()`` before this call is respected.
+
+    Raises:
+        ConfigError: there is no such cluster.
+    """
+    with _connecting:
+        if ray.is_initialized():
+            return
+        try:
+            # Ray's C++ library installs a SIGTERM handler that prints a stack trace, and the kernel ends the processes
+            # that Ray starts on this machine together with the thread that has started them.
+            with keeping_signal_handlers():
+                in_lasting_thread(ray.init)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"Ray cannot be reached: {first_line(error)}. Check RAY_ADDRESS, or start a cluster with ray start."
+            ) from error
+
+
+def cluster_is_own() -> bool:
+    """Return whether this process started the Ray that it uses: one machine, and no other will join it."""
+    node = ray._private.worker._global_node
+    return node is not None and node.is_head()
+
+
+def this_node() -> str:
+    """Return the id of the node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def free_resources() -> dict[str, float]:
+    """Return the CPUs and GPUs that are free in the cluster now, for error messages."""
+    return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; Ray appends the remote traceback to it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class RayLink(WorkerLink):
+    """An actor that serves ``hosted()``, on any node of the cluster.
+
+    Raises (``start``):
+        ConfigError: Ray cannot be reached or started.
+
+    Args:
+        stop_timeout_s: time for the object to clean up before the actor is killed.
+    """
+
+    def __init__(self, hosted: type[Hosted], placement: RayPlacement, *, stop_timeout_s: float = STOP_LIMIT_S) -> None:
+        self.node = ""  # id of the actor's node, once started
+        self._hosted = hosted
+        self._placement = placement
+        self._stop_timeout_s = stop_timeout_s
+        self._actor: Any = None
+        self._numbers = itertools.count()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
+        await asyncio.to_thread(connect)
+        try:
+            self._actor = await asyncio.to_thread(create_actor, _RayActorHost, self._placement, self._hosted)
+            # The first answer of the actor: resources were found and its process has started.
+            self.node = await self._actor.node.remote()
+        except RayError as error:
+            raise StartError(f"its actor ended: {first_line(error)}") from error
+        self._reading = asyncio.create_task(self._read(on_messages, on_gone), name="actor-reader")
+
+    def send(self, messages: list[Message]) -> None:
+        if self._actor is not None:
+            self._actor.deliver.remote(next(self._numbers), messages)
+
+    async def call_directly(self, method: str, *arguments: Any) -> Any:
+        """Call a method beside the messages, for arguments that are too large for a batch.
+
+        Raises:
+            RayError: the actor has died or was stopped.
+        """
+        if self._actor is None:
+            raise RayError("the actor was stopped")
+        # In a thread: Ray copies large arguments into the object store before it returns.
+        return await (await asyncio.to_thread(self._actor.call_directly.remote, method, *arguments))
+
+    async def stop(self, graceful: bool) -> None:
+        actor, self._actor = self._actor, None
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        # A stop during the start, or a second stop.
+        if actor is None:
+            return
+        try:
+            if graceful:
+                with suppress(TimeoutError, RayError):  # it may be so stuck that only the kill helps
+                    async with asyncio.timeout(self._stop_timeout_s):
+                        await actor.stop.remote()
+        finally:
+            await asyncio.to_thread(ray.kill, actor)
+
+    async def diagnosis(self) -> str:
+        return await asyncio.to_thread(describe_resources, self._placement)
+
+    async def _read(self, on_messages: OnMessages, on_gone: OnGone) -> None:
+        """Consumes batches of messages / waits for one call of the actor / unblocked by messages or the actor's end /
+        produces answers and calls."""
+        actor = self._actor
+        try:
+            while True:
+                # One call waits in the actor at all times; its answer is everything that gathered meanwhile.
+                on_messages(await actor.next_messages.remote())
+        except RayError as error:
+            on_gone(f"its process has ended ({type(error).__name__}: {first_line(error)})")
+        except Exception as error:  # a bug of ours: nothing listens to the actor any more, as if it were dead
+            logger.exception("messages of an actor cannot be taken")
+            on_gone(repr(error))
+
+
+class RayBlockingLink(WorkerLink):
+    """An actor of ``actor_class`` with one blocking method ``answer(call) -> Result | Failure``, called in its main thread."""
+
+    def __init__(self, actor_class: type, placement: RayPlacement) -> None:
+        self._actor_class = actor_class
+        self._placement = placement
+        self._actor: Any = None
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
+        await asyncio.to_thread(connect)
+        self._on_messages, self._on_gone = on_messages, on_gone
+        self._actor = await asyncio.to_thread(create_actor, self._actor_class, self._placement)
+
+    def send(self, messages: list[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Call) and self._actor is not None:
+                task = asyncio.create_task(self._answer(self._actor, message), name="actor-call")
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+
+    async def stop(self, graceful: bool) -> None:
+        actor, self._actor = self._actor, None
+        for task in self._answering:
+            task.cancel()
+        if actor is not None:
+            await asyncio.to_thread(ray.kill, actor)
+
+    async def diagnosis(self) -> str:
+        return await asyncio.to_thread(describe_resources, self._placement)
+
+    async def _answer(self, actor: Any, call: Call) -> None:
+        try:
+            self._on_messages([await actor.answer.remote(call)])
+        except RayError as error:
+            self._on_gone(f"its actor ended: {type(error).__name__}: {first_line(error)}")
+
+
+def create_actor(actor_class: type, placement: RayPlacement, *arguments: Any) -> Any:
+    """Create an actor with these constructor arguments; returns before it has started. Blocks."""
+    return ray.remote(actor_class).options(**placement.options()).remote(*arguments)
+
+
+def describe_resources(placement: RayPlacement) -> str:
+    """Say what an actor asks for and what is free, for a start that takes too long. Blocks."""
+    return (
+        f"Its actor asks for num_cpus={placement.num_cpus:g} and num_gpus={placement.num_gpus:g}; free in the cluster now: "
+        f"{free_resources()}. Free some, allow more time, or look at `ray status`."
+    )
+
+
+class _RayActorHost(ActorHost):
+    async def node(self) -> str:
+        return this_node()

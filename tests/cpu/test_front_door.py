@@ -1,0 +1,200 @@
+"""``skyrl_train.train`` and ``load_run``: a script, a thread, a notebook with a real kernel; and wrong arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyrl_train
+from skyrl_train.entrypoints.run import StopRequest, load_inputs
+from skyrl_train.entrypoints.run import train as train_inputs
+from skyrl_train.errors import ConfigError
+
+TINY: dict[str, Any] = {
+    "trainer": {
+        "policy_mini_batch_size": 2,
+        "max_steps": 3,
+        "trackers": [],
+        "policy": {"model": {"build": {"hidden_size": 32}}},
+    },
+    "generator.n_samples_per_prompt": 2,
+    "generator.inference_engine.executor": "thread",
+    "data.generate": 8,
+}
+
+
+class Counting(skyrl_train.GymGenerator):
+    calls = 0
+
+    async def generate(self, input_batch: skyrl_train.GeneratorInput) -> skyrl_train.GeneratorOutput:
+        type(self).calls += 1
+        return await super().generate(input_batch)
+
+
+def train(folder: Path, recipe: Any = "quickstart", **arguments: Any) -> skyrl_train.Run:
+    overrides = {**TINY, "trainer.runs_dir": str(folder), **arguments.pop("overrides", {})}
+    return skyrl_train.train(recipe, overrides=overrides, quiet=True, **arguments)
+
+
+def test_a_script_trains_with_classes_and_functions_of_its_own(tmp_path: Path) -> None:
+    steps = []
+
+    class Noting(skyrl_train.FullyAsyncTrainer):
+        def report(self, trained: Any) -> None:
+            super().report(trained)
+            steps.append(self.global_step)
+
+    def reward(group: Any) -> list[float]:
+        return [float(index) for index, _ in enumerate(group.samples)]
+
+    before = Counting.calls
+    run = train(tmp_path, trainer_cls=Noting, generator=Counting, reward_fn=reward)
+
+    assert steps == [1, 2, 3]
+    assert Counting.calls - before >= 6
+    assert run.finished and run.path == tmp_path / "quickstart-1"
+    assert run.metrics.index.tolist() == [1, 2, 3]
+    assert run.metrics["reward/mean"].tolist() == [0.5, 0.5, 0.5]
+    assert run.samples["reward"].isin([0.0, 1.0]).all()
+    assert run.config.trainer.max_steps == 3
+    assert run.summary.steps == 3
+    assert run.policy is not None and (run.policy / "config.json").is_file()
+    assert "finished, 3 steps, reward 0.500 -> 0.500" in repr(run)
+
+
+def test_a_configuration_is_as_good_as_a_recipe_and_overrides_still_apply(tmp_path: Path) -> None:
+    config = skyrl_train.compose("quickstart", ["trainer.algorithm.eps_clip_high=0.31", "trainer.seed=7"])
+    run = train(tmp_path, config, overrides={"trainer.max_steps": 1})
+    assert (run.config.trainer.algorithm.eps_clip_high, run.config.trainer.seed) == (0.31, 7)
+    assert run.summary.steps == 1
+
+
+def test_a_coroutine_may_call_it_although_its_event_loop_runs(tmp_path: Path) -> None:
+    async def cell() -> skyrl_train.Run:
+        return train(tmp_path, overrides={"trainer.max_steps": 1})
+
+    assert asyncio.run(cell()).finished
+
+
+def test_a_closed_event_loop_of_the_caller_does_not_matter(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.close()
+    try:
+        assert train(tmp_path, overrides={"trainer.max_steps": 1}).finished
+    finally:
+        asyncio.set_event_loop(None)
+
+
+def test_another_thread_may_call_it_and_a_second_run_meanwhile_is_an_error(tmp_path: Path) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def reward(group: Any) -> list[float]:
+        inside.set()
+        assert go_on.wait(60)
+        return [1.0] * len(group.samples)
+
+    runs: list[skyrl_train.Run] = []
+    thread = threading.Thread(target=lambda: runs.append(train(tmp_path / "first", reward_fn=reward)))
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(ConfigError, match="A run is under way in this process"):
+        train(tmp_path / "second")
+    go_on.set()
+    thread.join(60)
+    assert runs[0].finished
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_stop_that_is_requested_ends_the_run_with_a_checkpoint_and_the_same_call_continues(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    stop = StopRequest()
+    overrides = ["trainer.max_steps=400", "trainer.policy_mini_batch_size=2", "trainer.trackers=[]"]
+    overrides += ["generator.inference_engine.executor=thread", f"trainer.run_dir={tmp_path / 'run'}"]
+    inputs = load_inputs(skyrl_train.compose("quickstart", overrides))
+    stop.request()  # before training: it stops at its first opportunity
+    result = train_inputs(inputs, Console(quiet=True), stop)
+    assert not result.finished and result.summary.steps < 400
+    assert (result.path / "checkpoints" / "latest").exists()
+
+
+NOTEBOOK = [
+    """
+import skyrl_train
+from skyrl_train import FullyAsyncTrainer
+
+class Patient(FullyAsyncTrainer):
+    async def next_batch(self):
+        batch = await super().next_batch()
+        print("step", self.global_step + 1, "takes", len(batch), "groups")
+        return batch
+
+run = skyrl_train.train("quickstart", trainer_cls=Patient, overrides=settings, quiet=True)
+""",
+    "print(run, sorted(run.metrics['policy/lr'].index))",
+]
+
+
+def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    assert len([line for line in NOTEBOOK[0].splitlines() if line.strip()]) <= 10
+    settings = {**TINY, "trainer.runs_dir": str(tmp_path)}
+    cells = [nbformat.v4.new_code_cell(source) for source in (f"settings = {settings!r}", *NOTEBOOK)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+    printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.outputs)
+    assert [f"step {step} takes 2 groups" in printed for step in (1, 2, 3)] == [True] * 3
+    assert "finished, 3 steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": 5}, "train() takes a recipe's name, the path of a yaml file, or a RunConfig"),
+        ({"recipe": "quickstrat"}, "Did you mean quickstart?"),
+        ({"overrides": {"trainer.max_step": 3}}, "Did you mean trainer.max_steps?"),
+        ({"overrides": {"trainer.max_steps": object()}}, "A setting cannot hold"),
+        ({"trainer_cls": Counting}, "trainer_cls must be a subclass of PPOTrainer"),
+        ({"trainer_cls": "fully_async"}, "trainer_cls must be a subclass of PPOTrainer"),
+        ({"generator": int}, "generator must be a subclass of GeneratorInterface"),
+        ({"generator": 3}, "generator must be a class, or a function that returns a generator"),
+        ({"reward_fn": "file.py:reward"}, "reward_fn must be a function"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_that_names_it(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        train(tmp_path, **arguments)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("overrides", ["trainer.max_steps=3", [3]])
+def test_overrides_are_a_list_of_strings_or_a_mapping(overrides: str | Sequence[Any]) -> None:
+    with pytest.raises(ConfigError, match="verride"):
+        skyrl_train.train(overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    "value", ["it's", 'a "b" c', "a,b=c{}[]$", "\\'", "", [1, "x y"], {"a.b": 0.5}, True, None, 1e-7, Path("/a b")]
+)
+def test_any_value_arrives_as_it_was_given(value: Any) -> None:
+    from skyrl_train.entrypoints.api import _as_list
+
+    config = skyrl_train.compose("quickstart", _as_list({"generator": {"kwargs": {"given": value}}}))
+    assert config.generator.kwargs["given"] == (str(value) if isinstance(value, Path) else value)
+
+
+def test_a_folder_without_a_run_is_an_error_that_names_the_runs_in_it(tmp_path: Path) -> None:
+    run = train(tmp_path, overrides={"trainer.max_steps": 1})
+    assert skyrl_train.load_run(run.path).metrics.index.tolist() == [1]
+    with pytest.raises(ConfigError, match="quickstart-1"):
+        skyrl_train.load_run(tmp_path)
+    with pytest.raises(ConfigError, match="not a run folder"):
+        skyrl_train.load_run(tmp_path / "nowhere")

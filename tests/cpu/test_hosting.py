@@ -1,0 +1,250 @@
+"""The contract of hosted objects: answers, streams, cancellation, errors, calls back to the driver, start and death."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from scripted import settle
+
+from skyrl_train.errors import EngineDeadError, EngineError, RequestError
+from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerConnection, WorkerLink
+from skyrl_train.workers.host import ActorHost, Hosted
+from skyrl_train.workers.messages import LastWords, Message
+
+
+class Obedient(Hosted):
+    """Does as it is told, and remembers what it cleaned up."""
+
+    def __init__(self) -> None:
+        self.cleaned_up: list[str] = []
+        self.driver_state: Any = None
+        self.stopped = False
+
+    async def start(self, order: str = "") -> str:
+        if order == "fail":
+            raise RequestError("no such model")
+        if order == "hang":
+            await asyncio.Event().wait()
+        return "started"
+
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    async def fail(self, error: Exception) -> None:
+        raise error
+
+    async def hang(self, name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            self.cleaned_up.append(name)
+
+    async def count(self, until: int) -> AsyncGenerator[int, None]:
+        try:
+            for number in range(until):
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            self.cleaned_up.append("count")
+
+    async def ask(self, number: int) -> Any:
+        return await self.driver.call("answer", number)
+
+    async def ask_stream(self) -> list[Any]:
+        return [item async for item in self.driver.stream("answers")]
+
+    def state(self) -> str:
+        return "from the host"
+
+    def take_state(self, state: Any) -> None:
+        self.driver_state = state
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class Answering:
+    """The object that the driver serves."""
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    async def answer(self, number: int) -> int:
+        if number < 0:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled += 1
+        return -number
+
+    async def answers(self) -> AsyncGenerator[int, None]:
+        for number in range(3):
+            yield number
+
+
+class LocalLink(WorkerLink):
+    """A host in this process; batches are pickled on their way."""
+
+    def __init__(self, refuse: str = "") -> None:
+        self.host = ActorHost(Obedient)
+        self.object = self.host._hosted
+        self.refuse = refuse
+        self.stops: list[bool] = []
+        self._numbers = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
+        if self.refuse:
+            raise StartError(self.refuse)
+        self.on_messages, self.die = on_messages, on_gone
+        self._tasks.append(asyncio.create_task(self._read()))
+
+    def send(self, messages: list[Message]) -> None:
+        copy = pickle.loads(pickle.dumps(messages))
+        self._tasks.append(asyncio.create_task(self.host.deliver(next(self._numbers), copy)))
+
+    async def stop(self, graceful: bool) -> None:
+        self.stops.append(graceful)
+        if graceful:
+            await self.host.stop()
+        for task in self._tasks:
+            task.cancel()
+
+    async def diagnosis(self) -> str:
+        return "It asks for the moon."
+
+    async def _read(self) -> None:
+        while True:
+            self.on_messages(pickle.loads(pickle.dumps(await self.host.next_messages())))
+
+
+def connect(link: LocalLink, **options: Any) -> WorkerConnection:
+    return WorkerConnection(
+        link,
+        gone_error=lambda reason: EngineDeadError(f"gone: {reason}"),
+        call_error=lambda failure: failure.error(EngineError, "the object"),
+        **options,
+    )
+
+
+@asynccontextmanager
+async def started(**options: Any) -> AsyncIterator[tuple[WorkerConnection, LocalLink, Obedient]]:
+    link = LocalLink()
+    connection = connect(link, **options)
+    assert await connection.start() == "started"
+    assert isinstance(link.object, Obedient)
+    yield connection, link, link.object
+    await connection.stop()
+
+
+async def test_calls_are_answered_and_errors_keep_their_class() -> None:
+    async with started() as (connection, _, _):
+        assert await asyncio.gather(*(connection.call("echo", i) for i in range(5))) == list(range(5))
+        with pytest.raises(RequestError, match="too long") as caught:
+            await connection.call("fail", RequestError("too long"))
+        assert "Traceback" in caught.value.__notes__[0]
+        with pytest.raises(EngineError, match="the object raised KeyError: 'x'"):
+            await connection.call("fail", KeyError("x"))
+        with pytest.raises(EngineError, match="AttributeError"):
+            await connection.call("no_such_method")
+        assert connection.num_pending == 0
+
+
+async def test_streams_yield_items_in_order_and_are_closed_at_both_ends() -> None:
+    async with started() as (connection, _, hosted):
+        assert [item async for item in connection.stream("count", 20)] == list(range(20))
+        left = connection.stream("count", 10**9)
+        assert await anext(left) == 0
+        await left.aclose()
+        await settle()
+        assert hosted.cleaned_up == ["count", "count"]
+        with pytest.raises(RequestError):
+            await anext(connection.stream("fail", RequestError("no")))
+
+
+async def test_a_cancelled_call_is_cancelled_in_the_object() -> None:
+    async with started() as (connection, _, hosted):
+        quick = asyncio.create_task(connection.call("hang", "quick"))
+        patient = asyncio.create_task(connection.call_to_end("hang", "patient"))
+        await settle()
+        for task in (quick, patient):
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await patient
+        assert "patient" in hosted.cleaned_up, "it waited for the clean-up"
+        with pytest.raises(asyncio.CancelledError):
+            await quick
+        await settle()
+        assert sorted(hosted.cleaned_up) == ["patient", "quick"]
+        assert connection.num_pending == 0
+
+
+async def test_the_object_calls_the_driver_and_both_learn_the_others_state() -> None:
+    learned: list[Any] = []
+    async with started(served=Answering(), own_state=lambda: "from the driver", on_state=learned.append) as (
+        connection,
+        _,
+        hosted,
+    ):
+        assert await connection.call("ask", 3) == -3
+        assert await connection.call("ask_stream") == [0, 1, 2]
+        assert hosted.driver_state == "from the driver"
+        assert set(learned) == {"from the host"}
+
+
+@pytest.mark.parametrize("how", ["the host dies", "last words"])
+async def test_a_death_cancels_what_the_object_asked_for_then_fails_all_calls(how: str) -> None:
+    answering, lost = Answering(), []
+    async with started(served=answering, on_lost=lambda: lost.append(1)) as (connection, link, _):
+        calls = [asyncio.create_task(connection.call("ask", -1)) for _ in range(3)]
+        calls.append(asyncio.create_task(anext(connection.stream("hang", "stream"))))  # type: ignore[arg-type]
+        await settle()
+        assert connection.num_running == 3
+        if how == "last words":
+            link.on_messages([LastWords("out of memory")])
+        else:
+            link.die("out of memory")
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="gone: out of memory"):
+                await call
+            assert answering.cancelled == 3
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            await connection.call("echo", 1)
+        link.die("again")
+        await settle()
+        assert (lost, link.stops) == ([1], [False])
+
+
+async def test_stopping_is_graceful_once_and_fails_what_is_pending() -> None:
+    async with started() as (connection, link, hosted):
+        call = asyncio.create_task(connection.call("hang", "call"))
+        await settle()
+        await connection.stop("it was torn down")
+        with pytest.raises(EngineDeadError, match="torn down"):
+            await call
+        await connection.stop()
+        assert (hosted.stopped, link.stops, connection.gone) == (True, [True, False], "it was torn down")
+
+
+async def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
+    with pytest.raises(EngineDeadError, match="it did not start: no room"):
+        await connect(link := LocalLink("no room")).start()
+    assert link.stops == [False]
+    with pytest.raises(RequestError, match="no such model"):
+        await connect(link := LocalLink()).start("fail")
+    assert link.stops == [False]
+    with pytest.raises(EngineDeadError, match=r"did not start within 0.01 s. It asks for the moon."):
+        await connect(link := LocalLink()).start("hang", timeout_s=0.01)
+    assert link.stops == [False]
+    starting = asyncio.create_task(connect(link := LocalLink()).start("hang"))
+    await settle()
+    link.die("killed")
+    with pytest.raises(EngineDeadError, match="gone: killed"):
+        await starting

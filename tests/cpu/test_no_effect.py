@@ -1,0 +1,64 @@
+"""Settings that get a warning because they have no effect: a run with them trains what it trains without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Harness
+
+FULLY_ASYNC = "trainer.fully_async"
+ALGORITHM = "trainer.algorithm"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ALGORITHM}.gamma=0.9"],
+        [f"{ALGORITHM}.kl_ctrl.type=adaptive"],
+        [f"{ALGORITHM}.proximal_policy=arrival"],
+        [f"{ALGORITHM}.off_policy_correction.baseline_without_rejected=true"],
+        [f"{ALGORITHM}.off_policy_correction.rejections=[{{statistic: k3}}]"],
+        [f"{ALGORITHM}.overlong.max_response_len=8"],
+        [f"{ALGORITHM}.max_seq_len=8"],
+        ["trainer.eval.before_train=true"],
+        ["trainer.eval.num_engines=1"],
+        ["trainer.max_restarts=2"],
+        ["generator.inference_engine.tensor_parallel_size=2"],
+    ],
+    ids=str,
+)
+async def test_a_run_trains_the_same_with_and_without(tmp_path: Path, overrides: list[str]) -> None:
+    plain = Harness(tmp_path / "plain", "trainer.mode=sync")
+    warned = Harness(tmp_path / "warned", "trainer.mode=sync", *overrides)
+    assert plain.plan.warnings == () and len(warned.plan.warnings) == 1
+    for h in (plain, warned):
+        await h.train()
+    assert warned.trained == plain.trained == list(range(32))
+    for a, b in zip(warned.backend.minibatches, plain.backend.minibatches, strict=True):
+        for x, y in zip(a.sequences, b.sequences, strict=True):
+            assert x.token_ids.equal(y.token_ids) and x.advantages.equal(y.advantages)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{FULLY_ASYNC}.overlap_weight_sync=true", f"{FULLY_ASYNC}.generate_ahead_steps=0"],
+        [f"{FULLY_ASYNC}.overlap_weight_sync=true", f"{FULLY_ASYNC}.generate_ahead_steps=0.5"],
+        [
+            f"{FULLY_ASYNC}.overlap_weight_sync=true",
+            f"{FULLY_ASYNC}.generate_ahead_steps=0",
+            f"{FULLY_ASYNC}.weight_sync_interval=2",
+        ],
+        [f"{FULLY_ASYNC}.staleness_policy=wait_batched", f"{FULLY_ASYNC}.generate_ahead_steps=0"],
+        ["trainer.train_batch_size=8"],
+    ],
+    ids=str,
+)
+async def test_an_asynchronous_run_with_a_setting_without_effect_trains_every_prompt_once(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    h = Harness(tmp_path, "trainer.mode=fully_async", *overrides)
+    assert len(h.plan.warnings) == 1
+    await h.train()
+    assert sorted(h.trained) == list(range(32))

@@ -1,0 +1,325 @@
+"""Retries join the request in flight; equal requests that are no retries do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from session_worlds import ask, choice, new_session, user
+
+from skyrl_train.endpoint.sessions import request_key
+from skyrl_train.endpoint.sessions.deduplicator import CompletedRequests, RequestDeduplicator
+from skyrl_train.errors import RequestError, SessionError
+
+KEY, OTHER = b"key", b"other"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Source:
+    """A request that yields what the test says, when it says so; each start is a new one."""
+
+    def __init__(self) -> None:
+        self.runs: list[asyncio.Queue[int | Exception | None]] = []
+        self.cancelled: list[int] = []
+
+    async def stream(self) -> AsyncIterator[int]:
+        number = len(self.runs)
+        self.runs.append(asyncio.Queue())
+        try:
+            while (item := await self.runs[number].get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+
+    async def result(self) -> int:
+        return [item async for item in self.stream()][-1]
+
+    def feed(self, *items: int | Exception | None, run: int = 0) -> None:
+        for item in items:
+            self.runs[run].put_nowait(item)
+
+
+class World:
+    def __init__(self, limit: int = 10) -> None:
+        self.clock = Clock()
+        self.completed = CompletedRequests(limit, 60.0, self.clock)
+        self.requests = RequestDeduplicator(self.completed)
+        self.source = Source()
+
+    async def request(self, *, is_retry: bool = False, key: bytes = KEY) -> asyncio.Task[list[int]]:
+        """Starts a streaming request; returns when it waits for its first new item."""
+
+        async def read() -> list[int]:
+            return [item async for item in self.requests.stream(key, self.source.stream, is_retry=is_retry)]
+
+        task = asyncio.create_task(read())
+        await settle()
+        return task
+
+
+async def settle() -> None:
+    """Lets everything that can run do so: nothing here waits for anything but the test."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_a_retry_joins_the_request_in_flight_and_gets_all_of_it(world: World) -> None:
+    first = await world.request()
+    world.source.feed(1, 2)
+    await settle()
+    retry = await world.request(is_retry=True)
+    world.source.feed(3, None)
+    assert await first == await retry == [1, 2, 3]
+    assert len(world.source.runs) == 1
+    assert world.requests.running == 0
+
+
+async def test_an_equal_request_that_is_no_retry_is_a_new_sample(world: World) -> None:
+    first, second = await world.request(), await world.request()
+    world.source.feed(1, None, run=0)
+    world.source.feed(2, None, run=1)
+    assert (await first, await second) == ([1], [2])
+
+
+async def test_a_retry_of_another_request_does_not_join(world: World) -> None:
+    await world.request()
+    await world.request(is_retry=True, key=OTHER)
+    assert len(world.source.runs) == 2
+    world.requests.end(SessionError("over"))
+    await settle()
+
+
+async def test_a_result_is_shared_as_well(world: World) -> None:
+    calls = [
+        asyncio.create_task(world.requests.run(KEY, world.source.result, is_retry=is_retry))
+        for is_retry in (False, True, True)
+    ]
+    await settle()
+    world.source.feed(5, None)
+    assert await asyncio.gather(*calls) == [5, 5, 5]
+    assert len(world.source.runs) == 1
+
+
+async def test_a_retry_after_the_end_gets_the_response_that_was_lost(world: World) -> None:
+    first = await world.request()
+    world.source.feed(1, 2, None)
+    await first
+    world.clock.now = 59.0
+    for _ in range(2):
+        assert await (await world.request(is_retry=True)) == [1, 2]
+    assert len(world.source.runs) == 1
+
+
+async def test_a_retry_that_comes_too_late_samples_again(world: World) -> None:
+    first = await world.request()
+    world.source.feed(1, None)
+    await first
+    world.clock.now = 60.0
+    await world.request(is_retry=True)
+    assert len(world.source.runs) == 2
+    world.requests.end(SessionError("over"))
+    await settle()
+
+
+async def test_only_so_many_finished_responses_are_kept() -> None:
+    world = World(limit=2)
+    for number in range(3):
+        request = await world.request(key=bytes([number]))
+        world.source.feed(number, None, run=number)
+        await request
+    assert await (await world.request(key=bytes([2]), is_retry=True)) == [2]
+    assert await (await world.request(key=bytes([1]), is_retry=True)) == [1]
+    await world.request(key=bytes([0]), is_retry=True)
+    assert len(world.source.runs) == 4
+    world.requests.end(SessionError("over"))
+    await settle()
+
+
+async def test_a_new_sample_takes_the_place_of_the_finished_one(world: World) -> None:
+    """Else the retry of a failed second sample would get the first one's response once more."""
+    first = await world.request()
+    world.source.feed(1, None)
+    await first
+    second = await world.request()
+    world.source.feed(RequestError("no"), run=1)
+    with pytest.raises(RequestError):
+        await second
+    await world.request(is_retry=True)
+    assert len(world.source.runs) == 3
+    world.requests.end(SessionError("over"))
+    await settle()
+
+
+async def test_two_equal_requests_that_are_both_retried_stay_two_samples(world: World) -> None:
+    requests = [await world.request(is_retry=is_retry) for is_retry in (False, False, True, True)]
+    world.source.feed(1, None, run=0)
+    world.source.feed(2, None, run=1)
+    assert [await request for request in requests] == [[1], [2], [1], [2]]
+
+
+async def test_a_waiter_that_leaves_does_not_take_the_request_from_the_others(world: World) -> None:
+    first, retry = await world.request(), await world.request(is_retry=True)
+    first.cancel()
+    await settle()
+    assert not world.source.cancelled
+    world.source.feed(1, None)
+    assert await retry == [1]
+
+
+async def test_the_last_waiter_that_leaves_cancels_the_request(world: World) -> None:
+    for waiter in [await world.request(), await world.request(is_retry=True)]:
+        waiter.cancel()
+        await settle()
+    assert world.source.cancelled == [0]
+    assert world.requests.running == 0
+    await world.request(is_retry=True)
+    assert len(world.source.runs) == 2  # what was cancelled is not joined
+    world.requests.end(SessionError("over"))
+    await settle()
+
+
+async def test_leaving_returns_only_when_the_request_has_ended(world: World) -> None:
+    may_end = asyncio.Event()
+
+    async def slow_to_end() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+    stream = world.requests.stream(KEY, slow_to_end, is_retry=False)
+    assert await anext(stream) == 1
+    leaving = asyncio.create_task(stream.aclose())
+    await settle()
+    assert not leaving.done()
+    retry = await world.request(is_retry=True)  # too late to join what is ending
+    assert len(world.source.runs) == 1
+    world.source.feed(2, None)
+    assert await retry == [2]
+    may_end.set()
+    await leaving
+    assert world.requests.running == 0
+
+
+async def test_a_waiter_that_closes_its_stream_early_leaves(world: World) -> None:
+    stream = world.requests.stream(KEY, world.source.stream, is_retry=False)
+    reading = asyncio.ensure_future(anext(stream))
+    await settle()
+    world.source.feed(1)
+    assert await reading == 1
+    await stream.aclose()
+    assert world.source.cancelled == [0]
+
+
+async def test_a_failure_reaches_every_waiter_and_is_not_kept(world: World) -> None:
+    waiters = [await world.request(), await world.request(is_retry=True)]
+    world.source.feed(1, RequestError("does not fit"))
+    for waiter in waiters:
+        with pytest.raises(RequestError, match="does not fit"):
+            await waiter
+    await world.request(is_retry=True)
+    assert len(world.source.runs) == 2
+    world.requests.end(SessionError("over"))
+    await settle()
+
+
+async def test_a_slow_reader_holds_up_nobody(world: World) -> None:
+    slow = world.requests.stream(KEY, world.source.stream, is_retry=False)
+    reading = asyncio.ensure_future(anext(slow))
+    await settle()
+    retry = await world.request(is_retry=True)
+    world.source.feed(1, 2, 3, None)
+    assert await retry == [1, 2, 3]
+    assert [await reading, *[item async for item in slow]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 20])
+async def test_the_end_of_the_session_ends_its_requests(world: World, steps_before: int) -> None:
+    waiting = asyncio.create_task(world.requests.run(KEY, world.source.result, is_retry=False))
+    for _ in range(steps_before):
+        await asyncio.sleep(0)
+    if steps_before == 0:
+        waiting.cancel()  # it has not begun: there is nothing to end
+        world.requests.end(SessionError("over"))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return
+    world.requests.end(SessionError("over"))
+    with pytest.raises(SessionError, match="over"):
+        await waiting
+    assert world.requests.running == 0
+
+
+async def test_nothing_is_kept_after_the_end(world: World) -> None:
+    first = await world.request()
+    world.source.feed(1, None)
+    await first
+    world.requests.end(SessionError("over"))
+    assert not world.completed._forget
+    assert not world.requests._requests
+
+
+async def test_a_shared_request_is_recorded_once() -> None:
+    session = new_session()
+    go = asyncio.Event()
+
+    async def chat() -> str:
+        plan = session.plan([user("hi")])
+        await go.wait()
+        session.record(plan, choice(plan, "yo"))
+        return "yo"
+
+    calls = [asyncio.create_task(session.deduplicator.run(KEY, chat, is_retry=retry)) for retry in (False, True)]
+    await settle()
+    go.set()
+    assert await asyncio.gather(*calls) == ["yo", "yo"]
+    assert session.statistics().turns == 1
+
+
+@pytest.mark.parametrize("end", ["finish", "close"])
+async def test_a_session_that_ends_cancels_its_requests_and_they_are_not_trained(end: str) -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo")
+
+    async def chat() -> None:
+        plan = session.plan([user("more")])
+        await asyncio.Event().wait()
+        session.record(plan, choice(plan, "never"))
+
+    waiting = asyncio.create_task(session.deduplicator.run(KEY, chat, is_retry=False))
+    await settle()
+    getattr(session, end)()
+    with pytest.raises(SessionError, match="while the request was running"):
+        await waiting
+    if end == "finish":
+        assert [sequence.turns for sequence in session.sequences()] == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [
+        (lambda: request_key("/a", {"y": [1, {"b": 2, "a": None}], "x": "ü"}), True),
+        (lambda: request_key("/b", {"x": "ü", "y": [1, {"a": None, "b": 2}]}), False),
+        (lambda: request_key("/a", {"x": "u", "y": [1, {"a": None, "b": 2}]}), False),
+        (lambda: request_key("/a", {"x": "ü", "y": [{"a": None, "b": 2}, 1]}), False),
+    ],
+)
+def test_a_key_names_path_and_body_but_no_order_of_keys(other: Callable[[], bytes], equal: bool) -> None:
+    assert (request_key("/a", {"x": "ü", "y": [1, {"a": None, "b": 2}]}) == other()) == equal

@@ -1,0 +1,52 @@
+"""Which test files belong to which room (``pytest --room staleness``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Room -> the beginnings of the names of its test files, without "test_". The longest beginning decides.
+ROOMS = {
+    "algorithms": ("algorithms", "kl"),
+    "chat": ("chat", "response_text"),
+    "client": ("client", "continuation", "fleet", "replay"),
+    "config": (
+        "config", "no_effect", "import_path", "memory_fit", "lora_settings", "algorithms_settings", "distributed_settings",
+    ),
+    "data": ("dataloader", "dataset", "ledger", "samplers", "streaming_data"),
+    "dialects": ("dialect",),
+    "distributed": ("distributed",),
+    "embedded": ("embedded", "busy_time"),
+    "endpoint": ("server",),
+    "entrypoints": ("entrypoint", "front_door", "stopping", "extensions"),
+    "environments": ("environments", "sandbox"),
+    "evaluation": ("evaluation",),
+    "examples": ("examples", "tutorials", "recipes", "quickstart", "harness_examples"),
+    "generators": ("generators",),
+    "harness": ("harness",),
+    "models": ("models",),
+    "observability": ("observability",),
+    "project": ("project", "walks"),
+    "rollout": ("buffer", "filters", "workers", "dispatcher", "rollout_checkpoint", "group"),
+    "runtime": ("concurrency", "gc_tuning", "watchdog"),
+    "sessions": ("sessions",),
+    "simulation": ("simulation",),
+    "stages": ("stages", "stage_parts"),
+    "staleness": ("staleness",),
+    "trainers": (
+        "trainer", "assembly", "endings", "failures", "kill_and_resume", "modes", "sync_equivalence",
+        "streaming_minibatch", "replay_trainer", "nonfinite", "critic_training", "lora_training",
+    ),
+    "training": (
+        "training", "checkpoint_store", "compilation", "critic", "minibatch", "remote_checkpoint", "snapshots",
+    ),
+    "vllm": ("vllm",),
+    "weight_sync": ("transports", "delta_transport", "gloo_transport", "shared_memory_transport", "lora_weight_sync"),
+    "workers": ("hosting", "executors", "ray_engine", "rollout_actors"),
+}  # fmt: skip
+
+
+def room_of(file: str) -> str | None:
+    """The room of a test file, by its name."""
+    name = Path(file).stem.removeprefix("test_")
+    fits = [(len(start), room) for room, starts in ROOMS.items() for start in starts if name.startswith(start)]
+    return max(fits)[1] if fits else None
