@@ -9,11 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+# Ray starts its workers with the `uv run ...` that started the driver. Each worker would then install packages into the
+# environment that the others are importing from. Ray reads the variable when it is imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import ray
 from ray.exceptions import RayError

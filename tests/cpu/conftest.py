@@ -8,6 +8,7 @@ from collections.abc import Iterator
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch is imported, as the commands do: threads that outnumber cores crawl
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imported, as skyrl_train.workers.ray does
 
 import pytest
 from hypothesis import settings

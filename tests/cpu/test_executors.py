@@ -245,6 +245,20 @@ async def test_on_the_loop_calls_run_at_once_and_are_cancelled_with_their_caller
 # Ray ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, "False"), ({"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"}, "True")])
+def test_workers_do_not_install_packages_unless_the_user_asks(given: dict[str, str], expected: str) -> None:
+    code = (
+        "import skyrl_train.workers.ray\n"
+        "from ray._private.ray_constants import RAY_ENABLE_UV_RUN_RUNTIME_ENV\n"
+        "print(RAY_ENABLE_UV_RUN_RUNTIME_ENV)"
+    )
+    without = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**without, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [expected]
+
+
 async def test_an_actor_answers_fails_and_is_replaced_like_a_process() -> None:
     ray = pytest.importorskip("ray")
     from skyrl_train.workers.ray import RayBlockingLink, RayPlacement
