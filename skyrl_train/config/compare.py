@@ -80,11 +80,6 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
     return [key for key in keys if key not in NOT_PART_OF_THE_RUN and left.get(key, missing) != right.get(key, missing)]
 
 
-def same_run(a: RunConfig, b: RunConfig) -> bool:
-    """Return whether a run with configuration ``a`` may continue under ``b``."""
-    return not differences(a, b)
-
-
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in section.items():
         key = f"{prefix}{name}"

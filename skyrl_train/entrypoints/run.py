@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +31,15 @@ from skyrl_train.errors import ConfigError, RolloutError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
 from skyrl_train.observability.reporter import Reporter
-from skyrl_train.observability.run_folder import METRICS, RunFolder, choose_run_folder, left_behind, read_jsonl
+from skyrl_train.observability.run_folder import (
+    FINISHED,
+    METRICS,
+    RunFolder,
+    choose_run_folder,
+    left_behind,
+    read_jsonl,
+    replace_file,
+)
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
@@ -206,7 +215,7 @@ def _train_in_folder(inputs: RunInputs, console: Console, stop: StopRequest, sta
         if abandoned and not choice.resuming and config.trainer.run_dir is None:
             console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
         # The folder stays locked over all restarts.
-        with RunFolder(choice.path, config) as run_folder, log_file(run_folder.logs / "train.log"):
+        with closing(RunFolder(choice.path, config)) as run_folder, log_file(run_folder.logs / "train.log"):
             finished, start_step = train_restarting(
                 lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, stop)),
                 config,
@@ -216,10 +225,11 @@ def _train_in_folder(inputs: RunInputs, console: Console, stop: StopRequest, sta
                 stop,
             )
             # Read from the file: earlier commands have written some of the steps.
-            rows = run_folder.read_metrics()
+            rows = list(read_jsonl(run_folder.metrics.path))
             summary = summarize(rows)
             if finished:
-                run_folder.mark_finished(summary.to_dict())
+                # From now on the same command starts a new run.
+                replace_file(run_folder.path / FINISHED, json.dumps(asdict(summary), indent=2) + "\n")
             seconds = spent_s(rows, start_step, time.monotonic() - started)
             return RunResult(run_folder.path, finished, was_finished=False, summary=summary, seconds=seconds)
 

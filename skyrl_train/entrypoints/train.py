@@ -20,7 +20,7 @@ from skyrl_train.config.validate import raise_errors
 from skyrl_train.entrypoints.run import check_implementations, load_inputs, print_warnings, train
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
-from skyrl_train.observability.screen import final_line, resume_command, train_command
+from skyrl_train.observability.screen import final_line, train_command
 
 MODULE = "skyrl_train.entrypoints.train"
 
@@ -73,13 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     else:
         launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER", "")  # set by ./uvw
-        again = train_command(MODULE, arguments, launcher)
-        resume = resume_command(MODULE, arguments, str(result.path), launcher)
+        run_dir = None if result.finished else str(result.path)  # a finished run is repeated in another folder
         line = final_line(
             result.summary,
             str(result.path),
             finished=result.finished,
-            command=again if result.finished else resume,
+            command=train_command(MODULE, arguments, launcher, run_dir=run_dir),
             seconds=result.seconds,
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -17,8 +17,8 @@ from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.observability.screen import Failures, StepReport, View, make_view, shortened
+from skyrl_train.observability.run_folder import RunFolder, read_jsonl
+from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view, shortened
 from skyrl_train.types import RolloutGroup
 
 # Trackers ----------------------------------------------------------------------------------------------------------
@@ -113,14 +113,15 @@ class Reporter:
         self._total_steps = total_steps
         self.start_step = 0
         self._last_reason = ""  # of a failed attempt at a group
-        self._view: View | None = None
+        self._view: TerminalView | PlainView | None = None
         self._trackers: list[Tracker] = []
 
     def begin(self, step: int) -> None:
         """Open all outputs for the steps after ``step``, and remove data about later steps."""
         self.start_step = step
         # The steps after the checkpoint run again and write their lines again.
-        self._folder.truncate_after(step)
+        for file in (self._folder.metrics, self._folder.samples, self._folder.evaluations):
+            file.truncate_after(step)
         self._trackers = make_trackers(self._folder.logs, self._config, step)
         title = f"{self._folder.path} ({self._config.trainer.mode})"
         self._view = make_view(self._console, self._total_steps, title, start_step=step)
@@ -146,25 +147,23 @@ class Reporter:
         # The group indices allow an external check that every prompt is trained or reported exactly once.
         group_indices = {"group_indices": [group.group_index for group in batch]}
         group_indices |= {f"{outcome}_group_indices": list(some) for outcome, some in untrained.items()}
-        self._folder.append_metrics(step, {**metrics, **group_indices})
-        self._folder.append_samples(
-            step,
-            (
-                {
-                    "group_index": group.group_index,
-                    "uid": group.uid,
-                    "sample": index,
-                    "prompt": decode(sequence.prompt_token_ids),
-                    "response": decode(sequence.response_ids),
-                    "reward": sample.reward,
-                    "stop_reason": sequence.stop_reason,
-                    "oldest_version": group.oldest_version,
-                }
-                for group in batch[: self._config.trainer.samples_per_step]
-                for index, sample in enumerate(group.samples)
-                for sequence in sample.sequences
-            ),
-        )
+        self._folder.metrics.append({"step": step, **metrics, **group_indices})
+        for group in batch[: self._config.trainer.samples_per_step]:
+            for index, sample in enumerate(group.samples):
+                for sequence in sample.sequences:
+                    self._folder.samples.append(
+                        {
+                            "step": step,
+                            "group_index": group.group_index,
+                            "uid": group.uid,
+                            "sample": index,
+                            "prompt": decode(sequence.prompt_token_ids),
+                            "response": decode(sequence.response_ids),
+                            "reward": sample.reward,
+                            "stop_reason": sequence.stop_reason,
+                            "oldest_version": group.oldest_version,
+                        }
+                    )
         for tracker in self._trackers:
             tracker.log(step, metrics)
         if self._view is not None:
@@ -178,7 +177,7 @@ class Reporter:
             row: the line of ``eval.jsonl``, without the step.
             headline: one line for the screen.
         """
-        self._folder.append_evaluation(step, row)
+        self._folder.evaluations.append({"step": step, **row})
         for tracker in self._trackers:
             tracker.log(step, metrics)
         self.note(headline)
@@ -186,7 +185,7 @@ class Reporter:
     @property
     def evaluated_steps(self) -> set[int]:
         """Steps whose policies have been evaluated."""
-        return {row["step"] for row in self._folder.read_evaluations()}
+        return {row["step"] for row in read_jsonl(self._folder.evaluations.path)}
 
     def attempt_failed(self, name: str, reason: str) -> None:
         """Report a failed attempt at the group ``name``. The first one is shown at once, the others as a count."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from skyrl_train.config.compose import from_yaml
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, METRICS, SAMPLES, read_jsonl
+from skyrl_train.observability.run_folder import (
+    CONFIG,
+    EVALUATIONS,
+    FINISHED,
+    METRICS,
+    SAMPLES,
+    read_config,
+    read_jsonl,
+)
 from skyrl_train.observability.screen import RunSummary, summarize
 
 if TYPE_CHECKING:
@@ -38,13 +45,12 @@ class Run:
         Raises:
             ConfigError: the file was written by a version with other settings.
         """
-        file = self.path / CONFIG
-        return from_yaml(file.read_text(encoding="utf-8"), where=str(file))
+        return read_config(self.path)
 
     @cached_property
     def summary(self) -> RunSummary:
         """Steps, rewards and training time."""
-        return summarize(self._rows(METRICS))
+        return summarize(list(read_jsonl(self.path / METRICS)))
 
     @cached_property
     def metrics(self) -> pandas.DataFrame:
@@ -67,13 +73,10 @@ class Run:
         folder = self.path / "policy"
         return folder if folder.is_dir() else None
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        return list(read_jsonl(self.path / name))
-
     def _frame(self, name: str, index: str | None = None) -> pandas.DataFrame:
         import pandas  # 0.5 s, which a training run does not need
 
-        frame = pandas.DataFrame(self._rows(name))
+        frame = pandas.DataFrame(read_jsonl(self.path / name))
         return frame.set_index(index) if index is not None and index in frame else frame
 
     def __repr__(self) -> str:

@@ -10,13 +10,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
-from skyrl_train.config.compare import differences, same_run
+from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import from_yaml, to_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import ConfigError, SkyRLError
@@ -51,19 +50,26 @@ def choose_run_folder(config: RunConfig) -> RunChoice:
     if trainer.resume is not ResumeMode.never:
         # Newest first; a run with other settings is left as it is.
         for folder in _unfinished(numbered):
-            if _holds(folder, config):
+            try:
+                differing = differences(read_config(folder), config)
+            except (ConfigError, OSError):
+                continue  # no configuration yet, or one of a version with other settings
+            if not differing:
                 return RunChoice(folder, resuming=True, finished=False)
     folder = _create_next(Path(trainer.runs_dir), trainer.run_name, max(numbered, default=0))
     return RunChoice(folder, resuming=False, finished=False)
 
 
-def is_finished(folder: Path) -> bool:
-    """Return whether the run in ``folder`` has nothing left to train."""
-    return (folder / FINISHED).is_file()
-
-
 class RunFolder:
-    """An open run folder, locked against other processes until :meth:`close`."""
+    """An open run folder, locked against other processes until :meth:`close`.
+
+    Attributes:
+        path: the folder itself.
+        checkpoints: folder of ``global_step_N`` and ``latest``.
+        logs: folder of the trackers' files and the logs of the processes.
+        model: folder of the initial model, if the run builds one.
+        metrics, samples, evaluations: open files; a line per step, per sample, per evaluated policy.
+    """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         """Create the folders and write the configuration.
@@ -73,6 +79,7 @@ class RunFolder:
             SkyRLError: the disk is full.
         """
         self.path = path
+        self.checkpoints, self.logs, self.model = path / "checkpoints", path / "logs", path / "model"
         try:
             for folder in (path, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -81,70 +88,17 @@ class RunFolder:
         # Before the first write: another process may train in this folder.
         self._lock = _lock(path)
         replace_file(path / CONFIG, to_yaml(config))
-        self._metrics = JsonlFile(path / METRICS)
-        self._samples = JsonlFile(path / SAMPLES)
-        self._evaluations = JsonlFile(path / EVALUATIONS)
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of ``global_step_N`` and ``latest``."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the trackers' files and the logs of the processes."""
-        return self.path / "logs"
-
-    @property
-    def model(self) -> Path:
-        """Folder of the initial model, if the run builds one."""
-        return self.path / "model"
-
-    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the line of one step."""
-        self._metrics.append({"step": step, **metrics})
-
-    def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Write one line per sample."""
-        for sample in samples:
-            self._samples.append({"step": step, **sample})
-
-    def append_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write the line of the evaluation of the policy after ``step``."""
-        self._evaluations.append({"step": step, **row})
-
-    def truncate_after(self, step: int) -> None:
-        """Remove the lines of steps after ``step``, the checkpoint from which the run resumes."""
-        for file in (self._metrics, self._samples, self._evaluations):
-            file.truncate_after(step)
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Return all lines of ``metrics.jsonl``."""
-        return list(read_jsonl(self.path / METRICS))
-
-    def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return all lines of ``eval.jsonl``."""
-        return list(read_jsonl(self.path / EVALUATIONS))
-
-    def mark_finished(self, summary: Mapping[str, Any]) -> None:
-        """Record that nothing is left to train; the same command then starts a new run."""
-        replace_file(self.path / FINISHED, json.dumps(summary, indent=2) + "\n")
+        self.metrics = JsonlFile(path / METRICS)
+        self.samples = JsonlFile(path / SAMPLES)
+        self.evaluations = JsonlFile(path / EVALUATIONS)
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
         # The files before the lock: another process may open them as soon as it is released.
-        for file in (self._metrics, self._samples, self._evaluations):
+        for file in (self.metrics, self.samples, self.evaluations):
             file.close()
         self._lock.close()
         _locked_here.discard(self.path.resolve())
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
@@ -160,13 +114,13 @@ def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{name} is not empty and contains no run (no {CONFIG}). Name another folder.")
     # Only settings that change what is learned are compared; the others may differ.
-    differing = differences(_read_config(folder), config)
+    differing = differences(read_config(folder), config)
     if differing:
         raise ConfigError(
             f"{name} contains a run with another configuration; it differs in {', '.join(differing)}. Set these as in "
             f"{folder / CONFIG}, or name another folder.{_about_length(differing, folder)}"
         )
-    return RunChoice(folder, resuming=True, finished=is_finished(folder))
+    return RunChoice(folder, resuming=True, finished=(folder / FINISHED).is_file())
 
 
 def _about_length(differing: Sequence[str], folder: Path) -> str:
@@ -190,7 +144,7 @@ def left_behind(config: RunConfig) -> str:
         try:
             if not (folder / METRICS).stat().st_size:
                 continue
-            differing = differences(_read_config(folder), config)
+            differing = differences(read_config(folder), config)
         except (ConfigError, OSError):
             continue
         why = f"has other settings ({', '.join(differing)})" if differing else "is not resumed (trainer.resume=never)"
@@ -200,17 +154,17 @@ def left_behind(config: RunConfig) -> str:
 
 def _unfinished(numbered: Mapping[int, Path]) -> list[Path]:
     """Return the folders of unfinished runs, newest first."""
-    return [numbered[number] for number in sorted(numbered, reverse=True) if not is_finished(numbered[number])]
+    newest_first = (numbered[number] for number in sorted(numbered, reverse=True))
+    return [folder for folder in newest_first if not (folder / FINISHED).is_file()]
 
 
-def _holds(folder: Path, config: RunConfig) -> bool:
-    try:
-        return same_run(_read_config(folder), config)
-    except (ConfigError, OSError):
-        return False  # no configuration yet, or one of a version with other settings
+def read_config(folder: Path) -> RunConfig:
+    """Read the settings of the run in ``folder``.
 
-
-def _read_config(folder: Path) -> RunConfig:
+    Raises:
+        ConfigError: the file is not readable, or was written by a version with other settings.
+        OSError: there is no such file.
+    """
     path = folder / CONFIG
     return from_yaml(path.read_text(encoding="utf-8"), where=str(path))
 

@@ -1,6 +1,6 @@
 """Everything that a run prints: a panel in a terminal, a line now and then elsewhere, and the final line.
 
-trainer ──StepReport──> View ──> TerminalView (rich, redrawn in place)  |  PlainView (lines, for files and pipes)
+trainer ──StepReport──> TerminalView (rich, redrawn in place)  |  PlainView (lines, for files and pipes)
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import math
 import shlex
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -72,66 +71,26 @@ class StepReport:
     failures: Failures = Failures()
 
 
-class View(ABC):
-    """Shows the progress of one run."""
-
-    @abstractmethod
-    def update(self, report: StepReport) -> None:
-        """Show a finished step."""
-
-    @abstractmethod
-    def waiting(self, in_flight: int, failures: Failures) -> None:
-        """Show that the run is alive. Called about every second.
-
-        Args:
-            in_flight: groups in generation.
-        """
-
-    @abstractmethod
-    def note(self, text: str) -> None:
-        """Show a line that stays, such as a warning."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the last state on the screen. Idempotent."""
-
-
-def make_view(
-    console: Console, total_steps: int, title: str, *, start_step: int = 0, clock: Clock = time.monotonic
-) -> View:
-    """Return a panel if ``console`` is a terminal, else plain lines.
-
-    Args:
-        title: run name and mode.
-        start_step: the step from which the run resumes; the remaining time is estimated from the steps after it.
-    """
-    progress = Progress(total_steps, start_step, clock)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return TerminalView(console, title, progress, clock)
-    return PlainView(console, title, progress, clock)
-
-
 class Progress:
     """Finished steps, their rewards, and the remaining time at the pace since the start."""
 
     def __init__(self, total_steps: int, start_step: int, clock: Clock) -> None:
         self.total_steps = total_steps
         self.rewards: list[float] = []
-        self._start_step = start_step
+        self.step = self._start_step = start_step
         self._clock = clock
-        self._started = clock()
-        self._latest_at = self._started
-        self.step = start_step
+        self._started = self._latest_at = clock()
 
     def update(self, report: StepReport) -> None:
         """Add a finished step."""
         self.step, self._latest_at = report.step, self._clock()
         self.rewards.append(report.reward)
 
-    @property
-    def standing(self) -> str:
-        """The latest step, for the line that shows a run without steps."""
-        return "no step yet" if self.step == self._start_step else f"no step since step {self.step}"
+    def waiting_line(self, in_flight: int, failures: Failures) -> str:
+        """Return the line for a run in which no step finishes."""
+        standing = "no step yet" if self.step == self._start_step else f"no step since step {self.step}"
+        failed = f", failed {failures}" if failures else ""
+        return f"{standing}: {counted(in_flight, 'group', 'groups')} in flight{failed}"
 
     @property
     def elapsed_s(self) -> float:
@@ -147,7 +106,7 @@ class Progress:
         return max(0, self.total_steps - self.step) * (self._latest_at - self._started) / done
 
 
-class PlainView(View):
+class PlainView:
     """Prints the first and the last step and some between them, fewer as the run gets older."""
 
     def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
@@ -157,24 +116,24 @@ class PlainView(View):
         self._next_at = -math.inf  # time from which a step is printed
         self._alive_at = clock() + PLAIN_INTERVAL_S  # time for a line if no step finishes
         self._unshown: StepReport | None = None
-        self.note(f"{title}: {progress.total_steps} {'step' if progress.total_steps == 1 else 'steps'}")
+        self.note(f"{title}: {counted(progress.total_steps, 'step', 'steps')}")
 
     def update(self, report: StepReport) -> None:
         """Print the step if enough time has passed."""
         self._progress.update(report)
         self._unshown = report
         if self._clock() >= self._next_at or report.step >= self._progress.total_steps:
-            self._show(report)
+            self._print(self._step_line(report))
 
     def waiting(self, in_flight: int, failures: Failures) -> None:
-        """Print a line if none was printed for a while."""
-        if self._clock() < self._alive_at:
-            return
-        if self._unshown is not None:
-            self._show(self._unshown)
-            return
-        self._next_at = self._alive_at = self._next_line_at()
-        self.note(waiting_line(self._progress.standing, in_flight, failures))
+        """Print a line if none was printed for a while. Called about every second.
+
+        Args:
+            in_flight: groups in generation.
+        """
+        if self._clock() >= self._alive_at:
+            report = self._unshown
+            self._print(self._progress.waiting_line(in_flight, failures) if report is None else self._step_line(report))
 
     def note(self, text: str) -> None:
         """Print the line."""
@@ -183,20 +142,22 @@ class PlainView(View):
     def close(self) -> None:
         """Print the last step if it was not printed."""
         if self._unshown is not None:
-            self._show(self._unshown)
+            self._print(self._step_line(self._unshown))
 
-    def _show(self, report: StepReport) -> None:
-        self._next_at = self._alive_at = self._next_line_at()
-        self._unshown = None
-        self.note(plain_line(report, self._progress.total_steps, self._progress.remaining_s))
+    def _step_line(self, report: StepReport) -> str:
+        facts = "  ".join(f"{name} {value}" for name, value in _facts(report))
+        steps, to_go = f"{report.step}/{self._progress.total_steps}", duration(self._progress.remaining_s)
+        return f"step {steps}  reward {report.reward:.3f}  {facts}  to go {to_go}"
 
-    def _next_line_at(self) -> float:
+    def _print(self, line: str) -> None:
         # A long run prints fewer lines, so that its log stays readable.
-        share = PLAIN_SHARE * self._progress.elapsed_s
-        return self._clock() + min(max(share, PLAIN_INTERVAL_S), PLAIN_INTERVAL_MAX_S)
+        interval_s = min(max(PLAIN_SHARE * self._progress.elapsed_s, PLAIN_INTERVAL_S), PLAIN_INTERVAL_MAX_S)
+        self._next_at = self._alive_at = self._clock() + interval_s
+        self._unshown = None
+        self.note(line)
 
 
-class TerminalView(View):
+class TerminalView:
     """Redraws a panel in place: when a step finishes, at most ten times a second, and once a second otherwise."""
 
     def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
@@ -223,7 +184,11 @@ class TerminalView(View):
             self._live.update(self._panel(), refresh=True)
 
     def waiting(self, in_flight: int, failures: Failures) -> None:
-        """Redraw if no step was drawn for a second."""
+        """Redraw if no step was drawn for a second. Called about every second.
+
+        Args:
+            in_flight: groups in generation.
+        """
         if self._clock() >= self._waiting_at:
             self._waiting = (in_flight, failures)
             self._waiting_at = self._clock() + WAITING_INTERVAL_S
@@ -252,7 +217,7 @@ class TerminalView(View):
             f"{duration(progress.elapsed_s)} gone, {duration(progress.remaining_s)} to go",
         )
         if report is None:
-            text = "starting ..." if self._waiting is None else waiting_line(progress.standing, *self._waiting)
+            text = "starting ..." if self._waiting is None else progress.waiting_line(*self._waiting)
             return Panel(Group(top, Text(text)), title=Text(self._title), title_align="left")
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold", no_wrap=True)
@@ -264,16 +229,19 @@ class TerminalView(View):
         return Panel(Group(top, facts), title=Text(self._title), title_align="left")
 
 
-def plain_line(report: StepReport, total_steps: int, remaining_s: float) -> str:
-    """Return one step as one line."""
-    facts = "  ".join(f"{name} {value}" for name, value in _facts(report))
-    return f"step {report.step}/{total_steps}  reward {report.reward:.3f}  {facts}  to go {duration(remaining_s)}"
+def make_view(
+    console: Console, total_steps: int, title: str, *, start_step: int = 0, clock: Clock = time.monotonic
+) -> TerminalView | PlainView:
+    """Return a panel if ``console`` is a terminal, else plain lines.
 
-
-def waiting_line(standing: str, in_flight: int, failures: Failures) -> str:
-    """Return the line for a run in which no step finishes."""
-    failed = f", failed {failures}" if failures else ""
-    return f"{standing}: {counted(in_flight, 'group', 'groups')} in flight{failed}"
+    Args:
+        title: run name and mode.
+        start_step: the step from which the run resumes; the remaining time is estimated from the steps after it.
+    """
+    progress = Progress(total_steps, start_step, clock)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return TerminalView(console, title, progress, clock)
+    return PlainView(console, title, progress, clock)
 
 
 def shortened(reason: str) -> str:
@@ -299,10 +267,14 @@ def duration(seconds: float) -> str:
 def _facts(report: StepReport, waiting: tuple[int, Failures] | None = None) -> list[tuple[str, str]]:
     in_flight, failures = waiting or (report.in_flight, report.failures)
     saved = "none yet" if report.checkpoint_step is None else f"step {report.checkpoint_step}"
+    generated, trained = (
+        f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+        for rate in (report.generated_tokens_per_s, report.trained_tokens_per_s)
+    )
     facts = [
         ("lag", f"{report.lag_mean:.1f} (max {report.lag_max})"),
         ("groups", f"{in_flight} in flight, {report.buffered} buffered"),
-        ("tokens/s", f"{_rate(report.generated_tokens_per_s)} generated, {_rate(report.trained_tokens_per_s)} trained"),
+        ("tokens/s", f"{generated} generated, {trained} trained"),
         (
             "waiting",
             f"trainer {report.wait_for_batch:.0%} for groups, generation {report.wait_for_policy:.0%} for a policy",
@@ -310,10 +282,6 @@ def _facts(report: StepReport, waiting: tuple[int, Failures] | None = None) -> l
         ("checkpoint", saved),
     ]
     return [*facts, ("failed", str(failures))] if failures else facts
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second / 1000:.1f}k" if per_second >= 1000 else f"{per_second:.0f}"
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
@@ -348,10 +316,6 @@ class RunSummary:
     last_reward: float | None  # mean over the last 5 %
     best_reward: float | None  # of the best step
     training_s: float  # sum over the surviving steps; without the start of processes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the contents of ``finished.json``."""
-        return asdict(self)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
@@ -401,13 +365,10 @@ def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: st
     )
 
 
-def train_command(module: str, arguments: Sequence[str], launcher: str = "") -> str:
-    """Return the given command line, quoted for a shell, after ``launcher``."""
+def train_command(module: str, arguments: Sequence[str], launcher: str = "", *, run_dir: str | None = None) -> str:
+    """Return the given command line, quoted for a shell, after ``launcher``; with ``run_dir``, it resumes the run there."""
+    if run_dir is not None:
+        elsewhere = ("trainer.run_dir=", "trainer.resume=")
+        kept = [argument for argument in arguments if not argument.startswith(elsewhere)]
+        arguments = [*kept, f"trainer.run_dir={run_dir}"]
     return f"{launcher} {shlex.join(['python', '-m', module, *arguments])}".lstrip()
-
-
-def resume_command(module: str, arguments: Sequence[str], run_dir: str, launcher: str = "") -> str:
-    """Return the command line that resumes the run in ``run_dir``: the given one with that folder."""
-    elsewhere = ("trainer.run_dir=", "trainer.resume=")
-    kept = [argument for argument in arguments if not argument.startswith(elsewhere)]
-    return train_command(module, [*kept, f"trainer.run_dir={run_dir}"], launcher)

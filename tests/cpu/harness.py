@@ -24,7 +24,7 @@ from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.observability.reporter import Reporter
-from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.rollout.data.dataset import load_dataset
 from skyrl_train.trainer import PPOTrainer, TrainerComponents
 from skyrl_train.training.actor_critic import ActorCritic
@@ -203,7 +203,7 @@ class Harness:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return self.run_folder.read_metrics()
+        return list(read_jsonl(self.run_folder.metrics.path))
 
     @property
     def trained(self) -> list[int]:

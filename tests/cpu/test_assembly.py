@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ async def test_what_was_started_is_stopped_also_if_that_fails_and_the_first_erro
     monkeypatch.setattr(assembly, "build_client", client)
     monkeypatch.setattr(assembly, "build_backend", refuse if fails == "backend" else backend)
     monkeypatch.setattr(assembly, "trainer_class", refuse)
-    with RunFolder(tmp_path, config) as run_folder:
+    with closing(RunFolder(tmp_path, config)) as run_folder:
         reporter = Reporter(config, run_folder, Console(file=StringIO()), plan.total_steps)
         with pytest.raises(ConfigError, match="cannot be built"):
             await assembly.build_trainer(config, plan, dataset, run_folder, reporter)

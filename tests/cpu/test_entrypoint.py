@@ -213,6 +213,7 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     assert list(folder.glob("logs/tensorboard/events*"))
     sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].endswith("=")
+    assert json.loads((folder / "finished.json").read_text())["steps"] == 3
     code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]")
     assert code == 0
     assert "has finished" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from skyrl_train.config import derive
-from skyrl_train.config.compare import same_run
+from skyrl_train.config.compare import differences
 from skyrl_train.config.schema import EnvironmentConfig, RunConfig
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError, DataError
@@ -32,7 +33,7 @@ from skyrl_train.evaluation.metrics import (
 from skyrl_train.evaluation.runner import EvaluationSchedule
 from skyrl_train.observability.metrics import spec_of
 from skyrl_train.observability.reporter import Reporter, Tracker
-from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 
 # Figures ------------------------------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ def test_a_result_reaches_its_file_the_trackers_and_the_screen_under_its_step(tm
     config = RunConfig()
     config.trainer.trackers = [f"{__name__}.Remembering"]
     screen = StringIO()
-    with RunFolder(tmp_path, config) as folder:
+    with closing(RunFolder(tmp_path, config)) as folder:
         reporter = Reporter(config, folder, Console(file=screen, width=200), total_steps=9)
         reporter.begin(0)
         report(reporter, result_of(3, reward=0.5))
@@ -188,13 +189,13 @@ def test_a_resumed_run_forgets_evaluations_of_steps_that_are_gone_and_knows_the_
     config = RunConfig()
     config.trainer.trackers = []
     for resumed_at, versions, known in ((0, (2, 4, 6), set()), (5, (6,), {2, 4})):
-        with RunFolder(tmp_path, config) as folder:
+        with closing(RunFolder(tmp_path, config)) as folder:
             reporter = Reporter(config, folder, Console(file=StringIO()), total_steps=9)
             reporter.begin(resumed_at)
             assert reporter.evaluated_steps == known
             for version in versions:
                 report(reporter, result_of(version))
-            rows = folder.read_evaluations()
+            rows = list(read_jsonl(folder.evaluations.path))
             reporter.close()
     assert [row["step"] for row in rows] == [2, 4, 6]
 
@@ -299,6 +300,6 @@ def test_an_evaluation_with_engines_of_its_own_needs_a_port_and_servers_of_its_o
 def test_when_and_where_it_evaluates_may_change_on_a_resume_but_not_what_a_row_means() -> None:
     run = settings("trainer.eval.interval=2")
     for override in ("interval=4", "before_train=true", "max_parallel=2", "num_engines=1"):
-        assert same_run(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))
+        assert not differences(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))
     for override in ("pass_threshold=0.5", "generate=8", "seed=9", "n_samples_per_prompt=4"):
-        assert not same_run(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))
+        assert differences(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))

@@ -10,6 +10,7 @@ import pytest
 from harness import EchoGenerator, Harness
 
 from skyrl_train.errors import EvaluationError
+from skyrl_train.observability.run_folder import read_jsonl
 from skyrl_train.rollout.stages.reward import GroupToReward
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
@@ -21,8 +22,12 @@ def is_evaluation(batch: GeneratorInput) -> bool:
     return batch["batch_metadata"].training_phase == "eval"
 
 
+def evaluations(h: Harness) -> list[dict[str, Any]]:
+    return list(read_jsonl(h.run_folder.evaluations.path))
+
+
 def steps(h: Harness) -> list[int]:
-    return [row["step"] for row in h.run_folder.read_evaluations()]
+    return [row["step"] for row in evaluations(h)]
 
 
 def generator_of_the_evaluation(h: Harness) -> EchoGenerator:
@@ -36,7 +41,7 @@ def generator_of_the_evaluation(h: Harness) -> EchoGenerator:
 async def test_each_row_is_of_one_version_and_training_is_what_it_was(tmp_path: Path, mode: str, own: int) -> None:
     h = Harness(tmp_path, f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", *EVALUATION)
     await h.train()
-    rows = h.run_folder.read_evaluations()
+    rows = evaluations(h)
     assert [row["step"] for row in rows] == [row["policy_version"] for row in rows] == [0, 3, 6, 8]
     assert all(row["eval/prompts"] == 3 and row["eval/failed"] == 0 for row in rows)
     assert sorted(h.trained) == list(range(32)) and not h.trainer.evaluation.cancelled
@@ -51,7 +56,7 @@ async def test_a_reward_function_scores_training_and_evaluation_alike(tmp_path: 
     h = Harness(tmp_path, "rollout.stages.reward.function=test_evaluation_trainers:seven", *settings)
     await h.train()
     assert {row["reward/mean"] for row in h.rows} == {7.0}
-    rows = h.run_folder.read_evaluations()
+    rows = evaluations(h)
     assert [row["step"] for row in rows] == [0, 3, 6, 8]
     assert {(row["eval/reward"], row["eval/pass@1"], row["eval/failed"]) for row in rows} == {(7.0, 1.0, 0)}
 
@@ -146,5 +151,5 @@ async def test_failing_evaluations_never_stop_training(tmp_path: Path) -> None:
 
     h.generator.before = fail
     await h.train()
-    assert [row["eval/failed"] for row in h.run_folder.read_evaluations()] == [3, 3, 3, 3]
+    assert [row["eval/failed"] for row in evaluations(h)] == [3, 3, 3, 3]
     assert sorted(h.trained) == list(range(32)) and h.rows[-1]["async/failed"] == 0

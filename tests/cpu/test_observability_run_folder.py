@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,13 +20,14 @@ from skyrl_train.config.schema import ResumeMode, RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.observability import run_folder
 from skyrl_train.observability.run_folder import (
+    FINISHED,
     JsonlFile,
     RunChoice,
     RunFolder,
     choose_run_folder,
-    is_finished,
     left_behind,
     read_jsonl,
+    replace_file,
 )
 
 
@@ -42,9 +43,9 @@ def config_of(runs_dir: Path, *, seed: int = 0, run_dir: Path | None = None, res
 def run(config: RunConfig, *, finish: bool = False) -> RunChoice:
     """What a command does to the disk, in short; without ``finish`` it was killed."""
     choice = choose_run_folder(config)
-    with RunFolder(choice.path, config) as folder:
+    with closing(RunFolder(choice.path, config)) as folder:
         if finish:
-            folder.mark_finished({"steps": 1})
+            replace_file(folder.path / FINISHED, "{}")
     return choice
 
 
@@ -189,40 +190,46 @@ def test_a_place_that_cannot_be_written_is_refused_with_the_remedy(tmp_path: Pat
 
 def test_the_folder_has_the_configuration_and_its_places(tmp_path: Path) -> None:
     config = config_of(tmp_path, seed=7)
-    with RunFolder(tmp_path / "run", config) as folder:
+    with closing(RunFolder(tmp_path / "run", config)) as folder:
         assert from_yaml((folder.path / "config.yaml").read_text()) == config
         assert folder.checkpoints.is_dir()
         assert folder.logs.is_dir()
-        assert not is_finished(folder.path)
-        folder.mark_finished({"steps": 3})
-        assert is_finished(folder.path)
-        assert json.loads((folder.path / "finished.json").read_text()) == {"steps": 3}
+        assert not choose_run_folder(config_of(tmp_path, seed=7, run_dir=tmp_path / "run")).finished
+        replace_file(folder.path / FINISHED, "{}")
+    assert choose_run_folder(config_of(tmp_path, seed=7, run_dir=tmp_path / "run")).finished
 
 
 def test_a_line_is_readable_as_soon_as_it_was_appended(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, RunConfig()) as folder:
-        folder.append_metrics(1, {"reward/mean": 0.5})
-        assert folder.read_metrics() == [{"step": 1, "reward/mean": 0.5}]
-        folder.append_samples(1, [{"response": "ä\n"}, {"response": ""}])
+    with closing(RunFolder(tmp_path, RunConfig())) as folder:
+        folder.metrics.append({"step": 1, "reward/mean": 0.5})
+        assert list(read_jsonl(folder.metrics.path)) == [{"step": 1, "reward/mean": 0.5}]
+        for response in ("ä\n", ""):
+            folder.samples.append({"step": 1, "response": response})
         assert [row["response"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["ä\n", ""]
 
 
 def test_resuming_forgets_the_steps_after_the_checkpoint_and_goes_on(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, RunConfig()) as folder:
+    with closing(RunFolder(tmp_path, RunConfig())) as folder:
         for step in (1, 2, 3, 4):
-            folder.append_metrics(step, {"loss/policy": 0.0})
-            folder.append_samples(step, [{"response": "a"}, {"response": "b"}])
-    with RunFolder(tmp_path, RunConfig()) as folder:
-        folder.truncate_after(2)
-        folder.append_metrics(3, {"loss/policy": 1.0})
-        assert [(row["step"], row["loss/policy"]) for row in folder.read_metrics()] == [(1, 0.0), (2, 0.0), (3, 1.0)]
+            folder.metrics.append({"step": step, "loss/policy": 0.0})
+            for response in ("a", "b"):
+                folder.samples.append({"step": step, "response": response})
+    with closing(RunFolder(tmp_path, RunConfig())) as folder:
+        folder.metrics.truncate_after(2)
+        folder.samples.truncate_after(2)
+        folder.metrics.append({"step": 3, "loss/policy": 1.0})
+        assert [(row["step"], row["loss/policy"]) for row in read_jsonl(folder.metrics.path)] == [
+            (1, 0.0),
+            (2, 0.0),
+            (3, 1.0),
+        ]
         assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [1, 1, 2, 2]
 
 
 def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, RunConfig()) as folder:
-        folder.append_metrics(1, {"a": float("nan"), "b": float("inf"), "c": 1.0})
-        assert folder.read_metrics() == [{"step": 1, "a": None, "b": None, "c": 1.0}]
+    with closing(RunFolder(tmp_path, RunConfig())) as folder:
+        folder.metrics.append({"step": 1, "a": float("nan"), "b": float("inf"), "c": 1.0})
+        assert list(read_jsonl(folder.metrics.path)) == [{"step": 1, "a": None, "b": None, "c": 1.0}]
 
 
 @settings(deadline=None)
@@ -261,15 +268,15 @@ def test_a_full_disk_is_one_clear_message_and_the_old_file_stays(
     def full(descriptor: int, content: bytes = b"") -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with RunFolder(tmp_path, RunConfig()) as folder:
-        folder.append_metrics(1, {})
+    with closing(RunFolder(tmp_path, RunConfig())) as folder:
+        folder.metrics.append({"step": 1})
         monkeypatch.setattr(run_folder.os, "write", full)
         with pytest.raises(SkyRLError, match=r"No space left on device\. Make room"):
-            folder.append_metrics(2, {})
+            folder.metrics.append({"step": 2})
         monkeypatch.setattr(run_folder.os, "fsync", full)
         with pytest.raises(SkyRLError, match=r"No space left on device\. Make room"):
-            folder.mark_finished({})
-        assert not is_finished(folder.path)
+            replace_file(tmp_path / FINISHED, "{}")
+        assert not (tmp_path / FINISHED).exists()
         assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -316,18 +323,18 @@ def test_a_killed_run_can_be_resumed_at_once_even_if_a_child_of_it_lives_on(tmp_
 
 
 def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, RunConfig()) as folder:
+    with closing(RunFolder(tmp_path, RunConfig())) as folder:
         with pytest.raises(ConfigError, match="This process trains in"):
             RunFolder(tmp_path, RunConfig())
-        folder.append_metrics(1, {})
-    with RunFolder(tmp_path, RunConfig()) as folder:
-        assert folder.read_metrics() == [{"step": 1}]
+        folder.metrics.append({"step": 1})
+    with closing(RunFolder(tmp_path, RunConfig())) as folder:
+        assert list(read_jsonl(folder.metrics.path)) == [{"step": 1}]
 
 
 def test_an_unfinished_run_that_is_not_continued_is_spoken_of(tmp_path: Path) -> None:
     first, second = (RunConfig(trainer=TrainerConfig(runs_dir=str(tmp_path), seed=seed)) for seed in (0, 1))
     assert left_behind(first) == ""
-    with RunFolder(choose_run_folder(first).path, first) as folder:
+    with closing(RunFolder(choose_run_folder(first).path, first)) as folder:
         assert left_behind(second) == "", "it has trained nothing that one could go on with"
-        folder.append_metrics(1, {})
+        folder.metrics.append({"step": 1})
     assert "run-1 is unfinished, but has other settings (trainer.seed)" in left_behind(second)

@@ -8,6 +8,7 @@ import itertools
 import math
 import shlex
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,6 @@ from skyrl_train.observability.screen import (
     duration,
     final_line,
     make_view,
-    resume_command,
     sparkline,
     spent_s,
     summarize,
@@ -266,7 +266,7 @@ def test_a_long_reason_is_cut() -> None:
 def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(tmp_path: Path) -> None:
     console, raw = console_of(terminal=False)
     config = config_with()
-    with RunFolder(tmp_path, config) as folder:
+    with closing(RunFolder(tmp_path, config)) as folder:
         reporter = Reporter(config, folder, console, 10)
         reporter.begin(0)
         reporter.attempt_failed("group 3", "it raised KeyError('[number]')")
@@ -397,7 +397,7 @@ def test_what_was_learned_is_the_mean_of_the_first_and_the_last_twentieth() -> N
     assert summary.first_reward == pytest.approx(0.03)
     assert summary.last_reward == pytest.approx(0.98)
     assert summary.best_reward == 1.0
-    assert summary.to_dict()["training_s"] == 61.0
+    assert summary.training_s == 61.0
 
 
 def test_steps_without_a_reward_do_not_count() -> None:
@@ -433,6 +433,6 @@ def test_a_run_has_taken_the_time_of_this_command_and_the_steps_of_those_before_
 
 def test_the_command_that_resumes_names_the_run_and_drops_what_would_start_another() -> None:
     given = ["--config-name=quickstart", "trainer.resume=never", "trainer.seed=1", "trainer.run_dir=elsewhere"]
-    assert resume_command("a.b", given, "runs/x-1", "./uvw run") == (
+    assert train_command("a.b", given, "./uvw run", run_dir="runs/x-1") == (
         "./uvw run python -m a.b --config-name=quickstart trainer.seed=1 trainer.run_dir=runs/x-1"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from skyrl_train.build.trainer import build_trainer
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.observability.reporter import Reporter
-from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.rollout.data.dataset import load_dataset
 
 SMALL = [
@@ -39,7 +40,7 @@ def train(
     config = compose(recipe, [*SMALL, f"trainer.run_dir={folder}", *overrides])
     dataset = load_dataset(config.data, config.environment)
     plan = resolve(config, len(dataset))
-    with RunFolder(folder, config) as run_folder:
+    with closing(RunFolder(folder, config)) as run_folder:
         reporter = Reporter(config, run_folder, Console(file=StringIO()), plan.total_steps)
 
         async def go() -> None:
@@ -56,7 +57,8 @@ def train(
             "generated_tokens",
         )
         metrics = [
-            {k: v for k, v in row.items() if not any(t in k for t in timed)} for row in run_folder.read_metrics()
+            {k: v for k, v in row.items() if not any(t in k for t in timed)}
+            for row in read_jsonl(run_folder.metrics.path)
         ]
         samples = [*read(folder / "samples.jsonl")]
     return metrics, samples, load_file(folder / "checkpoints" / "global_step_5" / "policy" / "policy.safetensors")
