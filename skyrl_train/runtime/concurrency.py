@@ -51,13 +51,8 @@ class Gate:
     PER_TURN = 128
 
     def __init__(self) -> None:
-        self._open = True
+        self.is_open = True  # callers pass
         self._waiters: dict[asyncio.Future[bool], None] = {}  # in the order of their arrival
-
-    @property
-    def is_open(self) -> bool:
-        """True if callers pass."""
-        return self._open
 
     @property
     def waiting(self) -> int:
@@ -66,12 +61,12 @@ class Gate:
 
     def close(self) -> None:
         """Block callers, including those that an earlier opening has not released yet."""
-        self._open = False
+        self.is_open = False
 
     def open(self) -> None:
         """Release callers. Idempotent."""
-        if not self._open:
-            self._open = True
+        if not self.is_open:
+            self.is_open = True
             self._let_through()
 
     def abort_waiters(self) -> None:
@@ -83,7 +78,7 @@ class Gate:
 
     async def wait_open(self) -> bool:
         """Wait until the gate is open and return True, or return False after :meth:`abort_waiters`."""
-        while not self._open:
+        while not self.is_open:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters[waiter] = None
             try:
@@ -94,7 +89,7 @@ class Gate:
         return True
 
     def _let_through(self) -> None:
-        if not self._open:
+        if not self.is_open:
             return
         for waiter in list(itertools.islice(self._waiters, self.PER_TURN)):
             del self._waiters[waiter]
@@ -137,13 +132,15 @@ async def cancel_within(tasks: Iterable[asyncio.Task[Any]], limit_s: float) -> l
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
-        task.add_done_callback(_retrieve_exception)
+        # Read, because asyncio logs an exception that was never retrieved.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
     running = [task for task in tasks if not task.done()]
     try:
         if running:
             await asyncio.wait(running, timeout=limit_s)
     finally:  # also if the caller is cancelled, which ends the waiting
         stubborn = [task for task in running if not task.done()]
+        # asyncio.run waits for every registered task before it returns.
         for task in stubborn:
             asyncio._unregister_task(task)
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # the caller logs it
@@ -175,11 +172,6 @@ async def close_all(closings: Iterable[Callable[[], Awaitable[None]]]) -> list[E
             logger.exception("a part of the run cannot be closed")
             errors.append(error)
     return errors
-
-
-def _retrieve_exception(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # otherwise asyncio logs that the exception was never retrieved
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

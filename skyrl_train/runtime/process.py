@@ -75,8 +75,17 @@ class DaemonThreadPool(ThreadPoolExecutor):
                 self._state.wait_for(lambda: self._started == 0, self._shutdown_limit_s)
 
     def _work(self) -> None:
-        while (call := self._next()) is not None:
-            future, function = call
+        while True:
+            with self._state:
+                self._idle += 1
+                self._state.wait_for(lambda: bool(self._calls) or self._ended)
+                self._idle -= 1
+                # After a shutdown, the calls that are queued still run.
+                if not self._calls:
+                    self._started -= 1
+                    self._state.notify_all()
+                    return
+                future, function = self._calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -85,18 +94,7 @@ class DaemonThreadPool(ThreadPoolExecutor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del call, future, function  # an idle thread must not keep objects alive
-
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        with self._state:
-            self._idle += 1
-            self._state.wait_for(lambda: bool(self._calls) or self._ended)
-            self._idle -= 1
-            if self._calls:
-                return self._calls.popleft()
-            self._started -= 1
-            self._state.notify_all()
-            return None
+            del future, function  # an idle thread must not keep objects alive
 
 
 def in_lasting_thread(function: Callable[[], object]) -> None:

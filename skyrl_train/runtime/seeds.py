@@ -9,18 +9,14 @@ _MASK = (1 << 64) - 1
 SEED_BITS = 62  # seeds fit a signed 64-bit integer, with room to add a token count
 
 
-def _splitmix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
 def derive_seed(*parts: int) -> int:
     """Hash integers to a seed in ``[0, 2**62)``. Order matters; seeds of neighbouring integers are unrelated."""
     state = 0
     for part in parts:
-        state = _splitmix64(state ^ (part & _MASK))
+        x = ((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = x ^ (x >> 31)
     return state >> (64 - SEED_BITS)
 
 

@@ -68,8 +68,6 @@ class Watchdog:
         self._describe = describe
         self._say = say
         self._sleep = sleep
-        self._patience_s = limit_s
-        self._moved_at = self._speaks_at = clock()
         self._task: asyncio.Task[None] | None = None
         self.progress()
 
@@ -159,17 +157,14 @@ class LoopMonitor:
             except RuntimeError:  # the loop is closed
                 return
             if not self._wake.wait(self._limit_s) and not self._closed.is_set():
-                self._say(self._message(loop))
+                self._say(
+                    f"a blocking call has stopped the event loop for {self._limit_s:g} s, and with it all rollouts, training "
+                    f"and signals. Use a thread (asyncio.to_thread) or an asynchronous call instead of this one: "
+                    f"{blocking_call(loop, self._watched_thread)}"
+                )
                 # One message per blocking call: wait for its end before watching again.
                 self._wake.wait()
             self._closed.wait(self._limit_s)
-
-    def _message(self, loop: asyncio.AbstractEventLoop) -> str:
-        return (
-            f"a blocking call has stopped the event loop for {self._limit_s:g} s, and with it all rollouts, training and "
-            f"signals. Use a thread (asyncio.to_thread) or an asynchronous call instead of this one: "
-            f"{blocking_call(loop, self._watched_thread)}"
-        )
 
 
 def blocking_call(loop: asyncio.AbstractEventLoop, thread: int) -> str:

@@ -2,15 +2,14 @@
 
     driver                                                     host (thread, child process, Ray actor)
     WorkerConnection ──WorkerLink: batches of messages, in order──> Peer, or a blocking loop ──> the hosted object
-       call / stream / submit  <── Item*, then Result | Failure ──
+       call / stream           <── Item*, then Result | Failure ──
 
 | part | what it does |
 |---|---|
-| ``messages`` | ``Call``, ``Cancel``, ``Item``, ``Result``, ``Failure`` (an error as data), ``State``, ``LastWords`` |
-| ``peer`` | one end of a connection: calls the other end and serves its calls |
-| ``connection`` | the driver's end: start with a time limit and a diagnosis, death, graceful stop, then kill |
+| ``messages`` | ``Call``, ``Cancel``, ``Item``, ``Result``, ``Failure`` (an error as data), ``PeerState``, ``LastWords`` |
+| ``connection`` | ``Peer`` calls the other end and serves its calls; the driver's ``WorkerConnection`` also starts and stops it |
 | ``thread``, ``process``, ``ray`` | the links, and the one place where this package connects to Ray |
-| ``host`` | the other end in an asyncio actor, which the driver polls |
+| ``host`` | the other end in an asyncio actor, which the driver polls; a thread or a child process has a ``Channel`` instead |
 | ``executors`` | pools of workers that call a function, for stages |
 
 | hosted object | where | driver's end |

@@ -1,14 +1,27 @@
-"""The driver's end of a hosted object: start with a time limit, health, death, and a graceful stop before the kill."""
+"""A connection between a driver and an object that it hosts elsewhere: calls in both directions, start, death and stop.
+
+    WorkerConnection (a Peer) ──batches of messages──> WorkerLink ~~> Peer in an actor, or a blocking loop on a Channel
+
+The peer at each end batches the messages of one turn of its event loop. The driver's end also brings the host up, notices its
+death, and lets it clean up before it is killed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+from inspect import isawaitable
+from typing import Any, Protocol
 
-from skyrl_train.workers.messages import Message
-from skyrl_train.workers.peer import Peer
+from skyrl_train.errors import SkyRLError
+from skyrl_train.runtime.concurrency import cancel_within
+from skyrl_train.workers.messages import Call, Cancel, Failure, Item, LastWords, Message, PeerState, Result
+
+CANCEL_LIMIT_S = 5.0  # time for served calls to clean up when the connection ends
 
 OnMessages = Callable[[list[Message]], None]
 OnGone = Callable[[str], None]
@@ -43,6 +56,201 @@ class WorkerLink(ABC):
     async def diagnosis(self) -> str:
         """Say what a start that takes too long may wait for."""
         return ""
+
+
+class Channel(Protocol):
+    """The end of a link that a blocking host has. Both methods raise EOFError once the driver's end is closed."""
+
+    def receive(self, block: bool) -> list[Message]:
+        """Return all messages that have arrived; with ``block`` at least one."""
+
+    def send(self, messages: list[Message]) -> None:
+        """Send a batch."""
+
+
+class Peer:
+    """Calls methods of the object at the other end, and runs the methods of ``served`` that the other end calls.
+
+    All methods belong to one event loop.
+
+    Args:
+        transmit: sends a batch of messages; must not block.
+        served: the object whose methods the other end may call; None: no calls are expected.
+        gone_error: makes the error of calls after the connection has ended, from the reason.
+        call_error: makes the error that a failed call raises.
+        own_state: returns the state that travels with every batch (see :class:`PeerState`); None: no state is sent.
+        on_state: takes the other end's state, before the messages that came with it.
+
+    Attributes:
+        gone: why the connection has ended; None: it has not.
+        pending: by id, the future of each call, or the queue of each stream, that the other end has not answered.
+        running: by id, the task of each call of the other end that runs here.
+    """
+
+    def __init__(
+        self,
+        transmit: Callable[[list[Message]], None],
+        served: object = None,
+        *,
+        gone_error: Callable[[str], Exception] = ConnectionError,
+        call_error: Callable[[Failure], Exception] = lambda failure: failure.error(SkyRLError, "the other end"),
+        own_state: Callable[[], Any] = lambda: None,
+        on_state: Callable[[Any], None] = lambda state: None,
+    ) -> None:
+        self.gone: str | None = None
+        self.pending: dict[int, asyncio.Future[Any] | asyncio.Queue[Item | Result | Exception]] = {}
+        self.running: dict[int, asyncio.Task[Any]] = {}
+        self._transmit = transmit
+        self._served = served
+        self._gone_error = gone_error
+        self._call_error = call_error
+        self._own_state = own_state
+        self._on_state = on_state
+        self._ids = itertools.count(1)
+        self._outbox: list[Message] = []
+
+    # Calling the other end --------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Start a call; its future has the result. Cancelling the future cancels the call, and does not wait for the clean-up.
+
+        Raises:
+            Exception: ``gone_error``, if the connection has ended. The future also raises ``call_error``.
+        """
+        self.raise_if_gone()
+        call = Call(next(self._ids), method, arguments)
+        reply = self.pending[call.id] = asyncio.get_running_loop().create_future()
+
+        def ended(reply: asyncio.Future[Any]) -> None:
+            del self.pending[call.id]
+            if reply.cancelled():
+                self._send(Cancel(call.id))
+
+        reply.add_done_callback(ended)
+        self._send(call)
+        return reply
+
+    async def call_to_end(self, method: str, *arguments: Any) -> Any:
+        """Like :meth:`call`, but a cancelled caller returns only when the other end has cleaned up."""
+        reply = self.call(method, *arguments)
+        call_id = next(reversed(self.pending))  # of the call just made
+        try:
+            # Shielded, because a cancelled future would send a Cancel without a report of the end.
+            return await asyncio.shield(reply)
+        except asyncio.CancelledError:
+            self._send(Cancel(call_id, report_end=True))
+            await asyncio.wait([reply])
+            raise
+
+    async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
+        """Yield the items of a streaming ``method``. Closing the iterator cancels the call at the other end."""
+        self.raise_if_gone()
+        call_id = next(self._ids)
+        # Registered before the call is sent, so that its first item finds the queue.
+        queue: asyncio.Queue[Item | Result | Exception] = asyncio.Queue()
+        self.pending[call_id] = queue
+        ended = False
+        try:
+            self._send(Call(call_id, method, arguments))
+            while not ended:
+                answer = await queue.get()
+                ended = not isinstance(answer, Item)
+                if isinstance(answer, Exception):
+                    raise answer
+                if isinstance(answer, Item) or answer.value is not None:
+                    yield answer.value
+        finally:
+            del self.pending[call_id]
+            if not ended:
+                self._send(Cancel(call_id))
+
+    def raise_if_gone(self) -> None:
+        """Raise ``gone_error`` if the connection has ended."""
+        if self.gone is not None:
+            raise self._gone_error(self.gone)
+
+    async def end(self, reason: str) -> None:
+        """Cancel the calls that run here, then fail the pending ones. The first ``reason`` stays. Idempotent."""
+        self.gone = self.gone or reason
+        # Taken out first: the ends of these calls have no reader and send nothing.
+        running, self.running = list(self.running.values()), {}
+        # First, so that a caller that tries again elsewhere finds nothing left of the calls that it caused here.
+        if running:
+            await cancel_within(running, CANCEL_LIMIT_S)
+        for waiting in self.pending.values():
+            if isinstance(waiting, asyncio.Queue):
+                waiting.put_nowait(self._gone_error(self.gone))
+            elif not waiting.done():
+                waiting.set_exception(self._gone_error(self.gone))
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def deliver(self, messages: list[Message]) -> None:
+        """Take a batch of the other end's messages."""
+        for message in messages:
+            match message:
+                case Item() | Result() | Failure():
+                    answer = self._call_error(message) if isinstance(message, Failure) else message
+                    # No entry, or a done one: the call was cancelled while its answer travelled.
+                    waiting = self.pending.get(message.id)
+                    if isinstance(waiting, asyncio.Queue):
+                        waiting.put_nowait(answer)
+                    elif waiting is not None and not waiting.done():
+                        if isinstance(answer, Exception):
+                            waiting.set_exception(answer)
+                        else:
+                            waiting.set_result(answer.value)
+                case Call():
+                    task = asyncio.create_task(self._serve(message), name=f"serve-{message.method}")
+                    self.running[message.id] = task
+                    # A callback, because a task that is cancelled before its first step runs none of its code.
+                    task.add_done_callback(partial(self._served_to_end, message.id))
+                case Cancel():
+                    if (running := self.running.get(message.id)) is not None:
+                        # Without the entry, the end of the task sends no answer.
+                        if not message.report_end:
+                            del self.running[message.id]
+                        running.cancel()
+                case PeerState():
+                    self._on_state(message.value)
+                case LastWords():
+                    self._lost(message.reason)
+
+    def _lost(self, reason: str) -> None:
+        """Take the last words of a hosted object; see :class:`WorkerConnection`."""
+
+    def _send(self, message: Message) -> None:
+        """Queue a message; those of one turn of the loop travel together."""
+        # The first message of a turn schedules the flush; later ones join its batch.
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _flush(self) -> None:
+        messages, self._outbox = self._outbox, []
+        if messages and self.gone is None:
+            if (state := self._own_state()) is not None:
+                # First in the batch, so that calls in it see the state of their sender.
+                messages.insert(0, PeerState(state))
+            self._transmit(messages)
+
+    # Serving the other end --------------------------------------------------------------------------------------------
+
+    async def _serve(self, call: Call) -> Any:
+        result = getattr(self._served, call.method)(*call.arguments)
+        if not hasattr(result, "__aiter__"):
+            return await result if isawaitable(result) else result
+        async with aclosing(result):  # left early, the generator cleans up before the call ends
+            async for item in result:
+                self._send(Item(call.id, item))
+        return None
+
+    def _served_to_end(self, call_id: int, task: asyncio.Task[Any]) -> None:
+        # Read the exception in any case: asyncio reports one that was never read.
+        error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
+        if self.running.get(call_id) is task:
+            del self.running[call_id]
+            self._send(Result(call_id, task.result()) if error is None else Failure.of(call_id, error))
 
 
 class WorkerConnection(Peer):
@@ -109,12 +317,14 @@ class WorkerConnection(Peer):
     def _lost(self, reason: str) -> None:
         """Take the end of the host, or the last words of the object."""
         # The first reason stays: later reports are consequences of it.
-        if self.gone is None:
-            self.gone = reason
-            self._ending = asyncio.create_task(self._end_lost(reason), name="worker-lost")
+        if self.gone is not None:
+            return
+        self.gone = reason
 
-    async def _end_lost(self, reason: str) -> None:
-        await self.end(reason)
-        await self.link.stop(graceful=False)
-        if self._started:
-            self._on_lost()
+        async def end_both_ends() -> None:
+            await self.end(reason)
+            await self.link.stop(graceful=False)
+            if self._started:
+                self._on_lost()
+
+        self._ending = asyncio.create_task(end_both_ends(), name="worker-lost")

@@ -2,25 +2,27 @@
 
     stage ──call(argument)──> Executor ──> a worker's copy of the Work ──> result, or CallFailed
 
-The function is described as plain data and built where it runs; its errors come back as data too.
+The function is described as plain data and built where it runs; its errors come back as data too. An executor is a
+:class:`LoopExecutor` or a :class:`WorkerPool`. A pool's worker is a :class:`ThreadWorker` or a :class:`RemoteWorker`, which is a
+process or a Ray actor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.errors import SkyRLError, StageError
 from skyrl_train.runtime.concurrency import cancel_within, gather_or_cancel
 from skyrl_train.runtime.process import DaemonThreadPool
-from skyrl_train.workers.connection import WorkerConnection, WorkerLink
-from skyrl_train.workers.messages import Call, Failure, Result, answer, run_blocking
-from skyrl_train.workers.process import Channel, ProcessLink
+from skyrl_train.workers.connection import Channel, WorkerConnection, WorkerLink
+from skyrl_train.workers.messages import Call, Failure, Result
+from skyrl_train.workers.process import ProcessLink
 
 Function = Callable[[Any], Any]
 
@@ -41,23 +43,20 @@ class Work:
 
 
 class CallFailed(Exception):
-    """A call failed: the function raised, took too long, or its worker died. ``reason`` completes "..., because".
+    """A call failed: the function raised (``failure``), took too long, or its worker died. ``reason`` completes "..., because".
 
     ``error``: what the function raised, if its class is one of :mod:`skyrl_train.errors`.
     """
 
-    def __init__(self, reason: str, failure: Failure | None = None) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str | Failure) -> None:
+        self.failure = reason if isinstance(reason, Failure) else None
+        self.error = None
+        if isinstance(reason, Failure):
+            self.error = reason.own_error()
+            self.add_note(reason.traceback)
+            reason = f"it raised {reason.kind}: {reason.message}"
         self.reason = reason
-        self.failure = failure
-        self.error = None if failure is None else failure.own_error()
-        if failure is not None:
-            self.add_note(failure.traceback)
-
-    @classmethod
-    def of(cls, failure: Failure) -> CallFailed:
-        """Return the error of a call that raised."""
-        return cls(f"it raised {failure.kind}: {failure.message}", failure)
+        super().__init__(reason)
 
 
 class WorkerGone(Exception):
@@ -70,21 +69,29 @@ class WorkHost:
     No event loop runs in that thread, so that functions may use ``asyncio.run`` and, in a main thread, ``signal.alarm``.
     """
 
-    def start(self, work: Work) -> None:
-        """Build the function."""
-        self.function: Function = import_name(work.factory, "factory", "function")(**work.arguments)
-
-    def run(self, argument: Any) -> Any:
-        """Call the function."""
-        return self.function(argument)
-
-    def run_pickled(self, argument: bytes) -> bytes:
-        """Call the function. Values are pickled here, so that one that cannot be fails its call and not the connection."""
-        return pickle.dumps(run_blocking(self.function, pickle.loads(argument)))
+    function: Function  # set by the call of ``start``
 
     def answer(self, call: Call) -> Result | Failure:
-        """Run one of the methods above for the driver."""
-        return answer(call.id, getattr(self, call.method), *call.arguments)
+        """Run a call of the driver: ``start(work)`` builds the function, and ``run(argument)`` calls it.
+
+        ``run_pickled`` takes and returns pickled values, so that a value that cannot be pickled fails its call and not the
+        connection.
+        """
+        try:
+            (argument,) = call.arguments
+            if call.method == "start":
+                self.function = import_name(argument.factory, "factory", "function")(**argument.arguments)
+                return Result(call.id)
+            value = self.function(pickle.loads(argument) if call.method == "run_pickled" else argument)
+            if isawaitable(value):
+
+                async def awaited(value: Awaitable[Any]) -> Any:
+                    return await value
+
+                value = asyncio.run(awaited(value))
+            return Result(call.id, pickle.dumps(value) if call.method == "run_pickled" else value)
+        except (Exception, SystemExit) as error:  # user code may raise anything; only this call fails
+            return Failure.of(call.id, error)
 
 
 def serve_work(channel: Channel) -> None:
@@ -96,36 +103,21 @@ def serve_work(channel: Channel) -> None:
                 channel.send([host.answer(message)])
 
 
+def _raise_if_not_built(outcome: Result | Failure) -> None:
+    """Raise why a work was not built: an error of ours as itself, any other as a StageError."""
+    if isinstance(outcome, Failure):
+        error = outcome.own_error()
+        if error is None:
+            error = StageError(f"{outcome.kind} was raised: {outcome.message}")
+            error.add_note(outcome.traceback)
+        raise error
+
+
 # Workers --------------------------------------------------------------------------------------------------------------
 
 
-class Worker(ABC):
-    """One copy of a work, somewhere."""
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Build the work.
-
-        Raises:
-            SkyRLError: it cannot be built.
-        """
-
-    @abstractmethod
-    async def call(self, argument: Any) -> Any:
-        """Call the work; one call at a time. A cancelled call leaves the worker unusable until it is stopped and started.
-
-        Raises:
-            CallFailed: the work raised.
-            WorkerGone: the worker has ended.
-        """
-
-    @abstractmethod
-    async def stop(self) -> None:
-        """End the worker, also in the middle of a call. Idempotent; it may be started again."""
-
-
-class ThreadWorker(Worker):
-    """A thread. One that hangs is left behind, and costs no more than itself.
+class ThreadWorker:
+    """A thread with one copy of a work. One that hangs is left behind, and costs no more than itself.
 
     A work that holds more than memory has a method ``close``, which is called once, in another thread than the work.
     """
@@ -136,13 +128,19 @@ class ThreadWorker(Worker):
         self._host = WorkHost()
 
     async def start(self) -> None:
+        """Build the work. See :meth:`RemoteWorker.start`."""
         self._thread, self._host = DaemonThreadPool(max_threads=1, shutdown_limit_s=1.0), WorkHost()
         _raise_if_not_built(await self._answer(Call(0, "start", (self._work,))))
 
     async def call(self, argument: Any) -> Any:
-        return _value(await self._answer(Call(0, "run", (argument,))))
+        """Call the work. See :meth:`RemoteWorker.call`."""
+        outcome = await self._answer(Call(0, "run", (argument,)))
+        if isinstance(outcome, Failure):
+            raise CallFailed(outcome)
+        return outcome.value
 
     async def stop(self) -> None:
+        """End the worker. See :meth:`RemoteWorker.stop`."""
         # A hung call holds the thread, so ``close`` runs in another one and may unblock it.
         thread, self._thread = self._thread, None
         close = getattr(getattr(self._host, "function", None), "close", None)
@@ -158,7 +156,7 @@ class ThreadWorker(Worker):
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._host.answer, call)
 
 
-class RemoteWorker(Worker):
+class RemoteWorker:
     """A process or a Ray actor: no interpreter lock is shared, and what hangs or crashes takes nothing else with it.
 
     Args:
@@ -173,7 +171,12 @@ class RemoteWorker(Worker):
         self._connection: WorkerConnection | None = None
 
     async def start(self) -> None:
-        self._connection = WorkerConnection(self._new_link(), gone_error=WorkerGone, call_error=CallFailed.of)
+        """Build the work.
+
+        Raises:
+            SkyRLError: it cannot be built.
+        """
+        self._connection = WorkerConnection(self._new_link(), gone_error=WorkerGone, call_error=CallFailed)
         try:
             await self._connection.start(self._work, timeout_s=self._start_timeout_s)
         except WorkerGone as gone:
@@ -184,22 +187,29 @@ class RemoteWorker(Worker):
             raise
 
     async def call(self, argument: Any) -> Any:
+        """Call the work; one call at a time. A cancelled call leaves the worker unusable until it is stopped and started.
+
+        Raises:
+            CallFailed: the work raised.
+            WorkerGone: the worker has ended.
+        """
         if self._connection is None:
             raise WorkerGone("it was stopped")
         try:
-            pickled = pickle.dumps(argument)
+            return pickle.loads(await self._connection.call("run_pickled", pickle.dumps(argument)))
+        except (CallFailed, WorkerGone):
+            raise
         except Exception as error:  # user objects may raise anything when they are pickled
-            raise CallFailed.of(Failure.of(0, error)) from error
-        answered = await self._connection.call("run_pickled", pickled)
-        try:
-            return pickle.loads(answered)
-        except Exception as error:  # likewise
-            raise CallFailed.of(Failure.of(0, error)) from error
+            raise CallFailed(Failure.of(0, error)) from error
 
     async def stop(self) -> None:
+        """End the worker, also in the middle of a call. Idempotent; it may be started again."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.stop()
+
+
+Worker = ThreadWorker | RemoteWorker
 
 
 def process_worker(work: Work) -> RemoteWorker:
@@ -207,53 +217,13 @@ def process_worker(work: Work) -> RemoteWorker:
     return RemoteWorker(work, lambda: ProcessLink(f"{__name__}:{serve_work.__name__}"))
 
 
-def _value(outcome: Result | Failure) -> Any:
-    if isinstance(outcome, Failure):
-        raise CallFailed.of(outcome)
-    return outcome.value
-
-
-def _raise_if_not_built(outcome: Result | Failure) -> None:
-    """Raise why a work was not built: an error of ours as itself, any other as a StageError."""
-    if isinstance(outcome, Failure):
-        error = outcome.own_error()
-        if error is None:
-            error = StageError(f"{outcome.kind} was raised: {outcome.message}")
-            error.add_note(outcome.traceback)
-        raise error
-
-
 # Executors ------------------------------------------------------------------------------------------------------------
 
 
-class Executor(ABC):
-    """Calls a work. All methods belong to the control loop and none blocks it."""
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Build the work.
-
-        Raises:
-            SkyRLError: it cannot be built.
-        """
-
-    @abstractmethod
-    async def call(self, argument: Any, timeout_s: float | None = None) -> Any:
-        """Return what the work returns for ``argument``. ``timeout_s`` does not include the wait for a free worker.
-
-        Raises:
-            CallFailed: the work raised, took longer than ``timeout_s``, or its worker died.
-        """
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """End everything. Idempotent, also without :meth:`start`."""
-
-
-class LoopExecutor(Executor):
+class LoopExecutor:
     """The event loop itself, for an ``async def`` that waits for others most of the time. Any number of calls run at once.
 
-    A call whose caller is cancelled is cancelled.
+    A call whose caller is cancelled is cancelled. Methods: see :class:`WorkerPool`.
     """
 
     def __init__(self, work: Work) -> None:
@@ -265,7 +235,7 @@ class LoopExecutor(Executor):
 
     async def call(self, argument: Any, timeout_s: float | None = None) -> Any:
         # Wait instead of a timeout around the await: the call's own TimeoutError must not count as this limit.
-        task = asyncio.create_task(self._host.run(argument), name="stage-call")
+        task = asyncio.create_task(self._host.function(argument), name="stage-call")
         try:
             await asyncio.wait([task], timeout=timeout_s)
         finally:
@@ -277,18 +247,20 @@ class LoopExecutor(Executor):
             raise CallFailed("it cancelled itself")
         error = task.exception()
         if isinstance(error, Exception | SystemExit):
-            raise CallFailed.of(Failure.of(0, error)) from error
+            raise CallFailed(Failure.of(0, error)) from error
         return task.result()
 
     async def aclose(self) -> None:
         return
 
 
-class WorkerPool(Executor):
+class WorkerPool:
     """Workers that take turns, each with its own copy of the work and one call at a time.
 
     A call whose caller is cancelled continues, and its worker is busy until it ends: a model need not be loaded again
     because a group was dropped. A worker that died or exceeded its time limit is replaced when it is next needed.
+
+    All methods belong to the control loop and none blocks it.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -298,11 +270,21 @@ class WorkerPool(Executor):
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
+        """Build the work.
+
+        Raises:
+            SkyRLError: it cannot be built.
+        """
         await gather_or_cancel(worker.start() for worker in self._workers)
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
     async def call(self, argument: Any, timeout_s: float | None = None) -> Any:
+        """Return what the work returns for ``argument``. ``timeout_s`` does not include the wait for a free worker.
+
+        Raises:
+            CallFailed: the work raised, took longer than ``timeout_s``, or its worker died.
+        """
         worker = await self._idle.get()
         call = asyncio.create_task(self._call(worker, argument, timeout_s), name="stage-call")
         self._calls.add(call)
@@ -310,6 +292,7 @@ class WorkerPool(Executor):
         return await asyncio.shield(call)
 
     async def aclose(self) -> None:
+        """End everything. Idempotent, also without :meth:`start`."""
         await cancel_within(list(self._calls), CLOSE_LIMIT_S)
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
@@ -334,3 +317,6 @@ class WorkerPool(Executor):
             raise CallFailed(f"its worker could not be started again: {error}") from error
         finally:
             self._idle.put_nowait(worker)
+
+
+Executor = LoopExecutor | WorkerPool

@@ -1,4 +1,4 @@
-"""An object in an actor that its driver polls. Knows nothing of Ray, so that it can run anywhere.
+"""The host of an object in an actor that its driver polls. Knows nothing of Ray, so that it can run anywhere.
 
     driver ──deliver(number, messages)──> ActorHost: Peer ──task per call──> Hosted
            <──next_messages()──────────── outbox (all that became ready since the last call, in one batch)
@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from skyrl_train.workers.messages import Item, Message, State
-from skyrl_train.workers.peer import Peer
+from skyrl_train.workers.connection import Peer
+from skyrl_train.workers.messages import Item, Message
 
 
 class Hosted:
@@ -40,11 +40,12 @@ class ActorHost:
     """Serves ``hosted()``. All methods run on one event loop."""
 
     def __init__(self, hosted: type[Hosted]) -> None:
-        self._hosted = hosted()
+        self._hosted = served = hosted()
         self._joins_items = hosted.joined is not Hosted.joined
-        self._peer = self._hosted.driver = Peer(self._collect, self._hosted, on_state=self._hosted.take_state)
-        self._outbox: list[Message] = []
-        self._arrival = asyncio.Event()
+        self._outbox: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self._peer = served.driver = Peer(
+            self._outbox.put_nowait, served, own_state=served.state, on_state=served.take_state
+        )
         self._early: dict[int, list[Message]] = {}
         self._next_batch = 0
 
@@ -58,14 +59,10 @@ class ActorHost:
 
     async def next_messages(self) -> list[Message]:
         """Wait until there is something to tell, and return all of it. One call at a time."""
-        await self._arrival.wait()
-        self._arrival.clear()
-        # No await between the wait and the swap, so no message is lost or sent twice.
-        messages, self._outbox = self._outbox, []
-        if self._joins_items:
-            messages = join_items(messages, self._hosted)
-        state = self._hosted.state()
-        return messages if state is None else [State(state), *messages]
+        messages = await self._outbox.get()
+        while not self._outbox.empty():
+            messages += self._outbox.get_nowait()
+        return join_items(messages, self._hosted) if self._joins_items else messages
 
     async def call_directly(self, method: str, *arguments: Any) -> Any:
         """Call a method beside the messages, for arguments that are too large for a batch."""
@@ -75,10 +72,6 @@ class ActorHost:
         """Cancel what runs and clean up."""
         await self._peer.end("its driver stops it")
         await self._hosted.stop()
-
-    def _collect(self, messages: list[Message]) -> None:
-        self._outbox += messages
-        self._arrival.set()
 
 
 def join_items(messages: list[Message], hosted: Hosted) -> list[Message]:

@@ -2,16 +2,13 @@
 
     caller ──Call, Cancel──> served object          served object ──Item*, then Result | Failure──> caller
 
-Both ends may call. ``State`` and ``LastWords`` belong to no call.
+Both ends may call. ``PeerState`` and ``LastWords`` belong to no call.
 """
 
 from __future__ import annotations
 
-import asyncio
 import traceback as tracebacks
-from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import isawaitable
 from typing import Any
 
 from skyrl_train import errors
@@ -91,7 +88,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PeerState:
     """The state of the sender, which travels with every batch of messages, such as the policy version."""
 
     value: Any
@@ -104,22 +101,4 @@ class LastWords:
     reason: str
 
 
-Message = Call | Cancel | Item | Result | Failure | State | LastWords
-
-
-def run_blocking(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function`` and wait for its result, also for an awaitable one. For threads without an event loop."""
-    value = function(*arguments)
-    return asyncio.run(_awaited(value)) if isawaitable(value) else value
-
-
-def answer(call_id: int, function: Callable[..., Any], *arguments: Any) -> Result | Failure:
-    """Return the outcome of a blocking call as a message."""
-    try:
-        return Result(call_id, run_blocking(function, *arguments))
-    except (Exception, SystemExit) as error:  # user code may raise anything; only this call fails
-        return Failure.of(call_id, error)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+Message = Call | Cancel | Item | Result | Failure | PeerState | LastWords

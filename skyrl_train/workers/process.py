@@ -13,14 +13,10 @@ import asyncio
 import os
 import pickle
 import select
-import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import suppress
 
 from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
 from skyrl_train.workers.messages import Message
@@ -33,9 +29,6 @@ def encode(messages: list[Message]) -> bytes:
     """Return one frame."""
     payload = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
     return len(payload).to_bytes(HEADER_BYTES, "big") + payload
-
-
-# The parent's side --------------------------------------------------------------------------------------------------
 
 
 class ChildProcess:
@@ -53,48 +46,50 @@ class ChildProcess:
         environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(num_threads)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "skyrl_train.workers", str(theirs.fileno()), target],
                 env=environment,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the parent only, even before the child ignores it
             )
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     def stop(self) -> None:
         """End the process and wait for it. Idempotent."""
         self.connection.close()
-        self._process.kill()  # it has nothing to save, and may be in the middle of something long
-        self._process.wait()
-
-    def exit_code(self) -> int | None:
-        """Return the exit code of a process that has closed its socket; negative: the signal that ended it. Blocks briefly.
-
-        None: it still runs.
-        """
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_LIMIT_S)
-        return self._process.returncode
+        self.process.kill()  # it has nothing to save, and may be in the middle of something long
+        self.process.wait()
 
 
 class ProcessLink(WorkerLink):
-    """A child process: ``process`` if it was started earlier, else one that :meth:`start` creates."""
+    """A child process: ``child`` if it was started earlier, else one that :meth:`start` creates."""
 
-    def __init__(self, target: str, num_threads: int = 1, process: ChildProcess | None = None) -> None:
-        self.process = process
+    def __init__(self, target: str, num_threads: int = 1, child: ChildProcess | None = None) -> None:
+        self.child = child
         self._target = target
         self._num_threads = num_threads
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
-        if self.process is None:
-            self.process = await asyncio.to_thread(ChildProcess, self._target, self._num_threads)
-        reader, self._writer = await asyncio.open_connection(sock=self.process.connection)
-        self._reading = asyncio.create_task(
-            self._read(self.process, reader, on_messages, on_gone), name="worker-reader"
-        )
+        if self.child is None:
+            self.child = await asyncio.to_thread(ChildProcess, self._target, self._num_threads)
+        process = self.child.process
+        reader, self._writer = await asyncio.open_connection(sock=self.child.connection)
+
+        async def read() -> None:
+            """Consumes frames / waits for the socket / unblocked by the child or its end / produces messages."""
+            try:
+                while True:
+                    size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+                    on_messages(pickle.loads(await reader.readexactly(size)))
+            except (asyncio.IncompleteReadError, OSError):
+                with suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(process.wait, EXIT_LIMIT_S)
+                on_gone(f"its process ended with exit code {process.returncode}")  # negative: a signal; None: it runs
+
+        self._reading = asyncio.create_task(read(), name="worker-reader")
 
     def send(self, messages: list[Message]) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -106,36 +101,12 @@ class ProcessLink(WorkerLink):
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        if self.process is not None:
-            await asyncio.to_thread(self.process.stop)
-
-    async def _read(
-        self, process: ChildProcess, reader: asyncio.StreamReader, on_messages: OnMessages, on_gone: OnGone
-    ) -> None:
-        """Consumes frames / waits for the socket / unblocked by the child or its end / produces messages."""
-        try:
-            while True:
-                size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
-                on_messages(pickle.loads(await reader.readexactly(size)))
-        except (asyncio.IncompleteReadError, OSError):
-            on_gone(f"its process ended with exit code {await asyncio.to_thread(process.exit_code)}")
-
-
-# The child's side ---------------------------------------------------------------------------------------------------
-
-
-class Channel(Protocol):
-    """The end of a connection that a blocking host has. Both methods raise EOFError once the driver's end is closed."""
-
-    def receive(self, block: bool) -> list[Message]:
-        """Return all messages that have arrived; with ``block`` at least one."""
-
-    def send(self, messages: list[Message]) -> None:
-        """Send a batch."""
+        if self.child is not None:
+            await asyncio.to_thread(self.child.stop)
 
 
 class ParentChannel:
-    """A :class:`Channel` to the parent process."""
+    """The child's ``Channel`` to its parent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -167,22 +138,3 @@ class ParentChannel:
                 raise EOFError
             received += part
         return bytes(received)
-
-
-@contextmanager
-def connected_to_parent(descriptor: int) -> Iterator[socket.socket]:
-    """Give the socket to the parent, and end this process at once when the parent's end of it is closed.
-
-    The kernel also closes the parent's end when the parent is killed.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the socket in its own time
-    with socket.socket(fileno=descriptor) as connection:
-        threading.Thread(target=_end_with_parent, args=(connection,), name="parent-watch", daemon=True).start()
-        yield connection
-
-
-def _end_with_parent(connection: socket.socket) -> Any:
-    hang_up = select.poll()
-    hang_up.register(connection, 0)  # no event but the hang-up, which is always reported
-    hang_up.poll()
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -115,7 +115,29 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class RayLink(WorkerLink):
+class _ActorLink(WorkerLink):
+    """A link to an actor; what :class:`RayLink` and :class:`RayBlockingLink` share."""
+
+    def __init__(self, placement: RayPlacement) -> None:
+        self._placement = placement
+        self._actor: Any = None
+
+    async def _create(self, actor_class: type, *arguments: Any) -> Any:
+        """Create the actor with these constructor arguments; returns before it has started."""
+        await asyncio.to_thread(connect)
+        remote = ray.remote(actor_class).options(**self._placement.options())
+        self._actor = await asyncio.to_thread(remote.remote, *arguments)
+        return self._actor
+
+    async def diagnosis(self) -> str:
+        free = await asyncio.to_thread(free_resources)
+        return (
+            f"Its actor asks for num_cpus={self._placement.num_cpus:g} and num_gpus={self._placement.num_gpus:g}; free in the "
+            f"cluster now: {free}. Free some, allow more time, or look at `ray status`."
+        )
+
+
+class RayLink(_ActorLink):
     """An actor that serves ``hosted()``, on any node of the cluster.
 
     Raises (``start``):
@@ -126,23 +148,35 @@ class RayLink(WorkerLink):
     """
 
     def __init__(self, hosted: type[Hosted], placement: RayPlacement, *, stop_timeout_s: float = STOP_LIMIT_S) -> None:
+        super().__init__(placement)
         self.node = ""  # id of the actor's node, once started
         self._hosted = hosted
-        self._placement = placement
         self._stop_timeout_s = stop_timeout_s
-        self._actor: Any = None
         self._numbers = itertools.count()
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
-        await asyncio.to_thread(connect)
         try:
-            self._actor = await asyncio.to_thread(create_actor, _RayActorHost, self._placement, self._hosted)
+            actor = await self._create(_RayActorHost, self._hosted)
             # The first answer of the actor: resources were found and its process has started.
-            self.node = await self._actor.node.remote()
+            self.node = await actor.node.remote()
         except RayError as error:
             raise StartError(f"its actor ended: {first_line(error)}") from error
-        self._reading = asyncio.create_task(self._read(on_messages, on_gone), name="actor-reader")
+
+        async def read() -> None:
+            """Consumes batches of messages / waits for one call of the actor / unblocked by messages or the actor's end /
+            produces answers and calls."""
+            try:
+                while True:
+                    # One call waits in the actor at all times; its answer is everything that gathered meanwhile.
+                    on_messages(await actor.next_messages.remote())
+            except RayError as error:
+                on_gone(f"its process has ended ({type(error).__name__}: {first_line(error)})")
+            except Exception as error:  # a bug of ours: nothing listens to the actor any more, as if it were dead
+                logger.exception("messages of an actor cannot be taken")
+                on_gone(repr(error))
+
+        self._reading = asyncio.create_task(read(), name="actor-reader")
 
     def send(self, messages: list[Message]) -> None:
         if self._actor is not None:
@@ -175,37 +209,23 @@ class RayLink(WorkerLink):
         finally:
             await asyncio.to_thread(ray.kill, actor)
 
-    async def diagnosis(self) -> str:
-        return await asyncio.to_thread(describe_resources, self._placement)
 
-    async def _read(self, on_messages: OnMessages, on_gone: OnGone) -> None:
-        """Consumes batches of messages / waits for one call of the actor / unblocked by messages or the actor's end /
-        produces answers and calls."""
-        actor = self._actor
-        try:
-            while True:
-                # One call waits in the actor at all times; its answer is everything that gathered meanwhile.
-                on_messages(await actor.next_messages.remote())
-        except RayError as error:
-            on_gone(f"its process has ended ({type(error).__name__}: {first_line(error)})")
-        except Exception as error:  # a bug of ours: nothing listens to the actor any more, as if it were dead
-            logger.exception("messages of an actor cannot be taken")
-            on_gone(repr(error))
+class _RayActorHost(ActorHost):
+    async def node(self) -> str:
+        return this_node()
 
 
-class RayBlockingLink(WorkerLink):
+class RayBlockingLink(_ActorLink):
     """An actor of ``actor_class`` with one blocking method ``answer(call) -> Result | Failure``, called in its main thread."""
 
     def __init__(self, actor_class: type, placement: RayPlacement) -> None:
+        super().__init__(placement)
         self._actor_class = actor_class
-        self._placement = placement
-        self._actor: Any = None
         self._answering: set[asyncio.Task[None]] = set()
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
-        await asyncio.to_thread(connect)
         self._on_messages, self._on_gone = on_messages, on_gone
-        self._actor = await asyncio.to_thread(create_actor, self._actor_class, self._placement)
+        await self._create(self._actor_class)
 
     def send(self, messages: list[Message]) -> None:
         for message in messages:
@@ -221,29 +241,8 @@ class RayBlockingLink(WorkerLink):
         if actor is not None:
             await asyncio.to_thread(ray.kill, actor)
 
-    async def diagnosis(self) -> str:
-        return await asyncio.to_thread(describe_resources, self._placement)
-
     async def _answer(self, actor: Any, call: Call) -> None:
         try:
             self._on_messages([await actor.answer.remote(call)])
         except RayError as error:
             self._on_gone(f"its actor ended: {type(error).__name__}: {first_line(error)}")
-
-
-def create_actor(actor_class: type, placement: RayPlacement, *arguments: Any) -> Any:
-    """Create an actor with these constructor arguments; returns before it has started. Blocks."""
-    return ray.remote(actor_class).options(**placement.options()).remote(*arguments)
-
-
-def describe_resources(placement: RayPlacement) -> str:
-    """Say what an actor asks for and what is free, for a start that takes too long. Blocks."""
-    return (
-        f"Its actor asks for num_cpus={placement.num_cpus:g} and num_gpus={placement.num_gpus:g}; free in the cluster now: "
-        f"{free_resources()}. Free some, allow more time, or look at `ray status`."
-    )
-
-
-class _RayActorHost(ActorHost):
-    async def node(self) -> str:
-        return this_node()

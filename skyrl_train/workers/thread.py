@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable
+from contextlib import suppress
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
 from skyrl_train.workers.messages import Message
-from skyrl_train.workers.process import Channel
 
 
 class ThreadLink(WorkerLink):
-    """A thread that calls ``target`` with a :class:`Channel`.
+    """A thread that calls ``target`` with a ``Channel``.
 
     Args:
         target: import path ("module:function") of what serves the connection until the channel ends.
@@ -24,60 +22,61 @@ class ThreadLink(WorkerLink):
     def __init__(self, target: str, name: str) -> None:
         self._target = target
         self._name = name
-        self._inbox: deque[Message] = deque()
-        self._arrival = threading.Condition()
-        self._closed = False
+        self._channel = _ThreadChannel()
         self._thread: threading.Thread | None = None
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
         # Imported here and not in the thread: transformers' lazy imports break when two threads make them at once.
         target = import_name(self._target, "target", "function")
-        self._loop, self._on_messages, self._on_gone = asyncio.get_running_loop(), on_messages, on_gone
-        self._thread = threading.Thread(target=self._run, args=(target,), name=self._name)
+        loop = self._channel.loop = asyncio.get_running_loop()
+        self._channel.on_messages = on_messages
+
+        def run() -> None:
+            try:
+                target(self._channel)
+            finally:
+                with suppress(RuntimeError):  # the loop is closed: the driver has ended
+                    loop.call_soon_threadsafe(on_gone, "its thread ended; look above for its last words")
+
+        self._thread = threading.Thread(target=run, name=self._name)
         self._thread.start()
 
     def send(self, messages: list[Message]) -> None:
-        with self._arrival:
-            self._inbox += messages
-            self._arrival.notify()
+        with self._channel.changed:
+            self._channel.inbox += messages
+            self._channel.changed.notify()
 
     async def stop(self, graceful: bool) -> None:
-        with self._arrival:
-            self._closed = True
-            self._arrival.notify()
+        with self._channel.changed:
+            self._channel.closed = True
+            self._channel.changed.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
-    def _run(self, target: Callable[[Channel], None]) -> None:
-        try:
-            target(_ThreadChannel(self))
-        finally:
-            self._tell(lambda: self._on_gone("its thread ended; look above for its last words"))
-
-    def _tell(self, function: Callable[[], None]) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop is closed: the driver has ended
-            return False
-        return True
-
 
 class _ThreadChannel:
-    def __init__(self, link: ThreadLink) -> None:
-        self._link = link
+    """The thread's end. ``changed`` guards ``inbox`` and ``closed``."""
+
+    loop: asyncio.AbstractEventLoop  # the driver's; set by the link, as the next one
+    on_messages: OnMessages
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.inbox: list[Message] = []
+        self.closed = False
 
     def receive(self, block: bool) -> list[Message]:
-        link = self._link
-        with link._arrival:
+        with self.changed:
             if block:
-                link._arrival.wait_for(lambda: link._inbox or link._closed)
+                self.changed.wait_for(lambda: self.inbox or self.closed)
             # Closed wins over messages that still wait: the driver does not read answers any more.
-            if link._closed:
+            if self.closed:
                 raise EOFError
-            messages = list(link._inbox)
-            link._inbox.clear()
+            messages, self.inbox = self.inbox, []
             return messages
 
     def send(self, messages: list[Message]) -> None:
-        if not self._link._tell(lambda: self._link._on_messages(messages)):
-            raise EOFError
+        try:
+            self.loop.call_soon_threadsafe(self.on_messages, messages)
+        except RuntimeError as error:  # the loop is closed: the driver has ended
+            raise EOFError from error

@@ -39,7 +39,7 @@ def told(order: str, seed: int = 3) -> GeneratorInput:
 
 
 class Obeying(GeneratorInterface):
-    """Returns whatever it was told to find out; the trainer would not accept it, but nobody else looks at it."""
+    """Obeys the order in its input, and returns the answer; only a trainer would reject that."""
 
     def __init__(self, client: RequestClient, mark: str = "") -> None:
         if mark == "refuse":
@@ -109,7 +109,7 @@ class Obeying(GeneratorInterface):
 
 
 class Sampling(GeneratorInterface):
-    """Has something sampled, and returns a group all the same whatever it was."""
+    """Samples a response, and returns the same group for any."""
 
     def __init__(self, client: RequestClient) -> None:
         self._client = client

@@ -13,7 +13,7 @@ from skyrl_train.weight_sync.update import WeightUpdate
 
 
 class ReceivingEngine(ScriptedEngine):
-    """Copies the bytes of an update when it is received, and says at the load if they are not what was gathered."""
+    """Copies the bytes of an update when it is received, and fails the load if they differ from the gathered ones."""
 
     def __init__(self) -> None:
         super().__init__(free_running=True)

@@ -24,7 +24,7 @@ def work(**arguments: Any) -> Work:
 
 
 class Obey:
-    """Does what the argument says. ``on_start``: what it does when it is built."""
+    """Obeys its argument. ``on_start``: the order to obey when it is built."""
 
     def __init__(self, on_start: str = "") -> None:
         self.calls = 0

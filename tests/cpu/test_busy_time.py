@@ -1,4 +1,4 @@
-"""An engine is busy while it has requests that may go on."""
+"""An engine is busy while it has requests and is not paused."""
 
 from __future__ import annotations
 

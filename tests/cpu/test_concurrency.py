@@ -1,4 +1,4 @@
-"""The gate that thousands of requests wait at during an update."""
+"""The gate at which thousands of requests wait during an update."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_gate_that_closes_again_keeps_those_that_are_not_through_and_los
     assert sorted(passed) == list(range(len(tasks) - 1))
 
 
-async def test_a_closed_gate_holds_until_it_opens_or_turns_away() -> None:
+async def test_a_closed_gate_holds_until_it_opens_or_aborts_its_waiters() -> None:
     gate = Gate()
     assert await gate.wait_open()
     gate.close()

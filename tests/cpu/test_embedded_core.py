@@ -1,4 +1,4 @@
-"""The engine core: batches of requests that come and go give each one what the model alone would have."""
+"""The engine core: each request in a changing batch gets the tokens that the model alone gives it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_the_plain_forward_pass(architec
 
 @few_examples
 @given(COMPANY)
-def test_sampled_logprobs_match_the_plain_forward_pass_whoever_joins_and_leaves(company: list[tuple]) -> None:
+def test_sampled_logprobs_match_the_plain_forward_pass_while_others_join_and_leave(company: list[tuple]) -> None:
     model, driver = tiny_model(), Driver(tiny_model(), max_num_seqs=3)
     prompts = {}
     for steps, prompt, length, temperature, seed in company:
@@ -112,7 +112,7 @@ def test_requests_without_a_seed_draw_from_the_engines_own_stream() -> None:
 
 
 @pytest.mark.parametrize("sampled", [1, 7])
-def test_a_continued_request_draws_what_an_uninterrupted_one_does(sampled: int) -> None:
+def test_a_continued_request_draws_the_same_as_an_uninterrupted_one(sampled: int) -> None:
     driver = Driver(tiny_model())
     whole = driver.generate([3, 5, 8], max_tokens=20, seed=77).tokens
     rest = driver.generate([3, 5, 8, *whole[:sampled]], max_tokens=20 - sampled, seed=segment_seed(77, sampled)).tokens
@@ -159,7 +159,7 @@ def test_the_context_ends_a_response_with_length() -> None:
 @pytest.mark.parametrize(
     ("prompt", "word"), [([], "empty"), ([3] * CONTEXT, "max_model_len"), ([VOCAB], "vocabulary"), ([-1], "vocabulary")]
 )
-def test_a_bad_prompt_is_refused_and_hurts_nobody_else(prompt: list[int], word: str) -> None:
+def test_a_bad_prompt_is_rejected_and_fails_no_other_request(prompt: list[int], word: str) -> None:
     driver = Driver(tiny_model())
     good = driver.add([3], max_tokens=5)
     with pytest.raises(RequestError, match=word):
@@ -168,7 +168,7 @@ def test_a_bad_prompt_is_refused_and_hurts_nobody_else(prompt: list[int], word: 
     assert len(driver.responses[good].tokens) == 5
 
 
-def test_before_the_first_weight_sync_requests_are_refused() -> None:
+def test_before_the_first_weight_sync_requests_are_rejected() -> None:
     driver = Driver(tiny_model(), publish=False)
     assert driver.core.policy_version == -1
     with pytest.raises(RequestError, match="no weights yet"):
@@ -188,7 +188,7 @@ def test_a_stream_has_chunks_of_the_size_asked_for_and_the_same_tokens(stream_ev
     assert (got.chunks, expected.chunks) == (chunks, 1)
 
 
-def test_an_abort_returns_what_there_is_and_frees_the_slot() -> None:
+def test_an_abort_returns_the_partial_tokens_and_frees_the_slot() -> None:
     driver = Driver(tiny_model(), max_num_seqs=2)
     running, other, waiting = (driver.add([3], max_tokens=30, seed=seed) for seed in (0, 1, 2))
     driver.step(4)

@@ -1,4 +1,4 @@
-"""The engine's proxy: the same contract whether its worker is a thread or a process, and what happens when one ends."""
+"""The engine's proxy: the same contract with a thread and with a process, and the errors when one ends."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_closing_a_stream_frees_its_slot(engine: EmbeddedEngine) -> None:
     assert (health.running, health.waiting) == (0, 0)
 
 
-async def test_abort_generation_returns_what_there_is(engine: EmbeddedEngine) -> None:
+async def test_abort_generation_returns_the_partial_tokens(engine: EmbeddedEngine) -> None:
     stream = engine.stream(request(max_tokens=LONG))
     call = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
     tokens = list((await anext(stream)).token_ids)
@@ -226,7 +226,7 @@ async def test_it_sleeps_while_it_is_paused_and_must_be_woken(engine: EmbeddedEn
     await engine.reset_prefix_cache()
 
 
-async def test_ctrl_c_is_not_the_childs_business(engine: EmbeddedEngine) -> None:
+async def test_ctrl_c_does_not_reach_the_child(engine: EmbeddedEngine) -> None:
     if engine.pid is not None:
         os.kill(engine.pid, signal.SIGINT)
         assert os.getpgid(engine.pid) != os.getpgid(0), "a terminal's Ctrl-C does not even reach it"
@@ -275,7 +275,7 @@ async def test_a_worker_that_fails_says_why(
     await engine.teardown()
 
 
-async def test_teardown_leaves_no_thread_and_no_descriptor_and_fails_what_is_pending(
+async def test_teardown_leaves_no_thread_and_no_descriptor_and_fails_pending_calls(
     folder: str, transport: SharedMemoryTransport
 ) -> None:
     def resources() -> tuple[set[str], int]:

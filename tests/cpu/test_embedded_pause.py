@@ -1,4 +1,4 @@
-"""Weight swaps between decode steps: what each pause mode does to requests, and what a bad update does not."""
+"""Weights change between decode steps: the effect of each pause mode on requests; a bad update has none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def old_keys_new_weights(old: PreTrainedModel, new: PreTrainedModel, tokens: lis
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
-def test_a_frozen_request_goes_on_under_the_new_weights(mode: PauseMode, dtype: torch.dtype) -> None:
+def test_a_frozen_request_continues_under_the_new_weights(mode: PauseMode, dtype: torch.dtype) -> None:
     old, new = tiny_model(dtype=dtype), tiny_model(seed=1, dtype=dtype)
     driver = Driver(old)
     frozen, company = driver.add(PROMPT, max_tokens=LENGTH, seed=7), driver.add([9] * 11, max_tokens=LENGTH)
@@ -87,7 +87,7 @@ def test_abort_returns_the_partial_tokens_and_the_rest_continues_from_them(dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_wait_lets_what_runs_end_and_what_waits_wait(dtype: torch.dtype) -> None:
+def test_wait_lets_running_requests_end_and_keeps_waiting_ones_waiting(dtype: torch.dtype) -> None:
     driver = Driver(tiny_model(dtype=dtype), max_num_seqs=1)
     running, waiting = (driver.add(PROMPT, max_tokens=LENGTH, seed=7) for _ in range(2))
     driver.step()
@@ -102,7 +102,7 @@ def test_wait_lets_what_runs_end_and_what_waits_wait(dtype: torch.dtype) -> None
     assert driver.responses[waiting].versions == [1] * LENGTH
 
 
-def test_wait_also_ends_what_a_recompute_pause_has_taken_out_of_its_slot() -> None:
+def test_wait_also_ends_a_request_that_a_recompute_pause_took_out_of_its_slot() -> None:
     driver = Driver(tiny_model(), max_num_seqs=1)
     begun, waiting = (driver.add(PROMPT, max_tokens=LENGTH) for _ in range(2))
     driver.step()
@@ -116,7 +116,7 @@ def test_wait_also_ends_what_a_recompute_pause_has_taken_out_of_its_slot() -> No
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-def test_whatever_arrives_while_paused_waits(mode: PauseMode) -> None:
+def test_requests_that_arrive_while_paused_wait(mode: PauseMode) -> None:
     driver = Driver(tiny_model())
     driver.pause(mode)
     assert driver.core.paused, "nothing runs, so even wait is at once"
@@ -213,7 +213,7 @@ def test_a_bad_update_changes_nothing(case: str) -> None:
     assert driver.responses[request].versions == [0] * LENGTH
 
 
-def test_tied_weights_that_disagree_are_refused() -> None:
+def test_tied_weights_that_disagree_are_rejected() -> None:
     model = tiny_model("llama")
     driver = Driver(model)
     driver.pause(PauseMode.KEEP)
@@ -265,7 +265,7 @@ def test_an_engine_that_runs_does_not_sleep() -> None:
         driver.core.sleep()
 
 
-def test_whoever_resumes_the_engine_hears_of_it_before_its_next_step() -> None:
+def test_resume_is_answered_before_the_next_step() -> None:
     driver = Driver(tiny_model())
     driver.add(PROMPT, max_tokens=LENGTH)
     driver.pause(PauseMode.KEEP)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.inference.engines.embedded.sampling import SamplingRows, process, sample, seed_bits, uniforms
+from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, SamplingRows, process, sample, uniforms
 from skyrl_train.runtime.seeds import segment_seed
 
 Row = dict[str, float]
@@ -139,7 +139,7 @@ def test_uniforms_follow_splitmix64() -> None:
 @given(st.integers(-(2**70), 2**70), st.integers(0, 1000), st.integers(0, 1000))
 def test_a_segment_seed_continues_the_stream_exactly(seed: int, sampled: int, more: int) -> None:
     def draw(start: int, position: int) -> float:
-        return float(uniforms(np.array([seed_bits(start)], np.uint64), np.array([position]))[0])
+        return float(uniforms(np.array([start & SEED_MASK], np.uint64), np.array([position]))[0])
 
     assert draw(segment_seed(seed, sampled), more) == draw(seed, sampled + more)
     assert 0 <= draw(seed, sampled) < 1

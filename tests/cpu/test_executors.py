@@ -1,4 +1,4 @@
-"""Where a stage computes: the same answers, failures and replacements on the loop, in threads, processes and Ray actors."""
+"""Executors of stages: the same answers, failures and replacements on the loop, in threads, processes and Ray actors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def fails(executor: Executor, order: Any, timeout_s: float | None = None) 
 
 
 @both
-async def test_calls_are_answered_by_one_copy_of_the_work_and_what_it_raises_is_named(kind: str) -> None:
+async def test_calls_are_answered_by_one_copy_of_the_work_and_its_errors_are_named(kind: str) -> None:
     async with executor_of(kind) as executor:
         pid, thread = await executor.call("where")
         assert (pid == os.getpid()) is (kind == "thread")
@@ -145,7 +145,7 @@ async def test_a_process_that_dies_fails_its_call_and_is_replaced() -> None:
         assert (await executor.call("where"))[0] != pid
 
 
-async def test_what_cannot_cross_the_border_fails_its_call_alone() -> None:
+async def test_a_value_that_cannot_be_pickled_fails_only_its_own_call() -> None:
     async with executor_of("process") as executor:
         pid, _ = await executor.call("where")
         assert "pickle" in (await fails(executor, "unpicklable")).reason

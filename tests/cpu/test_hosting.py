@@ -154,7 +154,7 @@ async def test_calls_are_answered_and_errors_keep_their_class() -> None:
             await connection.call("fail", KeyError("x"))
         with pytest.raises(EngineError, match="AttributeError"):
             await connection.call("no_such_method")
-        assert connection.num_pending == 0
+        assert len(connection.pending) == 0
 
 
 async def test_streams_yield_items_in_order_and_are_closed_at_both_ends() -> None:
@@ -171,7 +171,7 @@ async def test_streams_yield_items_in_order_and_are_closed_at_both_ends() -> Non
 
 async def test_a_cancelled_call_is_cancelled_in_the_object() -> None:
     async with started() as (connection, _, hosted):
-        quick = asyncio.create_task(connection.call("hang", "quick"))
+        quick = connection.call("hang", "quick")
         patient = asyncio.create_task(connection.call_to_end("hang", "patient"))
         await settle()
         for task in (quick, patient):
@@ -183,7 +183,7 @@ async def test_a_cancelled_call_is_cancelled_in_the_object() -> None:
             await quick
         await settle()
         assert sorted(hosted.cleaned_up) == ["patient", "quick"]
-        assert connection.num_pending == 0
+        assert len(connection.pending) == 0
 
 
 async def test_the_object_calls_the_driver_and_both_learn_the_others_state() -> None:
@@ -200,13 +200,13 @@ async def test_the_object_calls_the_driver_and_both_learn_the_others_state() -> 
 
 
 @pytest.mark.parametrize("how", ["the host dies", "last words"])
-async def test_a_death_cancels_what_the_object_asked_for_then_fails_all_calls(how: str) -> None:
+async def test_a_death_cancels_the_objects_requests_then_fails_all_calls(how: str) -> None:
     answering, lost = Answering(), []
     async with started(served=answering, on_lost=lambda: lost.append(1)) as (connection, link, _):
-        calls = [asyncio.create_task(connection.call("ask", -1)) for _ in range(3)]
+        calls: list[asyncio.Future[Any]] = [connection.call("ask", -1) for _ in range(3)]
         calls.append(asyncio.create_task(anext(connection.stream("hang", "stream"))))  # type: ignore[arg-type]
         await settle()
-        assert connection.num_running == 3
+        assert len(connection.running) == 3
         if how == "last words":
             link.on_messages([LastWords("out of memory")])
         else:
@@ -222,9 +222,9 @@ async def test_a_death_cancels_what_the_object_asked_for_then_fails_all_calls(ho
         assert (lost, link.stops) == ([1], [False])
 
 
-async def test_stopping_is_graceful_once_and_fails_what_is_pending() -> None:
+async def test_stopping_is_graceful_once_and_fails_pending_calls() -> None:
     async with started() as (connection, link, hosted):
-        call = asyncio.create_task(connection.call("hang", "call"))
+        call = connection.call("hang", "call")
         await settle()
         await connection.stop("it was torn down")
         with pytest.raises(EngineDeadError, match="torn down"):

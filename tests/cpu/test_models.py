@@ -1,4 +1,4 @@
-"""Model folders: what is missing or broken is said in one message, and the hub is never asked for a path."""
+"""Model folders: one message names the missing or broken part, and the hub is never asked for a path."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestBuilding:
         assert all(torch.equal(a[name], same[name]) for name in a)
         assert not torch.equal(a["lm_head.weight"], other["lm_head.weight"])
 
-    def test_what_is_there_is_kept_and_what_was_interrupted_is_not(self, tmp_path: Path) -> None:
+    def test_a_finished_folder_is_kept_and_an_interrupted_one_is_not(self, tmp_path: Path) -> None:
         unfinished = tmp_path / "model.tmp"
         unfinished.mkdir()
         (unfinished / "stale").touch()

@@ -31,7 +31,7 @@ from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.workers.host import ActorHost, Hosted, join_items
-from skyrl_train.workers.messages import Call, Cancel, Failure, Item, Message, Result, State
+from skyrl_train.workers.messages import Call, Cancel, Failure, Item, Message, PeerState, Result
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -117,7 +117,7 @@ def test_errors_cross_the_border_under_their_own_class() -> None:
 async def scripted_host() -> tuple[ActorHost, ScriptedEngine]:
     host = ActorHost(EngineHost)
     await host.deliver(0, [Call(0, "start", ("test_ray_engine:ScriptedEngine", {}))])
-    assert [type(message) for message in await host.next_messages()] == [State, Result]
+    assert [type(message) for message in await host.next_messages()] == [PeerState, Result]
     assert isinstance(host._hosted, EngineHost) and isinstance(host._hosted._engine, ScriptedEngine)
     return host, host._hosted._engine
 
@@ -131,7 +131,7 @@ async def test_a_cancelled_call_leaves_nothing_in_the_engine_and_no_answer() -> 
     await host.deliver(2, [Cancel(1), Cancel(2)])
     await settle()
     assert engine.running == []
-    assert [message.id for message in await host.next_messages() if not isinstance(message, State)] == [3]
+    assert [message.id for message in await host.next_messages() if not isinstance(message, PeerState)] == [3]
 
 
 @on_the_modules_loop
@@ -292,7 +292,7 @@ async def test_closing_a_stream_aborts_its_request_in_the_engine(engine: RayEngi
 
 
 @on_the_modules_loop
-async def test_abort_generation_returns_what_there_is(engine: RayEngine) -> None:
+async def test_abort_generation_returns_the_partial_tokens(engine: RayEngine) -> None:
     stream = engine.stream(request(max_tokens=LONG))
     first = await anext(stream)
     call = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
@@ -313,7 +313,7 @@ async def test_many_streams_at_once_all_arrive_whole(engine: RayEngine) -> None:
 
 
 @on_the_modules_loop
-async def test_an_update_in_flight_through_the_client_has_exact_versions(
+async def test_an_in_flight_update_through_the_client_has_exact_versions(
     engine: RayEngine, folder: str, transport: SharedMemoryTransport
 ) -> None:
     client = InferenceEngineClient([engine], load_tokenizer(folder))
@@ -332,7 +332,7 @@ async def test_an_update_in_flight_through_the_client_has_exact_versions(
 
 
 @on_the_modules_loop
-async def test_an_engine_on_another_node_is_published_to_over_the_network(
+async def test_an_engine_on_another_node_is_updated_over_the_network(
     cluster: None, folder: str, transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -383,7 +383,7 @@ async def test_an_actor_that_is_killed_fails_all_calls_at_once_and_can_be_starte
 
 
 @on_the_modules_loop
-async def test_teardown_ends_the_actor_and_what_is_pending(cluster: None) -> None:
+async def test_teardown_ends_the_actor_and_fails_pending_calls(cluster: None) -> None:
     engine = quick()
     with pytest.raises(EngineDeadError, match=r"start\(\)"):
         await engine.generate(request())
@@ -421,7 +421,7 @@ async def test_the_actor_has_the_environment_that_was_asked_for(cluster: None) -
 
 
 @on_the_modules_loop
-async def test_a_request_of_a_killed_actor_goes_on_elsewhere_token_for_token(
+async def test_a_request_of_a_killed_actor_continues_elsewhere_token_for_token(
     shared: RayEngine, folder: str, transport: SharedMemoryTransport
 ) -> None:
     """The last test with the shared engine."""
@@ -468,7 +468,7 @@ async def test_engines_that_start_at_once_connect_to_ray_once(monkeypatch: pytes
     assert calls == [1]
 
 
-def test_without_a_cluster_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable() -> None:
         raise ConnectionError("nobody there\nand much more")
 
@@ -532,7 +532,7 @@ async def test_vllm_in_an_actor_is_updated_in_flight_and_its_processes_end_with_
     await engine.teardown()
 
 
-def test_what_ray_starts_lives_longer_than_the_thread_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_lives_longer_than_the_thread_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends Ray's processes with the thread that started them, and each run of an event loop ends its own."""
     started: list[threading.Thread] = []
 

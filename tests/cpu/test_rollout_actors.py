@@ -120,7 +120,7 @@ class Links:
         return self.made[-1]
 
 
-async def test_what_a_generator_samples_is_what_it_samples_without_actors() -> None:
+async def test_a_generator_samples_the_same_as_without_actors() -> None:
     async with world([Beside, Beside]) as remote:
         direct = Obeying(remote.client)
         for order in ("generate", "chat", "text", "stream"):
@@ -129,7 +129,7 @@ async def test_what_a_generator_samples_is_what_it_samples_without_actors() -> N
         assert remote.engine.running == []
 
 
-async def test_starting_pacing_and_closing_reach_the_generator_and_it_sees_how_things_stand() -> None:
+async def test_start_pace_and_close_reach_the_generator_and_it_sees_the_drivers_state() -> None:
     async with world([Beside]) as remote:
         assert said == ["pace", "start"]
         client = remote.client
@@ -160,7 +160,7 @@ async def test_a_generator_that_cannot_be_built_fails_the_start_with_its_own_err
         ("unpicklable", GeneratorOutputError, "cannot leave its actor"),
     ],
 )
-async def test_what_a_call_raises_keeps_its_class_and_costs_no_other_call(
+async def test_an_error_of_a_call_keeps_its_class_and_fails_no_other_call(
     order: str, error: type[Exception], message: str
 ) -> None:
     async with world([Beside]) as remote:
@@ -282,7 +282,7 @@ async def test_a_harness_has_an_endpoint_in_each_actor_and_samples_the_same() ->
         assert [to_samples(output, 3) for output in outputs] == [expected, expected]
 
 
-def test_the_plan_names_the_actors_and_a_port_that_they_cannot_share_is_refused() -> None:
+def test_the_plan_names_the_actors_and_rejects_a_port_that_they_cannot_share() -> None:
     config = compose("quickstart", ["rollout.num_actors=3", "rollout.ray_num_cpus=0.5"])
     assert "in 3 Ray actors of 0.5 CPUs each" in resolve(config, 64).describe()
     port = ["generator.name=harness", "+generator.kwargs.agent=a:b", "+generator.kwargs.endpoint={port: 8000}"]
@@ -356,7 +356,7 @@ def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluste
     assert all(there[2][name].equal(tensor) for name, tensor in here[2].items())
 
 
-async def test_the_groups_of_a_node_that_dies_go_on_elsewhere(cluster: Nodes) -> None:
+async def test_the_groups_of_a_node_that_dies_continue_elsewhere(cluster: Nodes) -> None:
     """The last test in the cluster."""
     from skyrl_train.workers.ray import RayLink, RayPlacement
 

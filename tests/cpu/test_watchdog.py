@@ -1,4 +1,4 @@
-"""What a run says when nothing moves."""
+"""The reports of a run that makes no progress."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Time:
 
 
 class Watched:
-    """A watchdog with a limit of 10 s, and what it said when."""
+    """A watchdog with a limit of 10 s, and its messages with their times."""
 
     def __init__(self, describe: Callable[[], list[str]] = list) -> None:
         self.time = Time()
@@ -111,7 +111,7 @@ def test_it_speaks_exactly_when_nothing_has_moved_for_the_limit(gaps: list[float
     asyncio.run(run())
 
 
-async def test_it_says_for_how_long_and_asks_what_the_run_is_busy_with_only_then() -> None:
+async def test_it_says_for_how_long_and_asks_for_the_description_only_then() -> None:
     asked: list[float] = []
 
     def describe() -> list[str]:
@@ -190,7 +190,7 @@ def request() -> InferenceEngineInput:
     return InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params={"max_tokens": 6})
 
 
-async def test_engines_say_their_state_and_what_is_inside_since_when() -> None:
+async def test_engines_report_their_state_and_the_age_of_their_requests() -> None:
     time = Time()
     engine = ScriptedEngine()
     client = InferenceEngineClient([engine, ScriptedEngine()], TOKENIZER, clock=time)

@@ -64,12 +64,12 @@ class RolloutActor:
     @property
     def outstanding(self) -> int:
         """Calls that have not ended."""
-        return 0 if self._connection is None else self._connection.num_pending
+        return 0 if self._connection is None else len(self._connection.pending)
 
     @property
     def requests(self) -> int:
         """Requests of the actor that are being answered."""
-        return 0 if self._connection is None else self._connection.num_running
+        return 0 if self._connection is None else len(self._connection.running)
 
     async def start(self) -> None:
         """Bring a new actor up; returns when its generator takes calls.

@@ -21,8 +21,8 @@ from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.inference.pool.fleet import EngineState
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
+from skyrl_train.workers.connection import Peer
 from skyrl_train.workers.host import Hosted
-from skyrl_train.workers.peer import Peer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

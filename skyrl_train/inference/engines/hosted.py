@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.interface import EngineHealth, InferenceEngineInterface
@@ -29,30 +28,30 @@ class HostedEngine(InferenceEngineInterface):
         return self._version
 
     async def abort_generation(self) -> None:
-        await self._call("abort_generation")
+        await self.connection.call("abort_generation")
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._call("pause", PauseMode(mode))
+        await self.connection.call("pause", PauseMode(mode))
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self.connection.call("resume")
 
     async def sleep(self, level: int = 1) -> None:
-        await self._call("sleep", level)
+        await self.connection.call("sleep", level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        await self._call("wake_up", tags)
+        await self.connection.call("wake_up", tags)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        await self._call("load_weights", update)
+        await self.connection.call("load_weights", update)
 
     async def served_checksum(self) -> str:
-        return str(await self._call("served_checksum"))
+        return str(await self.connection.call("served_checksum"))
 
     async def health(self) -> EngineHealth:
         """Return a snapshot; of a dead engine one that says so."""
         try:
-            health: EngineHealth = await self._call("health")
+            health: EngineHealth = await self.connection.call("health")
         except EngineDeadError:
             return EngineHealth(alive=False, policy_version=self._version)
         return health
@@ -62,22 +61,30 @@ class HostedEngine(InferenceEngineInterface):
         if self._connection is not None:
             await self._connection.stop("it was torn down")
 
-    def _connect(self, link: WorkerLink, on_state: Callable[[Any], None] | None = None) -> WorkerConnection:
+    @property
+    def connection(self) -> WorkerConnection:
+        """The connection of the last start.
+
+        Raises:
+            EngineDeadError: the engine was never started.
+        """
+        if self._connection is None:
+            raise self._gone_error("it was not started; call start() first")
+        return self._connection
+
+    def _connect(self, link: WorkerLink) -> WorkerConnection:
+        """Begin a new life of the engine, without weights; the caller starts the connection."""
+
+        def take_version(version: int) -> None:
+            self._version = version
+
         self._version = -1
         self._connection = WorkerConnection(
             link,
             gone_error=self._gone_error,
             call_error=lambda failure: failure.error(EngineError, "the hosted engine"),
-            on_state=on_state,
+            on_state=take_version,
         )
-        return self._connection
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        return await self._connected().call(method, *arguments)
-
-    def _connected(self) -> WorkerConnection:
-        if self._connection is None:
-            raise self._gone_error("it was not started; call start() first")
         return self._connection
 
     def _gone_error(self, reason: str) -> EngineDeadError:

@@ -111,24 +111,24 @@ class RayEngine(HostedEngine):
         await self.teardown()
         await asyncio.to_thread(connect)  # outside of the time limit: Ray itself may have to start
         link = RayLink(EngineHost, self._placement, stop_timeout_s=self._stop_timeout_s)
-        connection = self._connect(link, on_state=self._take_version)
+        connection = self._connect(link)
         self._started = await connection.start(self._factory, self._arguments, timeout_s=self._start_timeout_s)
         self._version = self._started.policy_version
 
     async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
-        output: InferenceEngineOutput = await self._call("generate", _plain(engine_input))
+        output: InferenceEngineOutput = await self.connection.call("generate", _plain(engine_input))
         return output
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
-        async with aclosing(self._connected().stream("stream", _plain(engine_input))) as chunks:
+        async with aclosing(self.connection.stream("stream", _plain(engine_input))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def reset_prefix_cache(self) -> None:
-        await self._call("reset_prefix_cache")
+        await self.connection.call("reset_prefix_cache")
 
     async def receive_weights(self, update: WeightUpdate) -> None:
-        connection = self._connected()
+        connection = self.connection
         connection.raise_if_gone()
         link = connection.link
         if update.transport != SHARED_MEMORY or not isinstance(link, RayLink) or link.node == this_node():
@@ -143,13 +143,10 @@ class RayEngine(HostedEngine):
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See the interface; ``path`` is looked for on the actor's node."""
-        await self._call("load_adapter", name, path)
+        await self.connection.call("load_adapter", name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._call("unload_adapter", name)
-
-    def _take_version(self, version: int) -> None:
-        self._version = version
+        await self.connection.call("unload_adapter", name)
 
     async def _relay(self, link: RayLink, update: WeightUpdate) -> None:
         """Copy the bytes of an update from this machine's memory to the actor's machine."""
@@ -166,11 +163,17 @@ class RayEngine(HostedEngine):
 
 
 class EngineHost(Hosted):
-    """The engine in the actor: methods that are not defined here are the engine's own."""
+    """The engine in the actor: methods that are not defined here are the engine's own.
+
+    An update that arrives over the network is put together in this machine's shared memory, where the engine receives it. Two
+    areas take turns, as at the trainer: the update received last must stay as it is until it has been loaded.
+    """
 
     def __init__(self) -> None:
         self._engine: InferenceEngineInterface | None = None
-        self._relay = WeightRelay()
+        self._areas: list[SharedArea] = []
+        self._filling = 0  # index of the area that takes the next bytes
+        self._relayed: tuple[WeightUpdate, WeightUpdate] | None = None  # the last one: as it was sent, as it lies here
 
     async def start(self, factory: str, arguments: Mapping[str, Any]) -> StartedEngine:
         """Build and start the engine ``factory(**arguments)``."""
@@ -182,18 +185,31 @@ class EngineHost(Hosted):
     def __getattr__(self, method: str) -> Any:
         return getattr(self._engine, method)
 
+    def write_weights(self, num_bytes: int, offset: int, part: npt.NDArray[np.uint8]) -> None:
+        """Copy ``part`` (uint8 ``[n]``) of a staging copy of ``num_bytes`` on the proxy's machine to its place here."""
+        # The first part of an update creates or resizes its area; further parts find it ready.
+        while len(self._areas) <= self._filling:
+            self._areas.append(SharedArea(num_bytes))
+        if len(self._areas[self._filling].memory) != num_bytes:
+            self._areas[self._filling].close()
+            self._areas[self._filling] = SharedArea(num_bytes)
+        memory = np.frombuffer(self._areas[self._filling].memory, dtype=np.uint8)
+        memory[offset : offset + len(part)] = part
+
     async def receive_relayed(self, update: WeightUpdate) -> None:
         """Receive an update whose bytes :meth:`write_weights` has brought."""
-        await self.receive_weights(self._relay.take(update))
+        here = dataclasses.replace(update, location=self._areas[self._filling].location)
+        # The other area is filled next, so that this update stays intact until it has been loaded.
+        self._filling = 1 - self._filling
+        self._relayed = update, here
+        await self.receive_weights(here)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Load an update, relayed or not."""
         assert self._engine is not None, "started first"
-        await self._engine.load_weights(self._relay.here(update))
-
-    def write_weights(self, num_bytes: int, offset: int, part: npt.NDArray[np.uint8]) -> None:
-        """Take a part of a staging copy of ``num_bytes`` that lies on the proxy's machine."""
-        self._relay.write(num_bytes, offset, part)
+        if self._relayed is not None and self._relayed[0] == update:
+            update = self._relayed[1]
+        await self._engine.load_weights(update)
 
     def state(self) -> int | None:
         return None if self._engine is None else self._engine.policy_version
@@ -214,45 +230,6 @@ class EngineHost(Hosted):
         """Tear the engine down."""
         if self._engine is not None:
             await self._engine.teardown()
-        self._relay.close()
-
-
-class WeightRelay:
-    """Staging copies that arrived over the network, in this machine's shared memory, where engines receive them.
-
-    Two areas take turns, as at the trainer: the update received last must stay as it is until it has been loaded.
-    """
-
-    def __init__(self) -> None:
-        self._areas: list[SharedArea] = []
-        self._filling = 0
-        self._taken: tuple[WeightUpdate, WeightUpdate] | None = None  # as it was sent, as it lies here
-
-    def write(self, num_bytes: int, offset: int, part: npt.NDArray[np.uint8]) -> None:
-        """Copy ``part`` (uint8 ``[n]``) to its place in the area being filled."""
-        # The first part of an update creates or resizes its area; further parts find it ready.
-        while len(self._areas) <= self._filling:
-            self._areas.append(SharedArea(num_bytes))
-        if len(self._areas[self._filling].memory) != num_bytes:
-            self._areas[self._filling].close()
-            self._areas[self._filling] = SharedArea(num_bytes)
-        memory = np.frombuffer(self._areas[self._filling].memory, dtype=np.uint8)
-        memory[offset : offset + len(part)] = part
-
-    def take(self, update: WeightUpdate) -> WeightUpdate:
-        """Return the update whose bytes have all been written, with its location on this machine."""
-        here = dataclasses.replace(update, location=self._areas[self._filling].location)
-        # The other area is filled next, so that this update stays intact until it has been loaded.
-        self._filling = 1 - self._filling
-        self._taken = update, here
-        return here
-
-    def here(self, update: WeightUpdate) -> WeightUpdate:
-        """Return the update with its location on this machine if it was relayed, else as it is."""
-        return self._taken[1] if self._taken is not None and self._taken[0] == update else update
-
-    def close(self) -> None:
-        """Free the areas."""
         for area in self._areas:
             area.close()
         self._areas.clear()

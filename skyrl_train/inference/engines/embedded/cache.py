@@ -106,19 +106,6 @@ class SlotLayer(CacheLayerMixin):
             stores.append(resized)
         self.stores = tuple(stores)
 
-    def release(self) -> None:
-        """Free the memory; the next forward pass allocates it again."""
-        self.stores = ()
-        self.is_initialized = False
-
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        for store in self.stores:
-            store[target, :, :length] = store[source, :, :length]
-
-    def clear_slot(self, slot: int) -> None:
-        for store in self.stores:
-            store[slot].zero_()
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.visible, 0
 
@@ -146,26 +133,31 @@ class SlotCache(Cache):
         """
         needed = bucket(length)
         if needed > self.capacity:
-            self._resize(max(needed, 2 * self.capacity))  # doubling keeps the cost of copying linear
+            self.capacity = max(needed, 2 * self.capacity)  # doubling keeps the cost of copying linear
         elif empty and SHRINK_FACTOR * needed <= self.capacity:
-            self._resize(needed)
-
-    def _resize(self, capacity: int) -> None:
-        self.capacity = capacity
+            self.capacity = needed
+        else:
+            return
         for layer in self._slot_layers:
-            layer.resize(capacity)
+            layer.resize(self.capacity)
 
     def release(self) -> None:
-        """Free the memory of all slots."""
+        """Free the memory of all slots; the next forward pass allocates it again."""
         for layer in self._slot_layers:
-            layer.release()
+            layer.stores = ()
+            layer.is_initialized = False
 
+    # In inference mode, because the forward pass that allocated the stores was, and slots also move outside of one.
+    @torch.inference_mode()
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Overwrite ``target`` with the first ``length`` positions of ``source``."""
         for layer in self._slot_layers:
-            layer.copy_slot(source, target, length)
+            for store in layer.stores:
+                store[target, :, :length] = store[source, :, :length]
 
+    @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
         """Zero a slot that holds NaN, which would leak through the mask (0 * NaN) into the next request."""
         for layer in self._slot_layers:
-            layer.clear_slot(slot)
+            for store in layer.stores:
+                store[slot].zero_()

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import EngineError, RequestError
 from skyrl_train.inference.engines.embedded.engine import EngineSettings
-from skyrl_train.inference.engines.embedded.runner import ModelRunner, Tokens, make_runner
+from skyrl_train.inference.engines.embedded.runner import Tokens, make_runner
 from skyrl_train.inference.engines.embedded.sampling import sample
 from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
 from skyrl_train.inference.interface import SamplingParams, StopReason
@@ -39,7 +39,7 @@ PREFILL_TOKENS = 4096  # limit of one prefill, padding included, so that many pr
 NOT_A_NUMBER = "The model's logits are not numbers; the policy has diverged. Lower the learning rate or clip gradients."
 
 
-class _State(StrEnum):
+class PauseState(StrEnum):
     RUNNING = "running"
     DRAINING = "draining"  # pause("wait"): requests that have begun run to their end
     PAUSED = "paused"
@@ -72,10 +72,10 @@ class EmbeddedEngineCore:
         self._batch_invariant = batch_invariant
         self._max_num_seqs = max_num_seqs
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-        self._runner: ModelRunner = make_runner(model, max_num_seqs, max_model_len)
+        self._runner = make_runner(model, max_num_seqs, max_model_len)
         self._slots = SlotTable(max_num_seqs, max_model_len)
         self._waiting: deque[Sequence] = deque()
-        self._state = _State.RUNNING
+        self._state = PauseState.RUNNING
         self._seeds = (derive_seed(seed, counter) for counter in itertools.count())
         self._receiver = WeightReceiver(model.device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor] | EngineError] | None = None
@@ -95,7 +95,7 @@ class EmbeddedEngineCore:
     @property
     def paused(self) -> bool:
         """True if no token will be sampled before ``resume``."""
-        return self._state == _State.PAUSED
+        return self._state == PauseState.PAUSED
 
     @property
     def runnable(self) -> bool:
@@ -157,7 +157,7 @@ class EmbeddedEngineCore:
     def pause(self, mode: PauseMode) -> list[Message]:
         """Stop sampling; with ``wait`` as soon as the requests that have begun have ended (see ``paused``)."""
         # KEEP needs no more than this: running requests stay in their slots with their caches.
-        self._state = _State.DRAINING if mode == PauseMode.WAIT else _State.PAUSED
+        self._state = PauseState.DRAINING if mode == PauseMode.WAIT else PauseState.PAUSED
         answers: list[Message] = []
         if mode == PauseMode.ABORT:
             answers = self.abort()
@@ -174,7 +174,7 @@ class EmbeddedEngineCore:
         """
         if self._awake_on is not None:
             raise EngineError("The engine sleeps; call wake_up() before resume().")
-        self._state = _State.RUNNING
+        self._state = PauseState.RUNNING
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to main memory. Frozen requests compute their cache again later.
@@ -186,7 +186,8 @@ class EmbeddedEngineCore:
             raise EngineError("An engine sleeps while it is paused; call pause() first.")
         self._freeze()
         # Sequences left their slots above, because their cache is freed with the memory.
-        self._runner.release()
+        if self._runner.cache is not None:
+            self._runner.cache.release()
         self._awake_on = self._awake_on or self.model.device
         self.model.to("cpu")
 
@@ -290,7 +291,7 @@ class EmbeddedEngineCore:
             return None
         # While draining, only a request that has begun may; those are first in the queue.
         sequence = self._waiting[0]
-        return sequence if self._state == _State.RUNNING or sequence.begun else None
+        return sequence if self._state == PauseState.RUNNING or sequence.begun else None
 
     def _forward(self, run: Callable[[Tokens, Tokens, int], torch.Tensor], rows: slice, answers: list[Message]) -> None:
         """Run the model over ``rows``, sample a token for each, end those that are done, and stream full chunks."""
@@ -306,8 +307,10 @@ class EmbeddedEngineCore:
         stopped = (slots.stop_ids[rows] == tokens[:, None]).any(-1)
         broken = np.isnan(logprobs)
         ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
+        every = slots.stream_every[rows]
+        chunk_is_full = (every > 0) & (slots.lengths[rows] - slots.sent[rows] >= every)
         # A token that ends the response leaves with its stop reason, never in a chunk before.
-        for row in np.flatnonzero(slots.chunk_is_full(rows) & ~ended):
+        for row in np.flatnonzero(chunk_is_full & ~ended):
             slot = rows.start + int(row)
             answers.append(Item(slots.sequences[slot].request_id, slots.take_chunk(slot)))
         # From the back: removing a slot moves the last one into its place.
@@ -321,19 +324,19 @@ class EmbeddedEngineCore:
 
     def _leave(self, slot: int, clear: bool = False) -> Sequence:
         """Free a slot and move the last one into its place; ``clear`` zeroes a cache that holds NaN."""
-        sequence = self._slots.read(slot)
-        if clear:
-            self._runner.clear_slot(slot)
+        sequence, cache = self._slots.read(slot), self._runner.cache
         last = self._slots.remove(slot)
-        if last != slot:
-            self._runner.copy_slot(last, slot, int(self._slots.lengths[slot]))
+        if cache is not None and clear:
+            cache.clear_slot(slot)
+        if cache is not None and last != slot:
+            cache.copy_slot(last, slot, int(self._slots.lengths[slot]))
             if clear:
-                self._runner.clear_slot(last)
+                cache.clear_slot(last)
         return sequence
 
     def _settle(self) -> None:
-        if self._state == _State.DRAINING and not self.runnable:
-            self._state = _State.PAUSED
+        if self._state == PauseState.DRAINING and not self.runnable:
+            self._state = PauseState.PAUSED
 
 
 def check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], adapter: AdapterSpec | None) -> None:

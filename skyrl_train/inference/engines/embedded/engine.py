@@ -108,9 +108,12 @@ class EmbeddedEngine(HostedEngine):
         self._executor = executor
         self._num_threads = num_threads
         self._worker = worker
+        on_gpu = ["nccl"] if device.startswith("cuda") else []
+        if on_gpu and executor == "process":
+            on_gpu.append("cuda_ipc")  # a process cannot open its own memory by a handle
         self._capabilities = EngineCapabilities(
             pause_modes=frozenset(PauseMode),
-            transports=_transports(device, executor),
+            transports=frozenset({"shared_memory", "disk", "delta", "gloo", *on_gpu}),
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
             sleep=True,
@@ -126,7 +129,7 @@ class EmbeddedEngine(HostedEngine):
     def pid(self) -> int | None:
         """The process id of an engine with executor "process", else None."""
         link = None if self._connection is None else self._connection.link
-        return link.process.pid if isinstance(link, ProcessLink) and link.process is not None else None
+        return link.child.pid if isinstance(link, ProcessLink) and link.child is not None else None
 
     def _new_link(self) -> WorkerLink:
         if self._executor == "thread":
@@ -147,8 +150,8 @@ class EmbeddedEngine(HostedEngine):
     async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
         """See the interface. All prompts share the sampling parameters, a given seed included."""
         prompts, params = _requests(engine_input)
-        connection = self._connected()
-        replies = [connection.submit("generate", prompt, params, 0) for prompt in prompts]
+        connection = self.connection
+        replies = [connection.call("generate", prompt, params, 0) for prompt in prompts]
         try:
             return output_of(await asyncio.gather(*replies))
         finally:
@@ -160,7 +163,7 @@ class EmbeddedEngine(HostedEngine):
         if len(prompts) != 1:
             raise EngineError(f"stream() takes exactly one prompt, got {len(prompts)}.")
         chunk_tokens = engine_input.get("chunk_tokens", 1)
-        async with aclosing(self._connected().stream("generate", prompts[0], params, chunk_tokens)) as chunks:
+        async with aclosing(self.connection.stream("generate", prompts[0], params, chunk_tokens)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -168,20 +171,15 @@ class EmbeddedEngine(HostedEngine):
         """Do nothing: no KV cache outlives its request here."""
 
     async def receive_weights(self, update: WeightUpdate) -> None:
-        await self._call("receive_weights", update)
+        await self.connection.call("receive_weights", update)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        self._version = await self._call("load_weights", update)
+        self._version = await self.connection.call("load_weights", update)
 
     async def teardown(self) -> None:
         await super().teardown()
         if self._worker is not None:  # it was never used
             await asyncio.to_thread(self._worker.stop)
-
-
-def _transports(device: str, executor: str) -> frozenset[str]:
-    on_gpu = {"nccl", "cuda_ipc"} if executor == "process" else {"nccl"}
-    return frozenset({"shared_memory", "disk", "delta", "gloo", *(on_gpu if device.startswith("cuda") else ())})
 
 
 def _requests(engine_input: InferenceEngineInput) -> tuple[list[list[int]], SamplingParams]:

@@ -23,8 +23,8 @@ from skyrl_train.errors import EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore, build_core
 from skyrl_train.inference.engines.embedded.engine import EngineSettings
 from skyrl_train.inference.interface import EngineHealth
+from skyrl_train.workers.connection import Channel
 from skyrl_train.workers.messages import Call, Cancel, Failure, LastWords, Message, Result
-from skyrl_train.workers.process import Channel
 
 logger = logging.getLogger(__name__)
 
@@ -67,32 +67,31 @@ class EngineLoop:
             start, *_ = self._channel.receive(block=True)
             assert isinstance(start, Call) and start.method == "start", "the driver starts the engine first"
             core = self._build(*start.arguments)
+            service = EngineService(core)
             try:
                 self._send([Result(start.id)])
-                self._serve(core)
+                while True:
+                    answers: list[Message] = []
+                    # Block only without work: running requests must not wait for a call.
+                    for message in self._channel.receive(block=not core.runnable):
+                        if isinstance(message, Call) and message.method == "receive_weights":
+                            self._receiving.submit(self._receive, core, message)
+                        else:
+                            answers += service.handle(message)
+                    self._send(answers)  # a caller that resumed the engine must not wait for its next step
+                    self._send(service.step())
             finally:
                 self._receiving.shutdown(cancel_futures=True)
                 core.close()
         except EOFError:
             return
-        except SkyRLError as error:
-            self._say_last(str(error))
         except Exception as error:  # the model's code can raise anything; pending calls must hear of it
-            logger.exception("The embedded engine failed.")
-            self._say_last(f"the engine failed: {type(error).__name__}: {error}")
-
-    def _serve(self, core: EmbeddedEngineCore) -> None:
-        service = EngineService(core)
-        while True:
-            answers: list[Message] = []
-            # Block only without work: running requests must not wait for a call.
-            for message in self._channel.receive(block=not core.runnable):
-                if isinstance(message, Call) and message.method == "receive_weights":
-                    self._receiving.submit(self._receive, core, message)
-                else:
-                    answers += service.handle(message)
-            self._send(answers)  # a caller that resumed the engine must not wait for its next step
-            self._send(service.step())
+            reason = str(error)
+            if not isinstance(error, SkyRLError):
+                logger.exception("The embedded engine failed.")
+                reason = f"the engine failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(EOFError):
+                self._send([LastWords(reason)])
 
     def _receive(self, core: EmbeddedEngineCore, call: Call) -> None:
         answer: Message
@@ -110,10 +109,6 @@ class EngineLoop:
         if messages:
             with self._sending:
                 self._channel.send(messages)
-
-    def _say_last(self, reason: str) -> None:
-        with contextlib.suppress(EOFError):
-            self._send([LastWords(reason)])
 
 
 class EngineService:
@@ -138,55 +133,52 @@ class EngineService:
 
     def handle(self, message: Message) -> list[Message]:
         """Run one call, or abort a request whose caller is gone."""
-        if isinstance(message, Cancel):
-            return self._core.abort([message.id])
-        assert isinstance(message, Call), "a driver sends nothing else"
-        try:
-            return self._answer(message, *message.arguments)
-        except (RequestError, EngineError) as error:
-            return [Failure.of(message.id, error)]
-
-    def _answer(self, call: Call, *arguments: Any) -> list[Message]:
         core = self._core
+        if isinstance(message, Cancel):
+            return core.abort([message.id])
+        assert isinstance(message, Call), "a driver sends nothing else"
         answers: list[Message] = []
         value: Any = None
-        match call.method:
-            case "generate":  # answered by the steps
-                core.add(call.id, *arguments)
-                return []
-            case "pause":
-                answers = core.pause(*arguments)
-                self._pausing.append(call.id)
-                return answers
-            case "resume":
-                core.resume()
-                late = EngineError("The engine was resumed before it was paused.")
-                answers = [Failure.of(pause, late) for pause in self._pausing]
-                self._pausing.clear()
-            case "sleep":  # at any level, and wakes up with any tags: all of the model moves
-                core.sleep()
-            case "wake_up":
-                core.wake_up()
-            case "abort_generation":
-                answers = core.abort()
-            case "receive_weights":
-                core.receive(*arguments)
-            case "load_weights":
-                core.load(*arguments)
-                value = core.policy_version
-            case "served_checksum":
-                value = core.served_checksum()
-            case "health":
-                value = EngineHealth(
-                    alive=True,
-                    policy_version=core.policy_version,
-                    running=core.running,
-                    waiting=core.waiting,
-                    paused=core.paused,
-                    generated_tokens=core.generated_tokens,
-                    prefill_tokens=core.prefill_tokens,
-                    busy_s=self._busy_s,
-                )
-            case method:
-                raise EngineError(f"The embedded engine has no method {method!r}.")
-        return [*answers, Result(call.id, value)]
+        try:
+            match message.method:
+                case "generate":  # answered by the steps
+                    core.add(message.id, *message.arguments)
+                    return []
+                case "pause":  # answered by the step after which nothing runs any more
+                    answers = core.pause(*message.arguments)
+                    self._pausing.append(message.id)
+                    return answers
+                case "resume":
+                    core.resume()
+                    late = EngineError("The engine was resumed before it was paused.")
+                    answers = [Failure.of(pause, late) for pause in self._pausing]
+                    self._pausing.clear()
+                case "sleep":  # at any level, and wakes up with any tags: all of the model moves
+                    core.sleep()
+                case "wake_up":
+                    core.wake_up()
+                case "abort_generation":
+                    answers = core.abort()
+                case "receive_weights":
+                    core.receive(*message.arguments)
+                case "load_weights":
+                    core.load(*message.arguments)
+                    value = core.policy_version
+                case "served_checksum":
+                    value = core.served_checksum()
+                case "health":
+                    value = EngineHealth(
+                        alive=True,
+                        policy_version=core.policy_version,
+                        running=core.running,
+                        waiting=core.waiting,
+                        paused=core.paused,
+                        generated_tokens=core.generated_tokens,
+                        prefill_tokens=core.prefill_tokens,
+                        busy_s=self._busy_s,
+                    )
+                case method:
+                    raise EngineError(f"The embedded engine has no method {method!r}.")
+        except (RequestError, EngineError) as error:
+            return [Failure.of(message.id, error)]
+        return [*answers, Result(message.id, value)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,105 +29,101 @@ TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-1}
 TRIAL_TOKENS = 24
 
 
-class ModelRunner(Protocol):
-    """Runs slots ``first .. first + k``, given as ``tokens`` ``[k, >= max(lengths)]`` and ``lengths`` ``[k]``.
+class _Runner:
+    """Calls the model, and computes the vocabulary's logits only for the positions that are needed.
 
-    Both methods return the logits of each row's last token, ``[k, V]``; the tokens before it are ``decode``'s past.
+    A runner runs slots ``first .. first + k``, given as ``tokens`` ``[k, >= max(lengths)]`` and ``lengths`` ``[k]``. Its methods
+    ``prefill`` and ``decode`` return the logits of each row's last token, ``[k, V]``; the tokens before it are ``decode``'s past.
+
+    Attributes:
+        cache: the past of the slots, which moves with them; None: nothing is kept between calls.
     """
 
-    def prefill(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor: ...
-
-    def decode(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor: ...
-
-    def copy_slot(self, source: int, target: int, length: int) -> None: ...
-
-    def clear_slot(self, slot: int) -> None: ...
-
-    def release(self) -> None:
-        """Free the memory of all slots."""
-
-
-class RecomputeRunner:
-    """Computes right-padded whole sequences on each call: correct for any causal LM, and slow."""
+    cache: SlotCache | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._forward = _Forward(model)
+        self._model = model
+        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+
+    def _last_logits(self, token_ids: torch.Tensor, lengths: Tokens, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the logits ``[k, V]`` of position ``lengths - 1`` of each row of ``token_ids`` ``[k, T]``."""
+        device = self._model.device
+        inputs = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
+        # Models that can keep a few positions compute the head, the largest layer of small models, for those alone.
+        columns, at = np.unique(lengths - 1, return_inverse=True)
+        if "logits_to_keep" in self._accepts:
+            whole = len(columns) == 1 and columns[0] == token_ids.shape[1] - 1
+            inputs["logits_to_keep"] = 1 if whole else torch.from_numpy(columns).to(device)
+        else:
+            at = lengths - 1
+        logits: torch.Tensor = self._model(input_ids=token_ids.to(device), return_dict=True, **inputs).logits
+        if logits.shape[1] == 1:
+            return logits[:, 0]
+        return logits[torch.arange(len(lengths), device=device), torch.from_numpy(at).to(device)]
+
+
+class RecomputeRunner(_Runner):
+    """Computes right-padded whole sequences on each call: correct for any causal LM, and slow."""
 
     def prefill(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         longest = int(lengths.max())
         inputs: dict[str, Any] = {"use_cache": False}
-        if "attention_mask" in self._forward.accepts:
+        if "attention_mask" in self._accepts:
             inputs["attention_mask"] = torch.from_numpy((np.arange(longest) < lengths[:, None]).astype(np.int64))
-        return self._forward.last_logits(torch.from_numpy(tokens[:, :longest].copy()), lengths, inputs)
+        return self._last_logits(torch.from_numpy(tokens[:, :longest].copy()), lengths, inputs)
 
     decode = prefill
 
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        pass
 
-    def clear_slot(self, slot: int) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
-class CachedRunner:
+class CachedRunner(_Runner):
     """Keeps keys and values of ``num_slots`` requests of up to ``capacity`` tokens.
 
     Raises:
         ValueError: the architecture keeps other state than the keys and values of full or sliding-window attention.
     """
 
+    cache: SlotCache
+
     def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int) -> None:
-        self._forward = _Forward(model)
-        if not {"past_key_values", "attention_mask", "position_ids"} <= self._forward.accepts:
+        super().__init__(model)
+        if not {"past_key_values", "attention_mask", "position_ids"} <= self._accepts:
             raise ValueError("its forward pass takes no cache, mask or positions")
         self._windows = _attention_windows(model)
         self._device, self._dtype = model.device, model.dtype
-        self._cache = SlotCache(model.config.get_text_config(decoder=True).num_hidden_layers, num_slots)
+        self.cache = SlotCache(model.config.get_text_config(decoder=True).num_hidden_layers, num_slots)
         self._positions = torch.arange(bucket(capacity), device=self._device)
 
     def prefill(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         longest = int(lengths.max())
-        self._cache.reserve(longest, empty=first == 0)
-        self._cache.window.move(first, len(lengths), longest, None)
+        self.cache.reserve(longest, empty=first == 0)
+        self.cache.window.move(first, len(lengths), longest, None)
         positions = self._positions[:longest]
         inputs = {
-            "past_key_values": self._cache,
+            "past_key_values": self.cache,
             "use_cache": True,
             # Right padding needs no extra mask: it comes after every position that a real token may see.
             "attention_mask": self._masks(positions[None, :, None], longest),
             "position_ids": positions.expand(len(lengths), longest),
         }
-        return self._forward.last_logits(torch.from_numpy(tokens[:, :longest].copy()), lengths, inputs)
+        return self._last_logits(torch.from_numpy(tokens[:, :longest].copy()), lengths, inputs)
 
     def decode(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         last, longest = lengths - 1, int(lengths.max())
-        self._cache.reserve(longest, empty=False)
+        self.cache.reserve(longest, empty=False)
         # Rounded up: few different shapes, and the mask hides the positions beyond each request.
         visible = bucket(longest)
         positions = torch.from_numpy(last).to(self._device)
-        self._cache.window.move(first, len(lengths), visible, positions)
+        self.cache.window.move(first, len(lengths), visible, positions)
         inputs = {
-            "past_key_values": self._cache,
+            "past_key_values": self.cache,
             "use_cache": True,
             "attention_mask": self._masks(positions[:, None, None], visible),
             "position_ids": positions[:, None],
         }
         newest = torch.from_numpy(tokens[np.arange(len(last)), last][:, None])
-        return self._forward.last_logits(newest, np.ones_like(lengths), inputs)
-
-    @torch.inference_mode()
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        self._cache.copy_slot(source, target, length)
-
-    @torch.inference_mode()
-    def clear_slot(self, slot: int) -> None:
-        self._cache.clear_slot(slot)
-
-    def release(self) -> None:
-        self._cache.release()
+        return self._last_logits(newest, np.ones_like(lengths), inputs)
 
     def _masks(self, query: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """Return additive masks ``[k or 1, 1, T, visible]`` for queries at the positions ``query`` ``[k or 1, T, 1]``."""
@@ -141,33 +137,8 @@ class CachedRunner:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-class _Forward:
-    """Calls the model, and computes the vocabulary's logits only for the positions that are needed."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self.accepts = frozenset(inspect.signature(model.forward).parameters)
-
-    def last_logits(self, token_ids: torch.Tensor, lengths: Tokens, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the logits ``[k, V]`` of position ``lengths - 1`` of each row of ``token_ids`` ``[k, T]``."""
-        device = self._model.device
-        inputs = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-        }
-        columns, at = np.unique(lengths - 1, return_inverse=True)
-        if "logits_to_keep" in self.accepts:
-            whole = len(columns) == 1 and columns[0] == token_ids.shape[1] - 1
-            inputs["logits_to_keep"] = 1 if whole else torch.from_numpy(columns).to(device)
-        else:
-            at = lengths - 1
-        logits: torch.Tensor = self._model(input_ids=token_ids.to(device), return_dict=True, **inputs).logits
-        if logits.shape[1] == 1:
-            return logits[:, 0]
-        return logits[torch.arange(len(lengths), device=device), torch.from_numpy(at).to(device)]
-
-
 @torch.inference_mode()
-def make_runner(model: PreTrainedModel, num_slots: int, capacity: int) -> ModelRunner:
+def make_runner(model: PreTrainedModel, num_slots: int, capacity: int) -> CachedRunner | RecomputeRunner:
     """Return the fast runner if it is correct for this architecture, else the slow one, with the reason in the log."""
     try:
         _check_by_trial(model, capacity)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_MASK_64 = (1 << 64) - 1
+SEED_MASK = (1 << 64) - 1  # seeds enter ``uniforms`` modulo 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,6 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x = x ^ (x >> np.uint64(31))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def seed_bits(seed: int) -> int:
-    """Return the lowest 64 bits of a seed, as :func:`uniforms` takes them."""
-    return seed & _MASK_64
 
 
 def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

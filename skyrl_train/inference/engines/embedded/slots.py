@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_train.inference.engines.embedded.sampling import SamplingRows, seed_bits, uniforms
+from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, SamplingRows, uniforms
 from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk, TopLogprobs
 
 NO_TOKEN = -1
@@ -83,7 +83,7 @@ class SlotTable:
         self.min_lengths[slot] = prompt + params.min_tokens
         self.sent[slot], self.stream_every[slot] = prompt + sequence.sent, sequence.stream_every
         self.top_logprobs[slot] = params.top_logprobs
-        self.seeds[slot] = seed_bits(sequence.seed)
+        self.seeds[slot] = sequence.seed & SEED_MASK
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
         # The array is as wide as the longest list so far; NO_TOKEN fills the rest and equals no sampled token.
@@ -174,8 +174,3 @@ class SlotTable:
             self.versions[slot, at].tolist(),
             top_logprobs=self.sequences[slot].top_of(slice(at.start - prompt, at.stop - prompt)),
         )
-
-    def chunk_is_full(self, rows: slice) -> np.ndarray:
-        """Return a bool per row: True if it streams and its next chunk is complete."""
-        every = self.stream_every[rows]
-        return (every > 0) & (self.lengths[rows] - self.sent[rows] >= every)
