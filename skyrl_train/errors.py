@@ -26,6 +26,11 @@ SkyRLError
 """
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if the message is empty, for use in another message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class SkyRLError(Exception):
     """Root of every error that this library raises on purpose; entry points print it without a traceback."""
 

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, nearest
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, first_line
 
 RECIPES = Path(__file__).parent / "recipes"
 BASE = "base"
@@ -148,7 +148,7 @@ def _parse(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         hint = "write key=value" if "=" not in text else "quote text with spaces or special characters: \"key='value'\""
-        raise ConfigError(f"Cannot read the override {text!r}: {hint} ({_first_line(error)}).") from error
+        raise ConfigError(f"Cannot read the override {text!r}: {hint} ({first_line(error)}).") from error
 
 
 def _check(override: Override, text: str) -> None:
@@ -199,10 +199,6 @@ def _given_value(text: str, key: str, error: Exception) -> str:
         return f", got {value.group(1)}"
     detail = next((line for line in text.splitlines() if key not in line and "raised while" not in line), "")
     return f" ({detail.strip()})" if detail else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _one_line(error: BaseException) -> str:

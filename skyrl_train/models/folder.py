@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from skyrl_train.errors import ConfigError, ModelError
+from skyrl_train.errors import ConfigError, ModelError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,11 +42,11 @@ def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
     except _UNUSABLE as error:
         if is_local(path):
             raise ModelError(
-                f"{path!r} is not a model: {_first_line(error)}. Point {setting} at a folder with a config.json."
+                f"{path!r} is not a model: {first_line(error).rstrip('.')}. Point {setting} at a folder with a config.json."
             ) from error
         raise ModelError(
             f"{path!r} is no folder here, and the hub did not give it either (offline, misspelt or private): "
-            f"{_first_line(error)}. Point {setting} at a model folder, or download the model first."
+            f"{first_line(error).rstrip('.')}. Point {setting} at a model folder, or download the model first."
         ) from error
     return config
 
@@ -63,7 +63,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(path)
     except _UNUSABLE as error:
         raise ModelError(
-            f"{path!r} has no usable tokenizer: {_first_line(error)}. Save one there with tokenizer.save_pretrained()."
+            f"{path!r} has no usable tokenizer: {first_line(error).rstrip('.')}. Save one there with tokenizer.save_pretrained()."
         ) from error
     # Without tokenizer files, transformers returns an empty tokenizer of the model's type instead of an error.
     files = set(tokenizer.vocab_files_names.values())
@@ -94,7 +94,9 @@ def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
         with _building, quiet_transformers():
             built: Any = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     except _UNUSABLE as error:
-        raise ModelError(f"{path!r} is not a causal language model that can be built: {_first_line(error)}.") from error
+        raise ModelError(
+            f"{path!r} is not a causal language model that can be built: {first_line(error).rstrip('.')}."
+        ) from error
     model: PreTrainedModel = built.to(torch_device).eval()
     return model
 
@@ -116,7 +118,7 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
             )
     except _UNUSABLE as error:
         raise ModelError(
-            f"{path!r} has no usable weights: {_first_line(error)}. Save the model there with model.save_pretrained()."
+            f"{path!r} has no usable weights: {first_line(error).rstrip('.')}. Save the model there with model.save_pretrained()."
         ) from error
     info: dict[str, Any] = loaded[1]
     mismatched = sorted(tuple(entry) for entry in info["mismatched_keys"])
@@ -208,8 +210,3 @@ def _looks_local(path: str) -> bool:
         or Path(path).exists()
         or (len(parts) == 2 and Path(parts[0]).is_dir())
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")

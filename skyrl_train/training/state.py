@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, first_line
 from skyrl_train.models.lora import FINGERPRINT
 
 POLICY_FILE = "policy.safetensors"
@@ -194,7 +194,7 @@ def _reading(path: Path, read: Callable[[Path], T]) -> T:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is incomplete: {path.name} is missing. {REMEDY}") from error
     except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read ({_first_line(error)}). {REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}). {REMEDY}") from error
 
 
 def _load_payload(path: Path) -> dict[str, Any]:
@@ -234,7 +234,3 @@ def check_base(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[st
             raise CheckpointError(
                 f"{folder} has an adapter of another base model, or one with another trainer.policy.model.lora.alpha. {REMEDY}"
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, first_line
 from skyrl_train.runtime.process import in_lasting_thread, keeping_signal_handlers
 from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerLink
 from skyrl_train.workers.host import ActorHost, Hosted
@@ -110,11 +110,6 @@ def free_resources() -> dict[str, float]:
     return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; Ray appends the remote traceback to it."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 class _ActorLink(WorkerLink):
     """A link to an actor; what :class:`RayLink` and :class:`RayBlockingLink` share."""
 
@@ -161,6 +156,7 @@ class RayLink(_ActorLink):
             # The first answer of the actor: resources were found and its process has started.
             self.node = await actor.node.remote()
         except RayError as error:
+            # Ray appends the remote traceback to the message.
             raise StartError(f"its actor ended: {first_line(error)}") from error
 
         async def read() -> None:

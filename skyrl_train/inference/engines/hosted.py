@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from skyrl_train.errors import EngineDeadError, EngineError
-from skyrl_train.inference.interface import EngineHealth, InferenceEngineInterface
+from skyrl_train.inference.interface import EngineHealth, InferenceEngineInput, InferenceEngineInterface, SamplingParams
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightUpdate
 from skyrl_train.workers.connection import WorkerConnection, WorkerLink
@@ -89,3 +90,14 @@ class HostedEngine(InferenceEngineInterface):
 
     def _gone_error(self, reason: str) -> EngineDeadError:
         return EngineDeadError(f"{self._name} is gone: {reason.removesuffix('.')}.")
+
+
+def plain_request(engine_input: InferenceEngineInput) -> tuple[list[list[int]] | None, SamplingParams]:
+    """Return prompts and sampling parameters of a request as plain data, which can travel to the hosted engine.
+
+    The client handles stop strings, so they stay here.
+    """
+    prompts, params = engine_input.get("prompt_token_ids"), SamplingParams.parse(engine_input.get("sampling_params"))
+    if params.stop:
+        params = dataclasses.replace(params, stop=())
+    return None if prompts is None else [list(map(int, prompt)) for prompt in prompts], params

@@ -21,20 +21,19 @@ import numpy.typing as npt
 from ray.exceptions import RayError
 
 from skyrl_train.config.import_path import import_name
-from skyrl_train.errors import EngineError
-from skyrl_train.inference.engines.hosted import HostedEngine
+from skyrl_train.errors import EngineError, first_line
+from skyrl_train.inference.engines.hosted import HostedEngine, plain_request
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
-    SamplingParams,
     TokenChunk,
 )
 from skyrl_train.weight_sync.shared_area import SharedArea
 from skyrl_train.weight_sync.update import WeightUpdate
 from skyrl_train.workers.host import Hosted
-from skyrl_train.workers.ray import RayLink, RayPlacement, connect, first_line, this_node
+from skyrl_train.workers.ray import RayLink, RayPlacement, connect, this_node
 
 # One part of an update on its way to another node: passes through the object store, which may be small.
 RELAY_PART_BYTES = 32 << 20
@@ -236,11 +235,9 @@ class EngineHost(Hosted):
 
 
 def _plain(engine_input: InferenceEngineInput) -> InferenceEngineInput:
-    """Return the request as plain data. The client handles stop strings; they need not travel."""
+    prompts, params = plain_request(engine_input)
     plain = engine_input.copy()
-    params = SamplingParams.parse(engine_input.get("sampling_params"))
-    plain["sampling_params"] = dataclasses.replace(params, stop=()) if params.stop else params
-    prompts = engine_input.get("prompt_token_ids")
+    plain["sampling_params"] = params
     if prompts is not None:
-        plain["prompt_token_ids"] = [list(map(int, prompt)) for prompt in prompts]
+        plain["prompt_token_ids"] = prompts
     return plain

@@ -21,11 +21,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from skyrl_train.config.derive import fsdp_num_gpus
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import ConfigError, SkyRLError, TrainingWorkerError
+from skyrl_train.errors import ConfigError, SkyRLError, TrainingWorkerError, first_line
 from skyrl_train.training.collectives import AgreedError
 from skyrl_train.training.distributed.worker import TrainingWorker
 from skyrl_train.workers.messages import Call, Result
-from skyrl_train.workers.ray import RayPlacement, cluster_is_own, connect, first_line, free_resources
+from skyrl_train.workers.ray import RayPlacement, cluster_is_own, connect, free_resources
 
 logger = logging.getLogger(__name__)
 

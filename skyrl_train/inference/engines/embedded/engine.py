@@ -7,14 +7,13 @@ generate / stream / pause / load_weights ──calls──> WorkerConnection ─
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.inference.engines.hosted import HostedEngine
+from skyrl_train.inference.engines.hosted import HostedEngine, plain_request
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     InferenceEngineInput,
@@ -183,10 +182,7 @@ class EmbeddedEngine(HostedEngine):
 
 
 def _requests(engine_input: InferenceEngineInput) -> tuple[list[list[int]], SamplingParams]:
-    prompts = engine_input.get("prompt_token_ids")
+    prompts, params = plain_request(engine_input)
     if prompts is None:
         raise EngineError("An engine takes prompt_token_ids; the client renders conversations to tokens.")
-    params = SamplingParams.parse(engine_input.get("sampling_params"))
-    # The client handles stop strings; they need not travel.
-    params = dataclasses.replace(params, stop=()) if params.stop else params
-    return [list(map(int, prompt)) for prompt in prompts], params
+    return prompts, params
