@@ -1,4 +1,4 @@
-"""What the tests of sessions share: a renderer that can be read, and answers to what was planned."""
+"""Shared by the tests of sessions: a readable renderer, and responses to planned prompts."""
 
 from __future__ import annotations
 

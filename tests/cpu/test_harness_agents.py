@@ -1,4 +1,4 @@
-"""Agents as functions and as programs: what they are given, how they end, and that nothing of them is left behind."""
+"""Agents as functions and as programs: their arguments, their results and errors, and their clean-up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def program(source: str, **options: Any) -> ProcessAgent:
     return ProcessAgent([sys.executable, "-c", source], **options)
 
 
-class TestWhatAnAgentReturns:
+class TestResults:
     @pytest.mark.parametrize(
         ("value", "expected"),
         [
@@ -58,7 +58,7 @@ class TestWhatAnAgentReturns:
             (None, AgentResult()),
         ],
     )
-    def test_is_read(self, value: Any, expected: AgentResult) -> None:
+    def test_a_valid_result_is_converted(self, value: Any, expected: AgentResult) -> None:
         result = to_result(value)
         assert (result.reward, list(result.turn_rewards), dict(result.metrics)) == (
             expected.reward,
@@ -70,7 +70,7 @@ class TestWhatAnAgentReturns:
         "value",
         ["1.0", float("nan"), [1.0], {"score": 1}, {"reward": "x"}, {"turn_rewards": 1}, {"metrics": [1]}, object()],
     )
-    def test_is_refused_where_it_is_no_reward(self, value: Any) -> None:
+    def test_an_invalid_result_is_rejected(self, value: Any) -> None:
         with pytest.raises(AgentError, match=r"Return a number, or \{"):
             to_result(value)
 
@@ -94,7 +94,7 @@ def test_redacting_keeps_what_stands_around_the_key() -> None:
 
 
 class TestFunctions:
-    async def test_an_async_one_gets_what_it_names(self) -> None:
+    async def test_an_async_one_gets_the_arguments_that_it_names(self) -> None:
         async def run(prompt: Any, base_url: str, api_key: str) -> float:
             assert (prompt[0]["content"], base_url, api_key) == ("go", "http://127.0.0.1:9/v1", KEY)
             return 0.5
@@ -108,7 +108,7 @@ class TestFunctions:
         result = await FunctionAgent(run, "run").run(task())
         assert (result.reward, result.metrics) == (7.0, {"seed": 5.0, "retries": 3.0})
 
-    async def test_a_sync_one_runs_in_a_thread_and_the_loop_goes_on(self) -> None:
+    async def test_a_sync_one_runs_in_a_thread_without_blocking_the_loop(self) -> None:
         entered, leave = threading.Event(), threading.Event()
 
         def run() -> float:
@@ -141,7 +141,7 @@ class TestFunctions:
             with pytest.raises(AgentError, match="StopIteration"):
                 await FunctionAgent(play, "play").run(task())
 
-    def test_one_that_asks_for_something_else_is_refused_at_once(self) -> None:
+    def test_one_with_an_unknown_argument_is_rejected_at_once(self) -> None:
         with pytest.raises(ConfigError, match="asks for 'model'"):
             FunctionAgent(lambda prompt, model: 1.0, "file.py:run")
         with pytest.raises(ConfigError, match="is a str, not a function"):
@@ -166,7 +166,7 @@ class TestPrograms:
         result = await agent.run(task())
         assert (result.reward, result.metrics) == (1.0, {"solved": 1.0})
 
-    async def test_one_is_given_what_json_lacks_as_text(self) -> None:
+    async def test_values_that_json_lacks_are_passed_as_text(self) -> None:
         row = {"when": datetime(2026, 5, 4), "image": b"\x00\xff", "price": Decimal("1.50"), "scores": np.arange(2)}
         told = {"when": "2026-05-04T00:00:00", "image": "AP8=", "price": "1.50", "scores": [0, 1]}
         agent = program(f"import json, sys; assert json.load(sys.stdin)['extras'] == {told}; print(1.0)")
@@ -188,7 +188,7 @@ class TestPrograms:
             await program(flood).run(task(api_key=secret))
         assert not parts(secret) & parts(str(info.value))
 
-    async def test_the_keys_of_who_serves_are_not_passed_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_server_keys_are_not_passed_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("SKYRL_ADMIN_KEY", "VLLM_API_KEY", "OUR_SERVERS_KEY"):
             monkeypatch.setenv(name, f"secret of {name}")
         monkeypatch.setenv("A_COPY", "secret of VLLM_API_KEY")
@@ -249,7 +249,7 @@ class TestPrograms:
         for pid in pids:
             await gone(pid)
 
-    def test_a_command_that_is_no_list_is_refused(self) -> None:
+    def test_a_command_that_is_no_list_is_rejected(self) -> None:
         for command in ([], "python agent.py"):
             with pytest.raises(ConfigError, match="must be a list"):
                 ProcessAgent(command)

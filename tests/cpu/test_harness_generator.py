@@ -35,7 +35,7 @@ def in_thread(prompt: Messages, base_url: str, api_key: str) -> float:
 
 
 class Model:
-    """What an agent needs of an SDK."""
+    """The parts of an SDK that an agent uses."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         headers = {"authorization": f"Bearer {api_key}"}
@@ -59,7 +59,7 @@ async def one_turn(prompt: Messages, base_url: str, api_key: str, **_: Any) -> f
     return 0.5
 
 
-# What becomes of a session ------------------------------------------------------------------------------------------
+# Sessions to training data ------------------------------------------------------------------------------------------
 
 
 async def test_a_turn_becomes_the_tokens_that_were_sampled_and_the_reward_lies_on_the_last() -> None:
@@ -102,7 +102,7 @@ async def test_a_conversation_is_one_sequence_and_a_rewritten_history_another() 
         assert metrics["generate/drifted_turns"] == 1.0 and metrics["environment/solved"] == 1.0
 
 
-async def test_a_session_that_outlives_a_weight_update_says_which_token_is_of_which_version() -> None:
+async def test_a_session_across_a_weight_update_records_the_version_of_each_token() -> None:
     async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
         model = Model(base_url, api_key)
         answer = await model.answer(prompt)
@@ -116,7 +116,7 @@ async def test_a_session_that_outlives_a_weight_update_says_which_token_is_of_wh
         assert set(versions) == {0, 1} and versions == sorted(versions)
 
 
-async def test_the_run_decides_how_is_sampled_and_the_same_seed_samples_the_same() -> None:
+async def test_the_run_sets_the_sampling_parameters_and_equal_seeds_sample_equally() -> None:
     async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
         model = Model(base_url, api_key)
         await asyncio.gather(*(model.answer(prompt, temperature=0.1, max_tokens=4, seed=1) for _ in range(3)))
@@ -230,7 +230,7 @@ async def test_a_failed_run_names_the_sample_and_never_a_key(agent: Callable[...
         assert "sk-" not in chain
 
 
-async def test_a_run_that_takes_too_long_ends_with_all_that_it_still_generates() -> None:
+async def test_a_run_that_times_out_cancels_its_requests() -> None:
     async with harness(free_running=False, timeout_s=0.3) as it:  # the engine samples nothing
         playing = asyncio.create_task(it.play(one_turn))
         with pytest.raises(RolloutError, match=r"it took longer than generator.kwargs.timeout_s=0.3 s"):
@@ -239,7 +239,7 @@ async def test_a_run_that_takes_too_long_ends_with_all_that_it_still_generates()
         await until(lambda: not it.engine.running)
 
 
-async def test_a_thread_that_cannot_be_ended_loses_its_key() -> None:
+async def test_the_key_of_a_thread_that_cannot_be_ended_is_revoked() -> None:
     statuses: list[int] = []
     over = threading.Event()
 
@@ -347,14 +347,14 @@ async def open_beside(base_url: str) -> httpx.Response:
     return await Model(base_url, ADMIN).http.post("/sessions", json={})
 
 
-async def test_a_spent_staleness_budget_holds_up_sessions_from_outside_and_not_the_run() -> None:
+async def test_a_spent_staleness_budget_throttles_outside_sessions_but_not_the_run() -> None:
     answers: list[httpx.Response] = []
     may_begin = [True]
 
     async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
         answers.append(await open_beside(base_url))
         may_begin[0] = not may_begin[0]
-        await Model(base_url, answers[0].json()["api_key"]).answer(prompt)  # what is open goes on
+        await Model(base_url, answers[0].json()["api_key"]).answer(prompt)  # open sessions continue
         return await one_turn(prompt, base_url, api_key)
 
     async with harness(endpoint={"admin_key": ADMIN}, session_limits={"retry_after_s": 7}, max_concurrency=1) as it:
@@ -364,7 +364,7 @@ async def test_a_spent_staleness_budget_holds_up_sessions_from_outside_and_not_t
     assert answers[1].headers["retry-after"] == "7"
 
 
-async def test_sessions_from_outside_take_no_place_of_the_run() -> None:
+async def test_outside_sessions_do_not_count_against_the_run() -> None:
     async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
         statuses.append((await open_beside(base_url)).status_code)
         return await one_turn(prompt, base_url, api_key)
@@ -375,7 +375,7 @@ async def test_sessions_from_outside_take_no_place_of_the_run() -> None:
     assert sorted(statuses) == [201, 429, 429, 429]
 
 
-async def test_a_session_without_room_refuses_the_request_and_is_trained_on_as_it_is() -> None:
+async def test_a_session_without_room_rejects_the_request_and_is_trained_on() -> None:
     async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
         model = Model(base_url, api_key)
         await model.answer(prompt)
@@ -468,7 +468,7 @@ def log_call(log: list[str], name: str) -> Callable[[], Any]:
         ({"session_limits": {"max_turn": 1}}, "generator.kwargs.session_limits.max_turn is unknown"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_starts(kwargs: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_rejected_before_anything_starts(kwargs: dict[str, Any], message: str) -> None:
     client = InferenceEngineClient([ScriptedEngine()], TOKENIZER)
     with pytest.raises(ConfigError, match=message):
         HarnessGenerator(client, GeneratorConfig(), **{"agent": CURRENT, **kwargs})

@@ -1,4 +1,4 @@
-"""How agents' requests are sampled: the run decides, what agents ask for is counted, and seeds repeat."""
+"""Sampling of agents' requests: the run's settings apply, overrides are counted, and seeds repeat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import NoEngineError
-from skyrl_train.generators.harness.endpoint import RunSampling, run_params
+from skyrl_train.generators.harness.sampling import RunSampling, SessionSampling, run_params
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason, StructuredOutput
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 
@@ -35,7 +35,7 @@ SILENT = SamplingParams()
 
 
 class Engines:
-    """Answers at once and keeps what it was asked."""
+    """Responds at once and keeps the requests."""
 
     capabilities = EngineCapabilities(frozenset(), frozenset(), 64)
     policy_version = 3
@@ -61,7 +61,7 @@ def ask(
 
 
 @given(params, params)
-def test_by_default_the_run_decides_what_the_distribution_is(asked: SamplingParams, run: SamplingParams) -> None:
+def test_by_default_the_run_decides_the_distribution(asked: SamplingParams, run: SamplingParams) -> None:
     sampled, differs = run_params(asked, run, agents_choose=False)
     for name in FILTERS:
         assert getattr(sampled, name) == getattr(run, name)
@@ -94,7 +94,7 @@ async def seeds(order: list[GenerationRequest], seed: int | None = 5) -> dict[tu
     """By prompt and choice, the seeds that requests got, in whichever order they came."""
     engines = Engines()
     sampling = RunSampling(engines)
-    sampling.open("s", RUN, seed)
+    sampling.sessions["s"] = SessionSampling(RUN, seed)
     for request in order:
         await sampling.complete(request)
     got: dict[tuple[object, ...], list[int | None]] = {}
@@ -121,11 +121,11 @@ async def test_a_seed_that_an_agent_sets_would_make_all_samples_of_a_group_alike
 async def test_requests_of_other_sessions_pass_as_they_are() -> None:
     engines = Engines()
     sampling = RunSampling(engines)
-    usage = sampling.open("s", RUN, 5)
+    usage = sampling.sessions["s"] = SessionSampling(RUN, 5)
     for request in (ask([1], session=None), ask([1], session="other")):
         await sampling.complete(request)
         assert engines.requests[-1] is request
-    sampling.close("s")
+    del sampling.sessions["s"]
     await sampling.complete(ask([1]))
     assert engines.requests[-1].params is SILENT and usage.overridden == 0
 
@@ -134,7 +134,7 @@ async def test_requests_of_other_sessions_pass_as_they_are() -> None:
 async def test_overrides_are_counted_and_engine_failures_remembered_until_the_request_succeeds(streamed: bool) -> None:
     engines = Engines()
     sampling = RunSampling(engines)
-    usage = sampling.open("s", RUN, 5)
+    usage = sampling.sessions["s"] = SessionSampling(RUN, 5)
 
     async def request() -> None:
         hot = ask([1], replace(SILENT, temperature=1.5))
@@ -175,7 +175,7 @@ async def test_a_success_does_not_hide_the_fault_of_a_request_that_ran_beside_it
     for other in (ask([1]), ask([2])):
         engines = Half()
         sampling = RunSampling(engines)
-        usage = sampling.open("s", RUN, 5)
+        usage = sampling.sessions["s"] = SessionSampling(RUN, 5)
         slow = asyncio.create_task(sampling.complete(ask([1])))
         await asyncio.sleep(0)
         with pytest.raises(NoEngineError):
@@ -189,7 +189,7 @@ async def test_a_success_does_not_hide_the_fault_of_a_request_that_ran_beside_it
 async def test_a_grammar_is_kept_and_counted_as_another_distribution(agents_choose: bool, counted: int) -> None:
     engines = Engines()
     sampling = RunSampling(engines, agents_choose=agents_choose)
-    usage = sampling.open("s", RUN, 5)
+    usage = sampling.sessions["s"] = SessionSampling(RUN, 5)
     grammar = StructuredOutput("json_object")
     await sampling.complete(ask([1], replace(SILENT, structured=grammar)))
     assert (engines.requests[-1].params.structured, usage.overridden) == (grammar, counted)

@@ -1,4 +1,4 @@
-"""What a program with OpenAI's own client gets from the endpoint."""
+"""OpenAI's own client against the endpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def saying(tokenizer: PreTrainedTokenizerFast, text: str) -> Callable[[Sequence[
     return lambda tokens, position: int(answer[min(position, len(answer) - 1)])
 
 
-async def test_a_chat_completion_is_what_was_sampled() -> None:
+async def test_a_chat_completion_has_the_sampled_tokens() -> None:
     async with endpoint() as world:
         done = await world.openai.chat.completions.create(
             **ASK, max_tokens=8, seed=3, extra_body={"return_token_ids": True}
@@ -137,7 +137,7 @@ async def test_tools_are_called_in_openais_shape(streamed: bool, monkeypatch: py
         assert content.strip() == "Let me see."
 
 
-async def test_a_weight_update_in_the_middle_of_a_stream_is_not_noticed() -> None:
+async def test_a_weight_update_in_the_middle_of_a_stream_is_invisible_to_the_client() -> None:
     def no_end(tokens: Sequence[int], seed: int) -> int:
         return max(3, hashed_token(tokens, seed))
 
@@ -158,7 +158,7 @@ async def test_a_weight_update_in_the_middle_of_a_stream_is_not_noticed() -> Non
 
 
 async def _begin(world: Any, **params: Any) -> Any:
-    """A stream of which four tokens are sampled; what comes back ends it."""
+    """A stream of which four tokens are sampled; the returned function ends it."""
     import asyncio
 
     async def read() -> tuple[str, list[int], str | None]:
@@ -221,7 +221,7 @@ async def test_models_tokens_health_and_metrics() -> None:
             assert line in text.splitlines()
 
 
-async def test_without_an_engine_health_says_so_and_requests_are_told_to_come_back() -> None:
+async def test_without_an_engine_health_says_so_and_requests_get_retry_after() -> None:
     async with endpoint() as world:
         world.engine.die()
         answer = await world.http.post("/v1/chat/completions", json=ASK)

@@ -1,4 +1,4 @@
-"""Callers that leave, stand still, half-close or come again; and the endpoint's own end."""
+"""Clients that disconnect, stall, half-close or retry; and the shutdown of the endpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def stand_still(world: World, **asked: Any) -> tuple[asyncio.StreamReader,
 @pytest.mark.parametrize("key", [ADMIN_KEY, None], ids=["without a session", "with a session"])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_caller_that_leaves_cancels_its_generation(streamed: bool, n: int, key: str | None) -> None:
+async def test_a_client_that_disconnects_cancels_its_generation(streamed: bool, n: int, key: str | None) -> None:
     async with endpoint(WatchedEngine()) as world:
         session = None if key else world.store.open()
         _, writer = await connect(world)
@@ -58,11 +58,11 @@ async def test_a_caller_that_leaves_cancels_its_generation(streamed: bool, n: in
         writer.close()
         await world.engine.holds(0)
         if session is not None:
-            assert session.session.statistics().turns == 0, "what nobody got is not recorded"
+            assert session.session.statistics().turns == 0, "a response that nobody received is not recorded"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_caller_that_leaves_cancels_all_its_completions(streamed: bool) -> None:
+async def test_a_client_that_disconnects_cancels_all_its_completions(streamed: bool) -> None:
     async with endpoint(WatchedEngine()) as world:
         body = {"model": "policy", "prompt": ["0", "1"], "n": 2, "stream": streamed}
         asking = asyncio.create_task(world.http.post("/v1/completions", json=body))
@@ -72,7 +72,7 @@ async def test_a_caller_that_leaves_cancels_all_its_completions(streamed: bool) 
         await world.engine.holds(0)
 
 
-async def test_a_caller_that_half_closes_cancels_too() -> None:
+async def test_a_client_that_half_closes_cancels_too() -> None:
     async with endpoint(WatchedEngine()) as world:
         _, writer = await connect(world)
         writer.write(raw_request())
@@ -82,7 +82,7 @@ async def test_a_caller_that_half_closes_cancels_too() -> None:
         writer.close()
 
 
-async def test_a_caller_that_resets_the_connection_cancels_too() -> None:
+async def test_a_client_that_resets_the_connection_cancels_too() -> None:
     async with endpoint(WatchedEngine()) as world:
         _, writer = await connect(world)
         writer.write(raw_request(stream=True))
@@ -96,7 +96,7 @@ async def test_a_caller_that_resets_the_connection_cancels_too() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_reader_that_takes_nothing_of_its_answer_is_cut_off(streamed: bool) -> None:
-    """The sampling has long ended; what waits for the reader is the end of a stream, or all of a whole answer."""
+    """The sampling has ended; the end of a stream, or a whole response, waits for the reader."""
     async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), write_timeout_s=0.2) as world:
         asked = {"stream": streamed, "logprobs": True, "max_tokens": 40_000, "ignore_eos": True}
         _, writer, connection = await stand_still(world, **asked, return_token_ids=True)
@@ -109,7 +109,7 @@ async def test_a_reader_that_takes_nothing_of_its_answer_is_cut_off(streamed: bo
         writer.transport.abort()
 
 
-async def test_a_whole_answer_keeps_its_place_until_the_reader_has_taken_it() -> None:
+async def test_a_response_holds_its_slot_until_the_reader_has_taken_it() -> None:
     async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), max_in_flight=1) as world:
         asked = {"logprobs": True, "max_tokens": 40_000, "ignore_eos": True, "return_token_ids": True}
         reader, writer, connection = await stand_still(world, **asked)
@@ -130,7 +130,7 @@ def connections(world: World) -> list[Any]:
 
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b"\r\n"], ids=repr)
-async def test_who_does_not_finish_a_head_is_closed(said: bytes) -> None:
+async def test_a_connection_without_a_complete_head_is_closed(said: bytes) -> None:
     async with endpoint(head_timeout_s=0.1) as world:
         reader, writer = await connect(world)
         writer.write(said)
@@ -164,7 +164,7 @@ async def test_half_of_a_next_request_does_not_end_the_answer_to_this_one() -> N
         writer.close()
 
 
-async def test_more_connections_than_allowed_are_turned_away() -> None:
+async def test_connections_beyond_the_limit_are_rejected() -> None:
     async with endpoint(max_connections=2) as world:
         assert (await world.http.get("/health")).status_code == 200  # its connection stays open
         _, second = await connect(world)
@@ -239,7 +239,7 @@ async def test_a_cancelled_sdk_call_cancels_its_generation() -> None:
         await world.engine.holds(0)
 
 
-async def test_a_reader_that_stands_still_is_given_up_and_holds_little() -> None:
+async def test_a_stalled_reader_is_disconnected_and_holds_little_memory() -> None:
     # Every token comes with its log-prob: some 150 bytes, so that the sockets' buffers are soon full.
     async with endpoint(WatchedEngine(lambda tokens, seed: 5), write_timeout_s=0.2) as world:
         _, writer, connection = await stand_still(world, stream=True, logprobs=True, max_tokens=4000)
@@ -252,8 +252,8 @@ async def test_a_reader_that_stands_still_is_given_up_and_holds_little() -> None
         writer.transport.abort()
 
 
-async def test_a_reader_that_comes_back_is_not_given_all_at_once() -> None:
-    """What was sampled meanwhile waits as tokens, not as bytes that the connection holds."""
+async def test_a_reader_that_resumes_gets_the_backlog_piece_by_piece() -> None:
+    """The tokens sampled meanwhile wait as tokens, not as bytes in the connection's buffer."""
     async with endpoint(WatchedEngine(lambda tokens, seed: 5), write_timeout_s=30) as world:
         reader, writer, connection = await stand_still(world, stream=True, logprobs=True, max_tokens=4000)
         for _ in range(3900):
@@ -344,7 +344,7 @@ async def test_stopping_lets_requests_end_within_the_drain(streamed: bool) -> No
             await world.http.get("/health")
 
 
-async def test_stopping_interrupts_what_does_not_end() -> None:
+async def test_stopping_interrupts_requests_that_do_not_end() -> None:
     async with endpoint(WatchedEngine()) as world:
         whole = asyncio.create_task(world.http.post(CHAT, json=ASK))
         streamed = asyncio.create_task(world.http.post(CHAT, json={**ASK, "stream": True}))

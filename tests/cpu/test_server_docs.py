@@ -114,7 +114,7 @@ def test_the_commands_of_the_page_run(base: str, tmp_path: Path) -> None:
         (["--model", "x"], "short", "16 characters"),
     ],
 )
-def test_a_wrong_command_is_told_and_ends_with_2(
+def test_a_wrong_command_is_reported_and_exits_with_2(
     words: list[str], key: str | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)

@@ -44,13 +44,13 @@ def told(answer: Any, status: int, code: str | None = None, param: str | None = 
     ],
     ids=repr,
 )
-async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+async def test_a_body_that_is_no_json_object_is_rejected(body: bytes) -> None:
     async with endpoint() as world:
         answer = await world.http.post(CHAT, content=body, headers={"content-type": "application/json"})
         told(answer, 400, "invalid_json")
 
 
-async def test_a_deep_body_is_refused() -> None:
+async def test_a_deeply_nested_body_is_rejected() -> None:
     async with endpoint() as world:
         body = json.dumps({**ASK, "metadata": None})[:-5] + '{"a":' * 500 + "1" + "}" * 501
         answer = await world.http.post(CHAT, content=body, headers={"content-type": "application/json"})
@@ -81,7 +81,7 @@ async def test_a_wrong_field_is_named(
         assert world.engine.requests == []
 
 
-async def test_more_alternatives_than_the_engines_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_top_logprobs_than_the_engines_support_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     few = dataclasses.replace(WatchedEngine().capabilities, max_top_logprobs=2)
     monkeypatch.setattr(WatchedEngine, "capabilities", few)
     async with endpoint() as world:
@@ -91,7 +91,7 @@ async def test_more_alternatives_than_the_engines_have_are_refused(monkeypatch: 
         told(await world.http.post("/v1/completions", json=asked), 400, "unsupported_parameter", "logprobs")
 
 
-async def test_a_prompt_beyond_the_context_is_refused() -> None:
+async def test_a_prompt_beyond_the_context_is_rejected() -> None:
     async with endpoint(WatchedEngine(max_model_len=16, free_running=True)) as world:
         long = {"model": "policy", "messages": [{"role": "user", "content": "0" * 16}]}
         told(await world.http.post(CHAT, json=long), 400, "context_length_exceeded")
@@ -119,10 +119,10 @@ async def test_a_prompt_beyond_the_context_is_refused() -> None:
     ids=lambda value: value if isinstance(value, str) else None,
 )
 @pytest.mark.parametrize("in_session", [False, True])
-async def test_one_body_does_not_hold_up_everybody_else(
+async def test_one_body_does_not_block_other_requests(
     path: str, body: dict[str, Any], param: str | None, in_session: bool
 ) -> None:
-    """Refused by counting. Before, these took the event loop for up to 40 seconds; parsing the JSON takes 0.2."""
+    """Rejected by counting. Validation would block the event loop for up to 40 seconds; parsing the JSON takes 0.2."""
     content = orjson.dumps({"model": "policy", **body})
     async with endpoint(WatchedEngine(max_model_len=4096)) as world:
         key = world.store.open().api_key if in_session else ADMIN_KEY
@@ -181,7 +181,7 @@ async def test_unknown_routes_and_wrong_methods_have_the_same_shape() -> None:
         )
 
 
-async def test_a_large_body_is_refused_by_its_announced_and_by_its_real_size() -> None:
+async def test_a_large_body_is_rejected_by_its_announced_and_by_its_real_size() -> None:
     async with endpoint(max_body_bytes=10_000) as world:
         body = json.dumps({**ASK, "metadata": "x" * 20_000}).encode()
 
@@ -197,7 +197,7 @@ async def test_a_large_body_is_refused_by_its_announced_and_by_its_real_size() -
 
 @pytest.mark.parametrize("sizes", [(70_000,), (40_000, 40_000)], ids=["one header", "many"])
 @pytest.mark.parametrize("ended", [True, False])
-async def test_large_headers_are_refused(sizes: tuple[int, ...], ended: bool) -> None:
+async def test_large_headers_are_rejected(sizes: tuple[int, ...], ended: bool) -> None:
     async with endpoint() as world:
         reader, writer = await connect(world)
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
@@ -210,7 +210,7 @@ async def test_large_headers_are_refused(sizes: tuple[int, ...], ended: bool) ->
         writer.close()
 
 
-async def test_a_body_that_does_not_come_ends_with_408() -> None:
+async def test_a_body_that_does_not_arrive_ends_with_408() -> None:
     async with endpoint(body_timeout_s=0.05) as world:
         reader, writer = await connect(world)
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ADMIN_KEY}\r\n"
@@ -229,7 +229,7 @@ async def test_no_http_at_all_is_answered_and_forgotten() -> None:
         assert (await world.http.get("/health")).status_code == 200
 
 
-async def test_more_requests_than_places_are_told_to_come_back() -> None:
+async def test_requests_beyond_the_slots_get_429_and_retry_after() -> None:
     async with endpoint(WatchedEngine(), max_in_flight=1) as world:
         first = asyncio.create_task(world.http.post(CHAT, json={**ASK, "max_tokens": 1}))
         await world.engine.holds(1)
@@ -241,7 +241,7 @@ async def test_more_requests_than_places_are_told_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_an_unforeseen_failure_tells_nothing_of_the_inside(
+async def test_an_unexpected_error_reveals_no_internals(
     streamed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with endpoint() as world:
@@ -300,7 +300,7 @@ async def connect(world: World) -> tuple[asyncio.StreamReader, asyncio.StreamWri
         ({"model_names": ()}, "model name"),
     ],
 )
-def test_an_endpoint_that_anybody_could_use_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_an_endpoint_that_anybody_could_use_is_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServerSettings(**settings)
 

@@ -57,7 +57,7 @@ OPERATIONS = [
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[str]:
-    """A small world on a loop of its own: what is fuzzed waits for its answers."""
+    """A small world on its own event loop: the fuzzer waits for the responses synchronously."""
     ready, urls, stops = threading.Event(), [], []
 
     async def serve() -> None:
@@ -129,7 +129,7 @@ def test_no_request_is_answered_wrongly(label: str, served: str, schema: Any) ->
 
     @settings(
         max_examples=EXAMPLES,
-        derandomize=True,  # what is right among the requests must not change from run to run
+        derandomize=True,  # the set of valid requests must not change from run to run
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -148,5 +148,5 @@ def test_some_of_the_requests_were_right(served: str) -> None:
         for label in OPERATIONS[:7]
         if f'skyrl_http_requests_total{{route="{label.split(" ")[1]}",status="200"}}' in text
     ]
-    assert len(right) >= 4, f"only {right}: what is always refused tests little"
+    assert len(right) >= 4, f"only {right}: requests that are always rejected test little"
     assert "skyrl_http_requests_in_flight 1.0" in text.splitlines(), "this one"

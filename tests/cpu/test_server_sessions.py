@@ -1,4 +1,4 @@
-"""Keys and sessions over HTTP: who may do what, what is recorded, and what nobody can read from a log."""
+"""Keys and sessions over HTTP: permissions, recording, and no secrets in logs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_the_header_names_a_session_for_the_administrator_alone() -> None:
         _, key = await opened(world, "other")
         await world.http.post(CHAT, json={**ASK, "max_tokens": 2}, headers={**named, **bearer(key)})
         assert (await world.http.get("/v1/sessions/mine")).json()["turns"] == 2
-        assert (await world.http.get("/v1/sessions/other")).json()["turns"] == 1, "its own key is what counts"
+        assert (await world.http.get("/v1/sessions/other")).json()["turns"] == 1, "its own key decides"
 
 
 async def test_only_a_generation_opens_the_session_that_the_header_names() -> None:
@@ -209,7 +209,7 @@ async def test_a_finished_session_takes_no_requests() -> None:
         assert (await world.http.post("/v1/sessions", json={"session_id": "two words"})).status_code == 400
 
 
-async def test_a_full_store_and_a_spent_staleness_budget_push_back() -> None:
+async def test_a_full_store_and_a_spent_staleness_budget_give_429() -> None:
     async with endpoint(limits=SessionLimits(max_sessions=1, retry_after_s=2.5)) as world:
         await opened(world)
         answer = await world.http.post("/v1/sessions", json={})
@@ -228,7 +228,7 @@ async def test_an_open_endpoint_serves_this_machine_only() -> None:
         lured = await world.http.post(CHAT, json=ASK, headers={"host": "evil.example", "authorization": ""})
         assert lured.status_code == 401, "a page in a browser that goes by another name"
         simple = await world.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain", "authorization": ""})
-        assert simple.status_code == 415, "what a page may send without asking"
+        assert simple.status_code == 415, "a request that a web page may send without a preflight"
 
 
 async def test_no_key_can_be_read_from_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

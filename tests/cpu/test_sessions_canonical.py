@@ -1,4 +1,4 @@
-"""When a message that comes back is the one that was sampled."""
+"""Canonical messages: equality of a sampled message and the one that a client sends back."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Clock:
 
 
 class Source:
-    """A request that yields what the test says, when it says so; each start is a new one."""
+    """A request that yields items when the test feeds them; each start is a new run."""
 
     def __init__(self) -> None:
         self.runs: list[asyncio.Queue[int | Exception | None]] = []
@@ -116,7 +116,7 @@ async def test_a_result_is_shared_as_well(world: World) -> None:
     assert len(world.source.runs) == 1
 
 
-async def test_a_retry_after_the_end_gets_the_response_that_was_lost(world: World) -> None:
+async def test_a_retry_after_the_end_gets_the_lost_response(world: World) -> None:
     first = await world.request()
     world.source.feed(1, 2, None)
     await first
@@ -137,7 +137,7 @@ async def test_a_retry_that_comes_too_late_samples_again(world: World) -> None:
     await settle()
 
 
-async def test_only_so_many_finished_responses_are_kept() -> None:
+async def test_the_number_of_kept_responses_is_limited() -> None:
     world = World(limit=2)
     for number in range(3):
         request = await world.request(key=bytes([number]))
@@ -151,7 +151,7 @@ async def test_only_so_many_finished_responses_are_kept() -> None:
     await settle()
 
 
-async def test_a_new_sample_takes_the_place_of_the_finished_one(world: World) -> None:
+async def test_a_new_request_replaces_the_finished_one(world: World) -> None:
     """Else the retry of a failed second sample would get the first one's response once more."""
     first = await world.request()
     world.source.feed(1, None)
@@ -189,7 +189,7 @@ async def test_the_last_waiter_that_leaves_cancels_the_request(world: World) -> 
     assert world.source.cancelled == [0]
     assert world.requests.running == 0
     await world.request(is_retry=True)
-    assert len(world.source.runs) == 2  # what was cancelled is not joined
+    assert len(world.source.runs) == 2  # a cancelled request is not joined
     world.requests.end(SessionError("over"))
     await settle()
 
@@ -209,7 +209,7 @@ async def test_leaving_returns_only_when_the_request_has_ended(world: World) -> 
     leaving = asyncio.create_task(stream.aclose())
     await settle()
     assert not leaving.done()
-    retry = await world.request(is_retry=True)  # too late to join what is ending
+    retry = await world.request(is_retry=True)  # too late to join a request that is ending
     assert len(world.source.runs) == 1
     world.source.feed(2, None)
     assert await retry == [2]
@@ -240,7 +240,7 @@ async def test_a_failure_reaches_every_waiter_and_is_not_kept(world: World) -> N
     await settle()
 
 
-async def test_a_slow_reader_holds_up_nobody(world: World) -> None:
+async def test_a_slow_reader_does_not_delay_others(world: World) -> None:
     slow = world.requests.stream(KEY, world.source.stream, is_retry=False)
     reading = asyncio.ensure_future(anext(slow))
     await settle()

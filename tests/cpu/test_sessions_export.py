@@ -1,4 +1,4 @@
-"""What a finished session is trained on: compared with a plain list of everything that was sampled in it."""
+"""The training data of a finished session, compared with a plain list of all tokens sampled in it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def branched(prompt_tokens: int, branches: int, **limits: int) -> Session:
     return session
 
 
-def test_many_branches_of_a_long_prompt_are_refused_before_they_are_sampled() -> None:
+def test_many_branches_of_a_long_prompt_are_rejected_before_they_are_sampled() -> None:
     session = branched(3000, 33, max_exported_tokens=100_000)
     with pytest.raises(
         SessionError, match=r"trained on as 102\d+ of at most 100000 tokens \(max_exported_tokens\): each"
@@ -114,7 +114,7 @@ def test_many_branches_of_a_long_prompt_are_refused_before_they_are_sampled() ->
     assert 97_000 < sum(len(each.prompt_token_ids) + len(each.response_ids) for each in sequences) <= 100_000
 
 
-def test_what_branches_repeat_is_shared() -> None:
+def test_branches_share_the_tokens_that_they_repeat() -> None:
     session = branched(5000, 200)
     session.finish()
     tracemalloc.start()
@@ -139,7 +139,7 @@ def test_the_responses_to_one_prompt_share_its_list() -> None:
 
 
 @pytest.mark.parametrize(("prompt_tokens", "elsewhere"), [(10, False), (20_000, True)])
-async def test_a_large_session_is_exported_while_the_loop_goes_on(
+async def test_a_large_session_is_exported_without_blocking_the_loop(
     prompt_tokens: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
@@ -170,7 +170,7 @@ async def test_a_session_that_is_closed_while_it_is_exported_is_exported_whole()
 
 @dataclass
 class _Conversation:
-    """What a program holds."""
+    """The conversation that a program holds."""
 
     history: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -279,7 +279,7 @@ def test_every_sampled_token_is_trained_once_after_the_tokens_it_was_sampled_aft
         assert all((aligned[1][p], aligned[2][p], aligned[3][p]) == (0.0, -1, 0.0) for p in masked)
         assert sequence.loss_mask[0] == sequence.loss_mask[-1] == 1
     exported = sum(len(sequence.prompt_token_ids) + len(sequence.response_ids) for sequence in sequences)
-    assert exported == session._turns.exported_tokens, "what the limit counts is what there is"
+    assert exported == session._turns.exported_tokens, "the limit counts the exported tokens"
     statistics = session.statistics()
     assert statistics.branches == len(sequences)
     assert statistics.sampled_tokens == sum(trained.values())

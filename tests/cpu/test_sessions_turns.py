@@ -1,4 +1,4 @@
-"""Where a request continues a session, with which tokens, and what of it is counted as drift."""
+"""Planning of a request: the turn that it continues, the reused tokens, and the counted drift."""
 
 from __future__ import annotations
 
@@ -194,14 +194,14 @@ def test_a_template_that_cannot_be_extended_is_rendered_and_counted_as_drift() -
     assert (plan.reused_tokens, plan.drifted) == (0, True)
 
 
-def test_a_rendering_that_begins_with_what_was_sampled_extends_it_all_the_same() -> None:
+def test_a_rendering_that_begins_with_the_sampled_tokens_extends_them() -> None:
     session = Session("s", ReadableRenderer(extends=False))
     ask(session, [user("hi")], "yo", token_ids=[*text_tokens("yo"), END])
     plan = session.plan([user("hi"), assistant("yo"), user("more")])
     assert (plan.parent, plan.drifted) == (0, False)
 
 
-def test_a_renderer_that_changes_tokens_while_it_extends_is_not_believed() -> None:
+def test_an_extension_that_changes_earlier_tokens_is_discarded() -> None:
     class Sloppy(ReadableRenderer):
         def extend(self, prompt_token_ids: Any, response_ids: Any, *args: Any, **kwargs: Any) -> list[int]:
             return [*prompt_token_ids, *self.retokenise(response_ids), END, 9]
@@ -238,7 +238,7 @@ def test_a_span_of_differing_tokens_ends_where_the_tokens_agree_again(cut: str) 
     assert session.statistics().drifted_tokens == 2
 
 
-def test_prompts_that_come_as_tokens_extend_what_they_begin_with() -> None:
+def test_a_prompt_of_tokens_extends_the_turn_that_it_begins_with() -> None:
     session = new_session()
     plan = session.plan_completion([9, 8])
     assert plan.reused_tokens == 0
@@ -299,7 +299,7 @@ def test_restarts_are_counted() -> None:
     assert session.statistics().restarts == 2
 
 
-def test_an_answer_to_another_prompt_is_refused() -> None:
+def test_a_response_to_another_prompt_is_rejected() -> None:
     session = new_session()
     plan, other = session.plan([user("hi")]), session.plan([user("ho")])
     with pytest.raises(SessionError, match="another prompt"):
@@ -307,7 +307,7 @@ def test_an_answer_to_another_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lost", ["token_ids", "logprobs", "versions"])
-def test_a_response_without_tokens_logprobs_or_versions_is_refused(lost: str) -> None:
+def test_a_response_without_tokens_logprobs_or_versions_is_rejected(lost: str) -> None:
     session = new_session()
     plan = session.plan([user("hi")])
     whole = generation(plan.prompt_token_ids, [5, 6])
@@ -384,7 +384,7 @@ def test_a_response_longer_than_the_room_that_is_left_is_not_kept() -> None:
     session.record(plan, choice(plan, "x" * 6))
 
 
-def test_a_conversation_that_goes_on_is_exported_once_and_each_branch_from_its_beginning() -> None:
+def test_a_continued_conversation_is_exported_once_and_each_branch_from_its_beginning() -> None:
     session = new_session(limits=SessionLimits(max_exported_tokens=30))
     ask(session, [user("1")], "a")
     history = [user("1"), assistant("a"), user("2")]
@@ -439,7 +439,7 @@ def test_a_session_knows_whether_a_reward_was_given_at_all(reward: float) -> Non
     assert [session.rewarded for session in sessions] == [False, True, True, True]
 
 
-def test_an_empty_answer_is_nobodys_in_particular() -> None:
+def test_an_empty_answer_elsewhere_is_no_repetition() -> None:
     session = new_session()
     ask(session, [user("hi")], "")
     assert not session.plan([user("other"), assistant(""), user("more")]).drifted

@@ -1,4 +1,4 @@
-"""Read a request body within limits, and cancel the work for a client that disconnects."""
+"""JSON request bodies, and the cancellation of work for a client that disconnects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import Request
 from starlette.types import Receive
 
 from skyrl_train.endpoint.server.errors import ClientGoneError
@@ -31,45 +30,6 @@ class Body:
     async def read_by(self, read: Callable[[dict[str, Any]], T]) -> T:
         """Return ``read(fields)``. Calls the pure function ``read`` in a thread when the body is large."""
         return await asyncio.to_thread(read, self.fields) if self.size > LARGE_BODY else read(self.fields)
-
-
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> Body:
-    """Read and parse the JSON body of a request. Never holds more than ``max_bytes`` of it.
-
-    Raises:
-        DialectError: 413 if too large, 408 if too slow, 415 or 400 if it is not a JSON object.
-        ClientGoneError: the client disconnected while sending.
-    """
-    too_large = DialectError(
-        f"The body has more than {max_bytes} bytes. Send less, or raise the endpoint's limit.",
-        code="request_too_large",
-        status=413,
-    )
-    # Reject by the announced length before reading anything.
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise too_large
-    body = bytearray()
-    more = True
-    try:
-        async with asyncio.timeout(timeout_s):
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > max_bytes:  # the announced length may be missing or wrong
-                    raise too_large
-    except TimeoutError:
-        raise DialectError(
-            f"The body did not arrive within {timeout_s:g} s.", code="request_timeout", status=408
-        ) from None
-    content_type = request.headers.get("content-type", "")
-    raw = bytes(body)
-    if len(raw) > LARGE_BODY:
-        return Body(await asyncio.to_thread(parse_json, raw, content_type), len(raw))
-    return Body(parse_json(raw, content_type), len(raw))
 
 
 def parse_json(body: bytes, content_type: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.requests import Request
 
 from skyrl_train.endpoint.dialects.responses import ResponseHistory
-from skyrl_train.endpoint.server.connection import Body, DisconnectWatcher, read_body
+from skyrl_train.endpoint.server.connection import LARGE_BODY, Body, DisconnectWatcher, parse_json
+from skyrl_train.endpoint.server.errors import ClientGoneError
 from skyrl_train.endpoint.server.settings import ServerSettings, is_loopback
 from skyrl_train.endpoint.sessions.session import Session
 from skyrl_train.endpoint.sessions.store import SessionStore
 from skyrl_train.inference.chat.requests import ChatRequest
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import RequestClient
-from skyrl_train.inference.openai.dialect import ResponseContext
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.openai.tokens import TokenTexts
 from skyrl_train.inference.pool.fleet import EngineState
@@ -64,10 +64,12 @@ class Gateway:
         self.in_flight = 0  # generations that hold a slot
         self.changed = Signal()  # notified when in_flight changes
         self.stopping = False  # new generations are rejected
-        self._active_watchers: set[DisconnectWatcher] = set()
+        self.active_watchers: set[DisconnectWatcher] = (
+            set()
+        )  # of running generations; a stopping server interrupts them
+        self.token_texts = TokenTexts(client.tokenizer)
         # Only the digest of the key is kept. Digests of equal length are compared in constant time.
         self._admin_digest = None if settings.admin_key is None else _digest(settings.admin_key)
-        self._token_texts = TokenTexts(client.tokenizer)
 
     def authenticate(self, request: Request, *, open_session: bool = False) -> Principal:
         """Return the sender of a request.
@@ -88,7 +90,11 @@ class Gateway:
         is_admin = (
             key is not None and self._admin_digest is not None and hmac.compare_digest(_digest(key), self._admin_digest)
         )
-        if not is_admin and not (self.settings.open and _names_loopback(headers.get("host", ""))):
+        # Without keys, the Host header must name this machine too: a web page can send requests to loopback under its own
+        # domain name (DNS rebinding).
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if not is_admin and not (self.settings.open and (not host or is_loopback(name))):
             if key is None:
                 raise DialectError(
                     "No API key was sent. Send the session's key as 'Authorization: Bearer KEY'.",
@@ -106,14 +112,45 @@ class Gateway:
         return Principal(True, session)
 
     async def read_body(self, request: Request) -> Body:
-        """Read the JSON body of a request.
+        """Read the JSON body of a request. Never holds more than ``max_body_bytes`` of it.
 
         Raises:
-            DialectError: it is too large, too slow, not a JSON object, or has more entries than the context can hold.
+            DialectError: 413 if it is too large, 408 if too slow, 415 or 400 if it is not a JSON object or has more entries
+                than the context can hold.
             ClientGoneError: the client disconnected while sending.
         """
+        settings = self.settings
+        too_large = DialectError(
+            f"The body has more than {settings.max_body_bytes} bytes. Send less, or raise the endpoint's limit.",
+            code="request_too_large",
+            status=413,
+        )
+        # Reject by the announced length before reading anything.
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > settings.max_body_bytes:
+            raise too_large
+        received = bytearray()
+        more = True
+        try:
+            async with asyncio.timeout(settings.body_timeout_s):
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    received += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(received) > settings.max_body_bytes:  # the announced length may be missing or wrong
+                        raise too_large
+        except TimeoutError:
+            raise DialectError(
+                f"The body did not arrive within {settings.body_timeout_s:g} s.", code="request_timeout", status=408
+            ) from None
+        raw, content_type = bytes(received), request.headers.get("content-type", "")
+        if len(raw) > LARGE_BODY:
+            body = Body(await asyncio.to_thread(parse_json, raw, content_type), len(raw))
+        else:
+            body = Body(parse_json(raw, content_type), len(raw))
         # Counting entries is much cheaper than validating or rendering a body that can never fit.
-        body = await read_body(request, self.settings.max_body_bytes, self.settings.body_timeout_s)
         check_counts(body.fields, self.client.capabilities.max_model_len)
         return body
 
@@ -158,10 +195,6 @@ class Gateway:
                 f"The engines here return at most {limit} alternatives per token.", param, "unsupported_parameter"
             )
 
-    def response_context(self) -> ResponseContext:
-        """Return the id and the creation time of a new response."""
-        return ResponseContext(secrets.token_hex(16), int(time.time()), self._token_texts)
-
     @contextmanager
     def slot(self) -> Iterator[None]:
         """Hold one of the ``max_in_flight`` generation slots.
@@ -170,7 +203,7 @@ class Gateway:
             DialectError: 429 when all slots are taken, 503 while the endpoint stops.
         """
         if self.stopping:
-            raise _stopping()
+            raise stopping_error()
         if self.in_flight >= self.settings.max_in_flight:
             raise DialectError(
                 f"{self.in_flight} requests are in flight, as many as this endpoint takes. Try again later.",
@@ -187,15 +220,6 @@ class Gateway:
             self.in_flight -= 1
             self.changed.notify()
 
-    def watcher(self, request: Request) -> DisconnectWatcher:
-        """Return a watcher that cancels a generation when its client disconnects or the endpoint stops."""
-        return DisconnectWatcher(request.receive, self._active_watchers)
-
-    def interrupt(self) -> None:
-        """End all generations in flight with a 503 error."""
-        for watcher in list(self._active_watchers):
-            watcher.interrupt(_stopping())
-
 
 def gateway_of(request: Request) -> Gateway:
     """Return the gateway of the application that received the request."""
@@ -208,17 +232,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _names_loopback(host: str) -> bool:
-    """Return whether a Host header names this machine.
-
-    A web page can send requests to loopback under its own domain name (DNS rebinding). An endpoint without keys must
-    reject those.
-    """
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    return not host or is_loopback(name)
-
-
-def _stopping() -> DialectError:
+def stopping_error() -> DialectError:
+    """Return the error of a generation that the endpoint rejects or interrupts because it stops."""
     return DialectError("The endpoint is stopping.", code="stopping", status=503, retry_after_s=BUSY_RETRY_S)
 
 

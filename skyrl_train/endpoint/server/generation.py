@@ -9,7 +9,9 @@ A client that disconnects cancels its generation. Within a session, a retry of t
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl_train.endpoint.dialects import anthropic, responses
-from skyrl_train.endpoint.server.connection import Body, DisconnectWatcher
+from skyrl_train.endpoint.server.connection import DisconnectWatcher
 from skyrl_train.endpoint.server.errors import ClientGoneError, ErrorBody, as_dialect_error, error_response
 from skyrl_train.endpoint.server.gateway import Gateway, gateway_of
 from skyrl_train.endpoint.server.openapi import body_docs, generation_docs
@@ -27,9 +29,9 @@ from skyrl_train.endpoint.sessions.deduplicator import request_key
 from skyrl_train.endpoint.sessions.session import Session
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
-from skyrl_train.inference.openai.completions import CompletionCall, CompletionRun
-from skyrl_train.inference.openai.dialect import ChatCall, Frame
-from skyrl_train.inference.openai.errors import DialectError, openai_error
+from skyrl_train.inference.openai.completions import CompletionCall, CompletionRun, CompletionStream
+from skyrl_train.inference.openai.dialect import ChatCall, ChatStream, Frame, ResponseContext
+from skyrl_train.inference.openai.errors import openai_error
 from skyrl_train.inference.requests import Generation
 
 router = APIRouter()
@@ -46,42 +48,26 @@ STREAM_HEADERS = [
     "/v1/chat/completions", **generation_docs(openai_chat.ChatCompletionBody, "Generate the reply to a conversation.")
 )
 async def create_chat_completion(request: Request) -> Response:
-    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> ChatGeneration:
-        return ChatGeneration(gateway, session, await body.read_by(openai_chat.parse))
-
-    return GenerationResponse(request, prepare, openai_error)
+    return GenerationResponse(request, openai_chat.parse, openai_error)
 
 
 @router.post(
     "/v1/responses", **generation_docs(responses.ResponsesBody, "Generate the reply to a conversation, as items.")
 )
 async def create_response(request: Request) -> Response:
-    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> ChatGeneration:
-        history = None
-        if session is not None:
-            history = gateway.response_histories.setdefault(session, responses.ResponseHistory())
-        call = await body.read_by(partial(responses.parse_with_history, history=history))
-        return ChatGeneration(gateway, session, call)
-
-    return GenerationResponse(request, prepare, openai_error)
+    return GenerationResponse(request, responses.parse_with_history, openai_error, takes_history=True)
 
 
 @router.post(
     "/v1/messages", **generation_docs(anthropic.MessagesBody, "Generate the reply to a conversation (Anthropic).")
 )
 async def create_message(request: Request) -> Response:
-    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> ChatGeneration:
-        return ChatGeneration(gateway, session, await body.read_by(anthropic.parse))
-
-    return GenerationResponse(request, prepare, anthropic.error_body)
+    return GenerationResponse(request, anthropic.parse, anthropic.error_body)
 
 
 @router.post("/v1/completions", **generation_docs(openai_completions.CompletionBody, "Continue a text or tokens."))
 async def create_completion(request: Request) -> Response:
-    async def prepare(gateway: Gateway, session: Session | None, body: Body) -> CompletionGeneration:
-        return CompletionGeneration(gateway, session, await body.read_by(openai_completions.parse))
-
-    return GenerationResponse(request, prepare, openai_error)
+    return GenerationResponse(request, openai_completions.parse, openai_error)
 
 
 @router.post(
@@ -103,14 +89,13 @@ async def count_tokens(request: Request) -> Response:
 class ChatGeneration:
     """A parsed chat request of any dialect."""
 
-    def __init__(self, gateway: Gateway, session: Session | None, call: ChatCall) -> None:
-        self.streamed = call.streamed
+    def __init__(self, gateway: Gateway, session: Session | None, call: ChatCall, context: ResponseContext) -> None:
         self._gateway = gateway
         self._session = session
         self._call = call
         self._request = gateway.chat_request(call.model, call.request)
-        self._context = gateway.response_context()
-        self._formatter = call.stream(self._context)
+        self._context = context
+        self.formatter = call.stream(context)
 
     async def complete(self) -> bytes:
         """Return the JSON body of the response."""
@@ -121,12 +106,12 @@ class ChatGeneration:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the response as server-sent events. Closing the iterator cancels the generation."""
         # The opening frames wait for the first event, so that errors until then are HTTP errors.
-        opening = self._formatter.opened()
+        opening = self.formatter.opened()
         events = self._gateway.service.stream(self._request, self._session)
         prompt_tokens = sampled_tokens = 0
         try:
             async for event in events:
-                frames = opening + self._formatter.event(event)
+                frames = opening + self.formatter.event(event)
                 opening = []
                 if event.choice is not None:
                     prompt_tokens = len(event.choice.generation.prompt_token_ids)
@@ -136,26 +121,23 @@ class ChatGeneration:
         finally:
             await events.aclose()
         self._gateway.metrics.count_tokens(prompt_tokens, sampled_tokens)
-        yield encode_events(self._formatter.closed())
-
-    def failed(self, error: DialectError) -> bytes:
-        """Return the events that end a stream after an error."""
-        return encode_events(self._formatter.failed(error))
+        yield encode_events(self.formatter.closed())
 
 
 class CompletionGeneration:
     """A parsed request to /v1/completions."""
 
-    def __init__(self, gateway: Gateway, session: Session | None, call: CompletionCall) -> None:
-        self.streamed = call.streamed
+    def __init__(
+        self, gateway: Gateway, session: Session | None, call: CompletionCall, context: ResponseContext
+    ) -> None:
         self._gateway = gateway
         self._call = call
         # The same checks as Gateway.chat_request; completions have no response format.
         adapter = gateway.adapter(call.model)
         gateway.check_top_logprobs(call.params.top_logprobs, "logprobs")
         self._start = partial(CompletionRun, gateway.client, gateway.service.generation, call, adapter, session)
-        self._context = gateway.response_context()
-        self._formatter = call.stream(self._context)
+        self._context = context
+        self.formatter = call.stream(context)
 
     async def complete(self) -> bytes:
         """Return the JSON body of the response."""
@@ -171,16 +153,12 @@ class CompletionGeneration:
             async for index, chunk in chunks:
                 if chunk.generation is not None:
                     done[index] = chunk.generation
-                if frames := self._formatter.chunk(index, chunk):
+                if frames := self.formatter.chunk(index, chunk):
                     yield encode_events(frames)
         finally:
             await chunks.aclose()
         self._count_tokens([done[index] for index in sorted(done)])
-        yield encode_events(self._formatter.closed())
-
-    def failed(self, error: DialectError) -> bytes:
-        """Return the events that end a stream after an error."""
-        return encode_events(self._formatter.failed(error))
+        yield encode_events(self.formatter.closed())
 
     def _count_tokens(self, done: list[Generation]) -> None:
         # The n responses to one prompt are adjacent; their prompt counts once.
@@ -188,22 +166,28 @@ class CompletionGeneration:
         self._gateway.metrics.count_tokens(prompts, sum(len(generation.token_ids) for generation in done))
 
 
-Prepare = Callable[[Gateway, Session | None, Body], Awaitable[ChatGeneration | CompletionGeneration]]
-
-
 class GenerationResponse(Response):
     """Authenticates, generates and sends while Starlette sends the response.
 
     Args:
-        prepare: parses the body.
+        parse: converts the JSON body.
         error_body: formats an error in the route's dialect.
+        takes_history: ``parse`` takes the session's earlier responses as ``history``.
     """
 
-    def __init__(self, request: Request, prepare: Prepare, error_body: ErrorBody) -> None:
+    def __init__(
+        self,
+        request: Request,
+        parse: Callable[..., ChatCall | CompletionCall],
+        error_body: ErrorBody,
+        *,
+        takes_history: bool = False,
+    ) -> None:
         super().__init__()
         self._request = request
-        self._prepare = prepare
+        self._parse = parse
         self._error_body = error_body
+        self._takes_history = takes_history
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -220,7 +204,19 @@ class GenerationResponse(Response):
         session = gateway.authenticate(request, open_session=True).session
         with gateway.slot():
             body = await gateway.read_body(request)
-            generation = await self._prepare(gateway, session, body)
+            parse = self._parse
+            if self._takes_history:
+                history = None
+                if session is not None:
+                    history = gateway.response_histories.setdefault(session, responses.ResponseHistory())
+                parse = partial(parse, history=history)
+            call = await body.read_by(parse)
+            context = ResponseContext(secrets.token_hex(16), int(time.time()), gateway.token_texts)
+            generation: ChatGeneration | CompletionGeneration
+            if isinstance(call, CompletionCall):
+                generation = CompletionGeneration(gateway, session, call, context)
+            else:
+                generation = ChatGeneration(gateway, session, call, context)
             complete, stream = generation.complete, generation.stream
             # Only sessions deduplicate: without one nothing is recorded, so sampling twice does no harm.
             if session is not None:
@@ -228,10 +224,10 @@ class GenerationResponse(Response):
                 is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
                 complete = partial(session.deduplicator.run, key, complete, is_retry=is_retry)
                 stream = partial(session.deduplicator.stream, key, stream, is_retry=is_retry)
-            watcher = gateway.watcher(request)
             # The watcher starts after the body has been read, because both read ASGI messages.
-            if generation.streamed:
-                await _send_stream(stream(), generation.failed, watcher, send)
+            watcher = DisconnectWatcher(request.receive, gateway.active_watchers)
+            if call.streamed:
+                await _send_stream(stream(), generation.formatter, watcher, send)
                 return
             async with watcher:
                 content = await complete()
@@ -245,7 +241,7 @@ class GenerationResponse(Response):
 
 async def _send_stream(
     pieces: AsyncGenerator[bytes, None],
-    failed: Callable[[DialectError], bytes],
+    formatter: ChatStream | CompletionStream,
     watcher: DisconnectWatcher,
     send: Send,
 ) -> None:
@@ -267,7 +263,7 @@ async def _send_stream(
             raise
         except Exception as error:
             # The status 200 has been sent, so the error becomes the last event.
-            await send(_body(failed(as_dialect_error(error))))
+            await send(_body(encode_events(formatter.failed(as_dialect_error(error)))))
         await send(_body(b"", more=False))
     finally:
         await pieces.aclose()  # cancels the generation if it still runs

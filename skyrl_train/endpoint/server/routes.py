@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -122,12 +123,8 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     gateway = gateway_of(request)
     tokens = (await _read_tokenizer_body(gateway, request, DetokenizeBody)).tokens
-    tokenizer = gateway.client.tokenizer
     check_vocabulary(gateway.client, tokens, "tokens")
-
-    def decode() -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=False))
-
+    decode = partial(gateway.client.tokenizer.decode, tokens, skip_special_tokens=False)
     return _json({"prompt": await asyncio.to_thread(decode) if len(tokens) > LONG_TEXT else decode()})
 
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -18,7 +17,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from skyrl_train.endpoint.server.gateway import Gateway
+from skyrl_train.endpoint.server.gateway import Gateway, stopping_error
 from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.openai.errors import DialectError, openai_error
@@ -44,7 +43,7 @@ class EndpointServer:
         assert isinstance(gateway, Gateway)
         self._gateway = gateway
         self._app = app
-        self._server: _Server | None = None
+        self._server: _EmbeddedUvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -77,7 +76,7 @@ class EndpointServer:
             backlog=BACKLOG,
             timeout_keep_alive=settings.keep_alive_s,
         )
-        self._server = _Server(config)
+        self._server = _EmbeddedUvicorn(config)
         # serve() starts to listen in its task; the event tells when connections are accepted.
         self._serving = asyncio.create_task(self._server.serve([listener]), name="endpoint")
         await self._server.listening.wait()
@@ -93,20 +92,24 @@ class EndpointServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await gateway.changed.wait_until(lambda: not gateway.in_flight)
-        # Interrupted requests still send their error, for which exit() leaves EXIT_S seconds.
-        gateway.interrupt()
-        self._server.exit()
+        # Interrupted requests still send their error, for which shutdown() leaves EXIT_S seconds.
+        for watcher in list(gateway.active_watchers):
+            watcher.interrupt(stopping_error())
+        self._server.exit_requested.set()
         await self._serving
         self._server = self._serving = None
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn that waits for events instead of polling ``should_exit``, and leaves signals alone."""
+class _EmbeddedUvicorn(uvicorn.Server):
+    """Uvicorn that waits for events instead of polling ``should_exit``, and leaves signals alone.
+
+    ``exit_requested`` makes ``serve`` return.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
-        self._exit_requested = asyncio.Event()
+        self.exit_requested = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -117,16 +120,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self.listening.set()
 
-    def exit(self) -> None:
-        """Make ``serve`` return."""
-        self.should_exit = True
-        self._exit_requested.set()
-
     async def main_loop(self) -> None:
-        while not await self.on_tick(0):  # updates the Date header
+        while not self.exit_requested.is_set():
+            await self.on_tick(0)  # updates the Date header
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_S):
-                    await self._exit_requested.wait()
+                    await self.exit_requested.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close listeners and idle connections; running requests have ``EXIT_S`` seconds to finish."""
@@ -149,32 +148,21 @@ class _Server(uvicorn.Server):
 # Limits below the application -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Rejection:
-    """A response that the protocol sends itself; the connection is closed after it. Also an ASGI application."""
+    """A response that the protocol sends itself (``raw``); the connection is closed after it. Also an ASGI application."""
 
-    status: int
-    reason: str
-    code: str
-    message: str
-
-    @property
-    def body(self) -> bytes:
-        return orjson.dumps(openai_error(DialectError(self.message, code=self.code, status=self.status)))
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        return [
+    def __init__(self, status: int, reason: str, code: str, message: str) -> None:
+        self.status = status
+        self.body = orjson.dumps(openai_error(DialectError(message, code=code, status=status)))
+        self.headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(self.body)).encode()),
             (b"connection", b"close"),
-            *([(b"retry-after", b"1")] if self.status == 503 else []),
         ]
-
-    @property
-    def raw(self) -> bytes:
-        lines = [b"%b: %b\r\n" % header for header in self.headers]
-        return f"HTTP/1.1 {self.status} {self.reason}\r\n".encode() + b"".join(lines) + b"\r\n" + self.body
+        if status == 503:
+            self.headers.append((b"retry-after", b"1"))
+        lines = b"".join(b"%b: %b\r\n" % header for header in self.headers)
+        self.raw = f"HTTP/1.1 {status} {reason}\r\n".encode() + lines + b"\r\n" + self.body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})

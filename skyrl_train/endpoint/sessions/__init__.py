@@ -6,7 +6,6 @@ from skyrl_train.endpoint.sessions.session import (
     Session,
     SessionLimits,
     SessionStatistics,
-    SessionTotals,
     TurnPlan,
 )
 from skyrl_train.endpoint.sessions.store import OpenedSession, SessionStore
@@ -18,7 +17,6 @@ __all__ = [
     "SessionSequence",
     "SessionStatistics",
     "SessionStore",
-    "SessionTotals",
     "TurnPlan",
     "request_key",
 ]

@@ -36,7 +36,7 @@ def request_key(path: str, body: Mapping[str, Any]) -> bytes:
     return hashlib.blake2b(text.encode("ascii"), digest_size=16).digest()
 
 
-class _InFlightRequest(Generic[T]):
+class _JoinableRequest(Generic[T]):
     """One request: the items it has produced so far, and the number of its waiters."""
 
     def __init__(self, start: Callable[[], AsyncIterator[T]]) -> None:
@@ -71,14 +71,14 @@ class CompletedRequests:
         self._limit = limit
         self._window_s = window_s
         self._clock = clock
-        self._forget: dict[_InFlightRequest[Any], tuple[float, Callable[[], None]]] = {}  # oldest first
+        self._forget: dict[_JoinableRequest[Any], tuple[float, Callable[[], None]]] = {}  # oldest first
 
-    def keep(self, request: _InFlightRequest[Any], forget: Callable[[], None]) -> None:
+    def keep(self, request: _JoinableRequest[Any], forget: Callable[[], None]) -> None:
         """Keep ``request``. Calls ``forget`` when its time is over or newer requests need its place."""
         self._forget[request] = (self._clock() + self._window_s, forget)
         self.expire()
 
-    def drop(self, request: _InFlightRequest[Any]) -> None:
+    def drop(self, request: _JoinableRequest[Any]) -> None:
         """Forget a request now, if it is kept."""
         if request in self._forget:
             self._forget.pop(request)[1]()
@@ -98,13 +98,8 @@ class RequestDeduplicator:
 
     def __init__(self, completed: CompletedRequests) -> None:
         self._completed = completed
-        self._requests: dict[bytes, list[_InFlightRequest[Any]]] = {}  # running and kept ones
-        self._running: set[_InFlightRequest[Any]] = set()
-
-    @property
-    def running(self) -> int:
-        """The number of requests in flight."""
-        return len(self._running)
+        self._requests: dict[bytes, list[_JoinableRequest[Any]]] = {}  # running and kept ones, oldest first
+        self.running = 0  # requests in flight
 
     async def run(self, key: bytes, start: Callable[[], Awaitable[T]], *, is_retry: bool) -> T:
         """Return the result of ``start()``; like :meth:`stream` for a request with one result."""
@@ -148,19 +143,19 @@ class RequestDeduplicator:
             request.cancel(error)
             self._completed.drop(request)
 
-    def _begin(self, key: bytes, start: Callable[[], AsyncIterator[T]]) -> _InFlightRequest[T]:
+    def _begin(self, key: bytes, start: Callable[[], AsyncIterator[T]]) -> _JoinableRequest[T]:
         # A new request with this key shows that the client has the earlier response or no longer wants it.
         for earlier in list(self._requests.get(key, ())):
             if earlier.ended:
                 self._completed.drop(earlier)
-        request = _InFlightRequest(start)
+        request = _JoinableRequest(start)
         self._requests.setdefault(key, []).append(request)
-        self._running.add(request)
+        self.running += 1
         # A done callback, not the task's own last lines: a task cancelled before its first step runs no lines.
         request.task.add_done_callback(partial(self._on_done, key, request))
         return request
 
-    def _join(self, key: bytes) -> _InFlightRequest[Any] | None:
+    def _join(self, key: bytes) -> _JoinableRequest[Any] | None:
         # A finished request whose time is over must not answer a retry.
         self._completed.expire()
         requests = [request for request in self._requests.get(key, ()) if request.error is None]
@@ -169,18 +164,18 @@ class RequestDeduplicator:
             request.retries += 1
         return request
 
-    def _on_done(self, key: bytes, request: _InFlightRequest[Any], task: asyncio.Task[None]) -> None:
+    def _on_done(self, key: bytes, request: _JoinableRequest[Any], task: asyncio.Task[None]) -> None:
         error = SessionError("The request was cancelled.") if task.cancelled() else task.exception()
         request.error = request.error or error
         request.ended = True
         request.changed.notify()
-        self._running.discard(request)
+        self.running -= 1
         if request.error is None:
             self._completed.keep(request, partial(self._forget, key, request))
         else:
             self._forget(key, request)
 
-    def _forget(self, key: bytes, request: _InFlightRequest[Any]) -> None:
+    def _forget(self, key: bytes, request: _JoinableRequest[Any]) -> None:
         requests = self._requests[key]
         requests.remove(request)
         if not requests:

@@ -10,10 +10,11 @@ sequences share is trained in the first of them and is part of the prompt in the
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyrl_train.endpoint.sessions.turns import Turn, TurnTree, logprob_list, token_list
+from skyrl_train.endpoint.sessions.turns import Turn, TurnTree, token_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def _to_sequence(
         sampled = turn.sampled_tokens
         sequence.response_ids.extend(tokens.responses[turn.index])
         sequence.loss_mask.extend([1] * sampled)
-        sequence.logprobs.extend(logprob_list(turn.logprobs))
+        sequence.logprobs.extend(array("d", turn.logprobs))
         sequence.versions.extend(token_list(turn.versions))
         sequence.rewards.extend([0.0] * (sampled - 1) + [turn_rewards.get(turn.index, 0.0)])
     return sequence

@@ -24,7 +24,6 @@ from skyrl_train.errors import ConfigError, SessionError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.requests import ChatChoice
 from skyrl_train.inference.requests import Generation
-from skyrl_train.runtime.concurrency import Signal
 
 _EXPORT_IN_THREAD_TOKENS = 50_000  # fewer are exported on the event loop, within a millisecond or two
 
@@ -88,20 +87,6 @@ class SessionStatistics:
     finished: bool
 
 
-@dataclass(slots=True)
-class SessionTotals:
-    """Counts over all sessions of a store since its start, including closed ones."""
-
-    opened: int = 0
-    finished: int = 0
-    expired: int = 0
-    rejected: int = 0
-    turns: int = 0
-    branches: int = 0
-    drifted_turns: int = 0
-    sampled_tokens: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class _MessagePosition:
     """The position of an answer in the message tree: after ``messages``, which follow the node ``after``."""
@@ -122,7 +107,7 @@ class TurnPlan:
     drifted: bool = field(default=False, repr=False)
 
 
-class _State(Enum):
+class _SessionState(Enum):
     OPEN = "open"
     FINISHED = "finished"
     CLOSED = "closed"
@@ -136,7 +121,6 @@ class Session:
         renderer: converts messages into tokens.
         clock: seconds, for ``last_used``.
         completed: finished responses for late retries, shared by the sessions of a store.
-        totals: counts of the store, updated by the session.
     """
 
     def __init__(
@@ -147,7 +131,6 @@ class Session:
         *,
         clock: Callable[[], float] = time.monotonic,
         completed: CompletedRequests | None = None,
-        totals: SessionTotals | None = None,
     ) -> None:
         limits = limits or SessionLimits()
         self.id = session_id
@@ -159,10 +142,8 @@ class Session:
         self._renderer = renderer
         self._limits = limits
         self._clock = clock
-        self._totals = totals or SessionTotals()
-        self._state = _State.OPEN
+        self._state = _SessionState.OPEN
         self._why = ""  # why it no longer takes requests
-        self._changed = Signal()
         self._turns = TurnTree()
         self._messages = MessageTree(self._turns)
         self._reward = 0.0
@@ -182,7 +163,7 @@ class Session:
     @property
     def finished(self) -> bool:
         """Whether the session is complete: it takes no further turns and can be trained on."""
-        return self._state is _State.FINISHED
+        return self._state is _SessionState.FINISHED
 
     # Turns ---------------------------------------------------------------------------------------------------------
 
@@ -301,7 +282,6 @@ class Session:
             raise SessionError(f"Session {self.id!r} was given a response to another prompt than the one it planned.")
         self.check_room(plan=plan, sampled_tokens=len(generation.token_ids))
         # add() validates before it changes anything; the counts below only follow a recorded turn.
-        branches = self._turns.branches
         turn = self._turns.add(plan.parent, generation)
         if turn.parent is not None and self._turns.turns[turn.parent].children == (turn.index,):
             self._extended.append(turn.parent)  # extended for the first time
@@ -311,10 +291,6 @@ class Session:
         self._sampled_tokens += turn.sampled_tokens
         self._drifted_turns += plan.drifted
         self._restarts += generation.restarts
-        self._totals.turns += 1
-        self._totals.branches += self._turns.branches - branches
-        self._totals.drifted_turns += plan.drifted
-        self._totals.sampled_tokens += turn.sampled_tokens
         self.last_used = self._clock()
         return turn.index
 
@@ -336,7 +312,7 @@ class Session:
         return prompt if prompt[: len(known)] == known else None
 
     def _check_open(self) -> None:
-        if self._state is not _State.OPEN:
+        if self._state is not _SessionState.OPEN:
             raise SessionError(f"Session {self.id!r} {self._why}. Open a new session for a new sample.")
 
     # Reward and end ------------------------------------------------------------------------------------------------
@@ -368,37 +344,25 @@ class Session:
             SessionError: the session is closed, or has finished with another reward.
         """
         # An agent and its generator may both finish the session.
-        if self._state is _State.FINISHED and reward in (None, self._reward):
+        if self._state is _SessionState.FINISHED and reward in (None, self._reward):
             return
         self._check_open()
         if reward is not None:
             self.set_reward(reward)
-        self._end(_State.FINISHED, "has finished")
-        self._totals.finished += 1
+        self._end(_SessionState.FINISHED, "has finished")
 
     def close(self, why: str = "was closed") -> None:
         """Drop all data. Idempotent."""
-        if self._state is _State.CLOSED:
+        if self._state is _SessionState.CLOSED:
             return
-        self._end(_State.CLOSED, why)
+        self._end(_SessionState.CLOSED, why)
         # New trees instead of cleared ones: an export may still read the old ones in a thread.
         self._turns, self._extended = TurnTree(), []
         self._messages = MessageTree(self._turns)
 
-    async def wait_finished(self) -> None:
-        """Return when the session has finished.
-
-        Raises:
-            SessionError: it was closed or expired instead.
-        """
-        await self._changed.wait_until(lambda: self._state is not _State.OPEN)
-        if self._state is _State.CLOSED:
-            self._check_open()
-
-    def _end(self, state: _State, why: str) -> None:
+    def _end(self, state: _SessionState, why: str) -> None:
         self._state, self._why = state, why
         self.deduplicator.end(SessionError(f"Session {self.id!r} {why} while the request was running."))
-        self._changed.notify()
 
     # Results -------------------------------------------------------------------------------------------------------
 
@@ -426,8 +390,10 @@ class Session:
         return await asyncio.to_thread(to_sequences, self._turns, self._reward, self._turn_rewards)
 
     def _check_exportable(self) -> None:
-        if self._state is not _State.FINISHED:
-            what = "has not finished; finish it first" if self._state is _State.OPEN else f"{self._why}; it is gone"
+        if self._state is not _SessionState.FINISHED:
+            what = (
+                "has not finished; finish it first" if self._state is _SessionState.OPEN else f"{self._why}; it is gone"
+            )
             raise SessionError(f"Session {self.id!r} {what}.")
         if not self._turns.turns:
             raise SessionError(

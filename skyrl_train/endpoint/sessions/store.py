@@ -8,10 +8,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from skyrl_train.endpoint.sessions.deduplicator import CompletedRequests
-from skyrl_train.endpoint.sessions.session import Session, SessionLimits, SessionTotals
+from skyrl_train.endpoint.sessions.session import Session, SessionLimits
 from skyrl_train.errors import QuotaError, SessionError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 
@@ -56,15 +56,9 @@ class SessionStore:
         self._session_of_digest: dict[bytes, str] = {}
         self._digest_of_session: dict[str, bytes] = {}
         self._completed = CompletedRequests(self._limits.max_kept_responses, self._limits.retry_window_s, clock)
-        self._totals = SessionTotals()
 
     def __len__(self) -> int:
         return len(self._sessions)
-
-    @property
-    def totals(self) -> SessionTotals:
-        """A copy of the counts over all sessions so far."""
-        return replace(self._totals)
 
     def open(self, session_id: str | None = None, *, reserved: bool = False) -> OpenedSession:
         """Open a session with the given or a random name.
@@ -93,11 +87,9 @@ class SessionStore:
             self._limits,
             clock=self._clock,
             completed=self._completed,
-            totals=self._totals,
         )
         # Registered before the key exists, so that by_key() always finds the session.
         self._sessions[session_id] = session
-        self._totals.opened += 1
         api_key = _KEY_PREFIX + secrets.token_urlsafe(32)
         digest = self._key_digest(api_key)
         self._session_of_digest[digest] = session_id
@@ -119,7 +111,7 @@ class SessionStore:
         return self._sessions.get(session_id)
 
     def finish(self, session_id: str, reward: float | None = None) -> Session:
-        """Finish a session and wake its waiters. It stays until it is closed.
+        """Finish a session. It stays until it is closed.
 
         Raises:
             SessionError: there is no such session, or it has finished with another reward.
@@ -130,9 +122,13 @@ class SessionStore:
         session.finish(reward)
         return session
 
-    def close(self, session_id: str) -> None:
-        """Drop a session and its key. Does nothing if there is none."""
-        self._drop(session_id, "was closed")
+    def close(self, session_id: str, why: str = "was closed") -> None:
+        """Drop a session and its key. Does nothing if there is none. Later requests of the session fail with ``why``."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            self._reserved.discard(session_id)
+            del self._session_of_digest[self._digest_of_session.pop(session_id)]
+            session.close(why)
 
     def expire(self) -> list[str]:
         """Drop sessions without a request for ``idle_expiry_s``, finished ones too, and return their names.
@@ -150,8 +146,7 @@ class SessionStore:
             if session.last_used <= before and not session.deduplicator.running and session.id not in self._reserved
         ]
         for session_id in idle:
-            self._drop(session_id, f"expired after {self._limits.idle_expiry_s:g} s without a request")
-        self._totals.expired += len(idle)
+            self.close(session_id, f"expired after {self._limits.idle_expiry_s:g} s without a request")
         return idle
 
     def _admit(self) -> None:
@@ -161,21 +156,12 @@ class SessionStore:
             self.expire()
         wait_s = None if self._admission is None else self._admission()
         if wait_s is not None:
-            self._totals.rejected += 1
             raise QuotaError("Training has to catch up before a new sample may begin.", retry_after_s=wait_s)
         if len(self._sessions) - len(self._reserved) >= self._limits.max_sessions and not self.expire():
-            self._totals.rejected += 1
             raise QuotaError(
                 f"All {self._limits.max_sessions} sessions (max_sessions) are open. Close one, or come back later.",
                 retry_after_s=self._limits.retry_after_s,
             )
-
-    def _drop(self, session_id: str, why: str) -> None:
-        session = self._sessions.pop(session_id, None)
-        if session is not None:
-            self._reserved.discard(session_id)
-            del self._session_of_digest[self._digest_of_session.pop(session_id)]
-            session.close(why)
 
     def _key_digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), key=self._key_secret, digest_size=32).digest()

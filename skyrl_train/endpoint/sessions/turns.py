@@ -59,11 +59,6 @@ def token_list(packed: bytes) -> list[int]:
     return array("i", packed).tolist()
 
 
-def logprob_list(packed: bytes) -> list[float]:
-    """Return packed log-probs as a list."""
-    return array("d", packed).tolist()
-
-
 def differing_tokens(tokens: list[int], others: list[int]) -> int:
     """Return how many of ``tokens`` remain after removing the prefix and the suffix that ``others`` shares."""
     # Both lists spell the same text, so a difference in the middle leaves prefix and suffix equal.

@@ -15,19 +15,32 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.config.import_path import import_name
+from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import GeneratorConfig
-from skyrl_train.endpoint.sessions import Session, SessionSequence, SessionStatistics
+from skyrl_train.endpoint.server.app import create_app
+from skyrl_train.endpoint.server.server import EndpointServer
+from skyrl_train.endpoint.server.settings import ServerSettings
+from skyrl_train.endpoint.sessions import (
+    OpenedSession,
+    Session,
+    SessionLimits,
+    SessionSequence,
+    SessionStatistics,
+    SessionStore,
+)
 from skyrl_train.errors import ConfigError, NoEngineError, RolloutError, SessionError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, FunctionAgent
-from skyrl_train.generators.harness.endpoint import SessionEndpoint
 from skyrl_train.generators.harness.process import ProcessAgent
+from skyrl_train.generators.harness.sampling import RunSampling, SessionSampling
+from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.types import ConversationType, GeneratorInput, GeneratorOutput, TrajectoryID
@@ -35,6 +48,7 @@ from skyrl_train.types import ConversationType, GeneratorInput, GeneratorOutput,
 if TYPE_CHECKING:
     from skyrl_train.inference.client import RequestClient
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -82,12 +96,16 @@ class HarnessGenerator(GeneratorInterface):
         self._failure_reward = failure_reward
         # Separate for each phase: evaluation agents that queue behind training agents would only time out.
         self._running = {phase: asyncio.Semaphore(max_concurrency) for phase in ("train", "eval")}
-        self._endpoint = SessionEndpoint(
-            client,
-            settings=dict(endpoint or {}),
-            limits=dict(session_limits or {}),
-            agents_choose=agents_choose_sampling,
+        limits = _dataclass(SessionLimits, session_limits or {}, "session_limits")
+        server_settings = _dataclass(ServerSettings, endpoint or {}, "endpoint")
+        self._sampling = RunSampling(client, agents_choose=agents_choose_sampling)
+        self._outside_may_begin: Callable[[], bool] = lambda: True  # see pace()
+        self._store = SessionStore(
+            client.renderer, limits, lambda: None if self._outside_may_begin() else limits.retry_after_s
         )
+        service = ChatService(self._sampling, client.renderer)
+        self._server = EndpointServer(create_app(service, client, self._store, server_settings))
+        self._base_url: str | None = None  # while the server listens
         if (agent is None) == (command is None):
             raise ConfigError(
                 "The harness needs one agent: set generator.kwargs.agent (package.module:function or file.py:function) "
@@ -100,7 +118,7 @@ class HarnessGenerator(GeneratorInterface):
                 command,
                 environment,
                 withheld=(generator_config.inference_engine.remote_api_key_variable,),
-                secrets=[self._endpoint.admin_key] if self._endpoint.admin_key else [],
+                secrets=[server_settings.admin_key] if server_settings.admin_key else [],
             )
         elif environment is not None:
             raise ConfigError("generator.kwargs.environment needs generator.kwargs.command; functions ignore it.")
@@ -108,12 +126,17 @@ class HarnessGenerator(GeneratorInterface):
             self._agent = FunctionAgent(import_name(str(agent), "generator.kwargs.agent", "function"), str(agent))
 
     async def start(self) -> None:
-        """Open the endpoint."""
-        await self._endpoint.start()
+        """Open the endpoint.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._base_url = await self._server.start()
 
     async def aclose(self) -> None:
-        """Close the endpoint and cancel its requests."""
-        await self._endpoint.stop()
+        """Close the endpoint and cancel its requests. Idempotent."""
+        self._base_url = None
+        await self._server.stop(drain_s=0)
 
     def pace(self, may_begin: Callable[[], bool]) -> None:
         """Throttle sessions that outside programs open besides the run's own.
@@ -121,7 +144,7 @@ class HarnessGenerator(GeneratorInterface):
         While ``may_begin()`` is False (the staleness budget is spent), they get a 429 with ``Retry-After``. The run's own
         samples were admitted with their group. They and all open sessions continue.
         """
-        self._endpoint.outside_may_begin = may_begin
+        self._outside_may_begin = may_begin
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Run an agent for every entry of ``input_batch``.
@@ -157,10 +180,11 @@ class HarnessGenerator(GeneratorInterface):
     ) -> AgentRun:
         """Run the agent in a new session and return the session's training data."""
         async with self._running[phase]:
-            base_url = self._endpoint.base_url  # raises if the generator was not started
-            with self._endpoint.session(sampling, seed, trajectory_id.to_string()) as run:
-                session, usage = run.opened.session, run.sampling
-                task = AgentTask(prompt, extras, base_url, run.opened.api_key, session.id, seed)
+            if self._base_url is None:
+                raise ConfigError("The harness generator was not started: await generator.start() before generate().")
+            with self._session(sampling, seed, trajectory_id.to_string()) as (opened, usage):
+                session = opened.session
+                task = AgentTask(prompt, extras, self._base_url, opened.api_key, session.id, seed)
                 result = AgentResult()
                 started, failed = time.perf_counter(), False
                 try:
@@ -175,7 +199,10 @@ class HarnessGenerator(GeneratorInterface):
                     )
                     # Without a sampled turn there is nothing that a reward could train.
                     if self._failure_reward is None or not session.statistics().turns:
-                        raise failure from _without_key(error.__cause__, task)
+                        # The traceback of the cause is logged, so a cause that shows the API key is left out.
+                        cause = error.__cause__
+                        shown = "" if cause is None else "".join(traceback.format_exception(cause))
+                        raise failure from (cause if shown == task.redact(shown) else None)
                     logger.warning("%s", failure)
                     if not session.finished:  # an agent may finish its session itself
                         session.set_reward(self._failure_reward)
@@ -188,6 +215,26 @@ class HarnessGenerator(GeneratorInterface):
                 session.finish()
                 sequences = await session.export()
                 return AgentRun(sequences, session.statistics(), seconds, usage.overridden, failed, result.metrics)
+
+    @contextmanager
+    def _session(
+        self, run: SamplingParams, seed: int | None, trajectory: str
+    ) -> Iterator[tuple[OpenedSession, SessionSampling]]:
+        """Open a session for the duration of the context. Requests that still run at its end are cancelled.
+
+        Args:
+            trajectory: the client sees the session's requests under this name.
+        """
+        # Reserved: the dispatcher has admitted the sample, so neither max_sessions nor the staleness budget applies.
+        opened = self._store.open(reserved=True)
+        session_id = opened.session.id
+        # Registered before the agent gets the key, so that no request passes unchanged.
+        sampling = self._sampling.sessions[session_id] = SessionSampling(run, seed, trajectory)
+        try:
+            yield opened, sampling
+        finally:
+            del self._sampling.sessions[session_id]
+            self._store.close(session_id)
 
     async def _run_agent(self, task: AgentTask) -> AgentResult:
         """Run the agent with the time limit.
@@ -218,6 +265,17 @@ class HarnessGenerator(GeneratorInterface):
             raise AgentError(f"it raised {error!r} ({place})") from error
 
 
+def _dataclass(cls: type[T], values: Mapping[str, Any], setting: str) -> T:
+    """Return ``cls(**values)``; an unknown name raises ConfigError with the closest known one."""
+    known = getattr(cls, "__dataclass_fields__")  # noqa: B009  # the type of any dataclass has no such attribute
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"generator.kwargs.{setting}.{name} is unknown.{did_you_mean(name, known)}")
+    # Lists come from yaml; the settings are frozen and take tuples.
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return cls(**plain)
+
+
 def _set_rewards(session: Session, result: AgentResult) -> None:
     """Set the rewards that the agent returned.
 
@@ -242,12 +300,6 @@ def _set_rewards(session: Session, result: AgentResult) -> None:
             f"it gave no reward: {result.remark}. Return it, print it as the last line, or post it to "
             "/v1/sessions/{id}/reward"
         )
-
-
-def _without_key(cause: BaseException | None, task: AgentTask) -> BaseException | None:
-    """Return ``cause`` unless its traceback contains the API key."""
-    shown = "" if cause is None else "".join(traceback.format_exception(cause))
-    return cause if shown == task.redact(shown) else None
 
 
 @dataclass(frozen=True, slots=True)

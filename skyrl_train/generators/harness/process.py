@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -78,7 +79,13 @@ class ProcessAgent:
         with tempfile.TemporaryDirectory(prefix="skyrl-agent-") as folder:
             # A file, because the length of arguments and variables is limited.
             prompt = Path(folder) / "prompt.json"
-            prompt.write_text(json.dumps(_task_json(task), default=_plain), encoding="utf-8")
+            content = {
+                "prompt": [dict(message) for message in task.prompt],
+                "extras": dict(task.extras),
+                "session_id": task.session_id,
+                "seed": task.seed,
+            }
+            prompt.write_text(json.dumps(content, default=_plain), encoding="utf-8")
             secrets = self._secrets | {os.environ[name] for name in self._withheld if os.environ.get(name)}
             inherited = {
                 name: value for name, value in os.environ.items() if name not in self._withheld and value not in secrets
@@ -176,15 +183,6 @@ class _Pipe:
             self._transport.close()
 
 
-def _task_json(task: AgentTask) -> dict[str, Any]:
-    return {
-        "prompt": [dict(message) for message in task.prompt],
-        "extras": dict(task.extras),
-        "session_id": task.session_id,
-        "seed": task.seed,
-    }
-
-
 def _plain(value: Any) -> Any:
     """Convert a value that JSON lacks: times to ISO 8601, bytes to base64, numpy's to Python's, others to text."""
     if hasattr(value, "isoformat"):
@@ -211,12 +209,9 @@ def _variables(task: AgentTask, prompt: Path) -> dict[str, str]:
 
 
 def _kill_group(group: int, how: signal.Signals) -> None:
-    try:
+    # The group has ended; macOS raises PermissionError for a group that has only zombies left.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, how)
-    except ProcessLookupError:
-        return  # it has ended
-    except PermissionError:
-        return  # macOS raises this for a group that has only zombies left
 
 
 def _read_reward(out: str) -> AgentResult:

@@ -1,4 +1,4 @@
-"""The endpoint that agents call: one session per run of an agent, sampled as the training run is configured.
+"""Sampling of the requests that agents send: one session per run of an agent, sampled as the training run is configured.
 
     agent's request ──> RunSampling: the run's temperature and filters, a seed of the trajectory ──> client
 
@@ -12,119 +12,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.config.keys import did_you_mean
-from skyrl_train.endpoint.server.app import create_app
-from skyrl_train.endpoint.server.server import EndpointServer
-from skyrl_train.endpoint.server.settings import ServerSettings
-from skyrl_train.endpoint.sessions import OpenedSession, SessionLimits, SessionStore
-from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.inference.chat.service import ChatService
+from skyrl_train.errors import EngineError
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.runtime.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from skyrl_train.inference.client import RequestClient
-
-T = TypeVar("T")
 
 _RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p")  # the run decides these
 _DEFAULTS = SamplingParams()  # the values of fields that a request leaves out
 
 _RequestKey = tuple[int, int]  # digest of the prompt, number of the choice; equal for repetitions of a request
-
-
-class SessionEndpoint:
-    """Serves ``client`` over HTTP between ``start`` and ``stop``.
-
-    Args:
-        settings: fields of :class:`ServerSettings`.
-        limits: fields of :class:`SessionLimits`.
-        agents_choose: see :class:`RunSampling`.
-
-    Raises:
-        ConfigError: (constructor) an unknown or impossible setting.
-    """
-
-    def __init__(
-        self,
-        client: RequestClient,
-        *,
-        settings: Mapping[str, Any],
-        limits: Mapping[str, Any],
-        agents_choose: bool,
-    ) -> None:
-        self._sampling = RunSampling(client, agents_choose=agents_choose)
-        self._limits = _dataclass(SessionLimits, limits, "session_limits")
-        self._store = SessionStore(client.renderer, self._limits, self._admission_wait)
-        service = ChatService(self._sampling, client.renderer)
-        server_settings = _dataclass(ServerSettings, settings, "endpoint")
-        self.admin_key = server_settings.admin_key
-        self._server = EndpointServer(create_app(service, client, self._store, server_settings))
-        # Called before an outside program opens a session; False makes it come back later.
-        self.outside_may_begin: Callable[[], bool] = lambda: True
-        self._base_url: str | None = None
-
-    async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
-        self._base_url = await self._server.start()
-
-    async def stop(self) -> None:
-        """Interrupt running requests and stop listening. Idempotent."""
-        self._base_url = None
-        await self._server.stop(drain_s=0)
-
-    @property
-    def base_url(self) -> str:
-        """The URL for OpenAI clients.
-
-        Raises:
-            ConfigError: the endpoint does not listen.
-        """
-        if self._base_url is None:
-            raise ConfigError("The harness generator was not started: await generator.start() before generate().")
-        return self._base_url
-
-    def _admission_wait(self) -> float | None:
-        return None if self.outside_may_begin() else self._limits.retry_after_s
-
-    @contextmanager
-    def session(self, run: SamplingParams, seed: int | None, trajectory: str) -> Iterator[RunSession]:
-        """Open a session for the duration of the context. Requests that still run at its end are cancelled.
-
-        The dispatcher has already admitted the sample: the session ignores ``max_sessions`` and ``outside_may_begin``.
-
-        Args:
-            trajectory: the client sees the session's requests under this name.
-        """
-        opened = self._store.open(reserved=True)
-        session_id = opened.session.id
-        try:
-            # Known to RunSampling before the agent gets the key, so that no request passes unchanged.
-            yield RunSession(opened, self._sampling.open(session_id, run, seed, trajectory))
-        finally:
-            self._sampling.close(session_id)
-            self._store.close(session_id)
-
-
-def _dataclass(cls: type[T], values: Mapping[str, Any], setting: str) -> T:
-    """Return ``cls(**values)``; an unknown name raises ConfigError with the closest known one."""
-    known = getattr(cls, "__dataclass_fields__")  # noqa: B009  # the type of any dataclass has no such attribute
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"generator.kwargs.{setting}.{name} is unknown.{did_you_mean(name, known)}")
-    # Lists come from yaml; the settings are frozen and take tuples.
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return cls(**plain)
 
 
 @dataclass(slots=True)
@@ -178,14 +78,6 @@ class SessionSampling:
         return seed
 
 
-@dataclass(frozen=True, slots=True)
-class RunSession:
-    """The session of one agent run, its API key and its sampling."""
-
-    opened: OpenedSession
-    sampling: SessionSampling
-
-
 class RunSampling:
     """A generation service that samples requests of known sessions with the settings of the training run.
 
@@ -208,7 +100,9 @@ class RunSampling:
     def __init__(self, generation: GenerationService, *, agents_choose: bool = False) -> None:
         self._generation = generation
         self._agents_choose = agents_choose
-        self._sessions: dict[str, SessionSampling] = {}
+        self.sessions: dict[
+            str, SessionSampling
+        ] = {}  # by the endpoint's session id; the generator adds and removes them
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -220,20 +114,9 @@ class RunSampling:
         """The policy version of all routable engines."""
         return self._generation.policy_version
 
-    def open(
-        self, session_id: str, run: SamplingParams, seed: int | None, known_as: str | None = None
-    ) -> SessionSampling:
-        """Register a session."""
-        session = self._sessions[session_id] = SessionSampling(run, seed, known_as)
-        return session
-
-    def close(self, session_id: str) -> None:
-        """Remove a session."""
-        self._sessions.pop(session_id, None)
-
     async def complete(self, request: GenerationRequest) -> Generation:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
-        session = self._sessions.get(request.session_id or "")
+        session = self.sessions.get(request.session_id or "")
         if session is None:
             return await self._generation.complete(request)  # of an outside program
         key = _request_key(request)
@@ -242,7 +125,7 @@ class RunSampling:
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
-        session = self._sessions.get(request.session_id or "")
+        session = self.sessions.get(request.session_id or "")
         key = _request_key(request)
         if session is not None:
             request = self._as_configured(request, session, key)
