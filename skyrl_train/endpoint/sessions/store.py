@@ -81,13 +81,7 @@ class SessionStore:
             self._reserved.add(session_id)
         else:
             self._admit()
-        session = Session(
-            session_id,
-            self._renderer,
-            self._limits,
-            clock=self._clock,
-            completed=self._completed,
-        )
+        session = Session(session_id, self._renderer, self._limits, clock=self._clock, completed=self._completed)
         # Registered before the key exists, so that by_key() always finds the session.
         self._sessions[session_id] = session
         api_key = _KEY_PREFIX + secrets.token_urlsafe(32)

@@ -38,6 +38,7 @@ class SessionSampling:
             but counted too: its log-probs belong to the masked distribution, which the trainer does not evaluate.
         faults: engine errors of requests that no later attempt has made up for, by request. The agent sees only a failed
             request.
+        repetitions: number of requests so far, by request.
     """
 
     run: SamplingParams
@@ -45,7 +46,7 @@ class SessionSampling:
     known_as: str | None = None
     overridden: int = 0
     faults: dict[_RequestKey, EngineError] = field(default_factory=dict)
-    _times: Counter[_RequestKey] = field(default_factory=Counter, repr=False)
+    repetitions: Counter[_RequestKey] = field(default_factory=Counter)
 
     @property
     def engine_error(self) -> EngineError | None:
@@ -64,18 +65,6 @@ class SessionSampling:
             raise
         if earlier is not None and self.faults.get(key) is earlier:
             del self.faults[key]
-
-    def next_seed(self, request: GenerationRequest, key: _RequestKey) -> int | None:
-        """Return a seed from the trajectory's seed, the prompt, and the number of equal requests before.
-
-        The seed does not depend on the order of concurrent requests with different prompts.
-        """
-        if self.seed is None:
-            return request.params.seed
-        # Counts repetitions: two equal requests get two different samples.
-        seed = derive_seed(self.seed, key[0], self._times[key])
-        self._times[key] += 1
-        return seed
 
 
 class RunSampling:
@@ -142,9 +131,14 @@ class RunSampling:
     ) -> GenerationRequest:
         params, differs = run_params(request.params, session.run, agents_choose=self._agents_choose)
         session.overridden += differs
-        seed = session.next_seed(request, key)
-        if self._agents_choose and request.params.seed is not None:
-            seed = request.params.seed
+        seed = request.params.seed
+        if session.seed is not None:
+            # From the trajectory's seed, the prompt and the number of equal requests before, so that it does not depend on
+            # the order of concurrent requests with different prompts. Two equal requests get two different samples.
+            derived = derive_seed(session.seed, key[0], session.repetitions[key])
+            session.repetitions[key] += 1
+            if seed is None or not self._agents_choose:
+                seed = derived
         return replace(request, params=replace(params, seed=seed), session_id=session.known_as or request.session_id)
 
 
