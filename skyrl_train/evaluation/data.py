@@ -1,10 +1,8 @@
-"""The prompts of an evaluation and their sampling parameters."""
+"""The prompts of an evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from skyrl_train.config.schema import DataConfig, RunConfig
 from skyrl_train.environments.base import PromptRecord
@@ -44,8 +42,3 @@ def load_evaluation_prompts(config: RunConfig) -> Sequence[PromptRecord]:
         for theirs, ours in _SETTINGS.items():
             message = message.replace(theirs, ours)
         raise type(error)(f"The prompts of the evaluation: {message}") from error
-
-
-def sampling_params(config: RunConfig) -> dict[str, Any]:
-    """Return the run's sampling parameters, overridden by the evaluation's."""
-    return {**asdict(config.generator.sampling_params), **config.trainer.eval.sampling_params}

@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 from skyrl_train.errors import EvaluationError
 from skyrl_train.generators.base import GeneratorInterface
@@ -20,14 +22,13 @@ from skyrl_train.weight_sync.syncer import StagedWeights, WeightSyncer
 CLOSE_LIMIT_S = 30.0  # time limit for closing a generator
 
 
+@dataclass(eq=False)
 class EvaluationEngines(ABC):
     """Samples for an evaluation, and loads its weights."""
 
-    shared: bool  # with the run, whose weight syncs then have to wait
-
-    def __init__(self, generator: GeneratorInterface, client: InferenceEngineClient) -> None:
-        self.generator = generator
-        self.client = client
+    generator: GeneratorInterface
+    client: InferenceEngineClient
+    shared: ClassVar[bool]  # with the run, whose weight syncs then have to wait
 
     async def start(self) -> None:
         """Start. Called once, before all other methods."""
@@ -65,6 +66,7 @@ class SharedEngines(EvaluationEngines):
             )
 
 
+@dataclass(eq=False)
 class OwnEngines(EvaluationEngines):
     """Engines for the evaluation alone, with a separate client and generator.
 
@@ -73,16 +75,8 @@ class OwnEngines(EvaluationEngines):
         syncer: sends the trainer's weights to ``client``, with separate staging areas.
     """
 
+    syncer: WeightSyncer
     shared = False
-
-    def __init__(
-        self,
-        generator: GeneratorInterface,
-        client: InferenceEngineClient,
-        syncer: WeightSyncer,
-    ) -> None:
-        super().__init__(generator, client)
-        self._syncer = syncer
 
     async def start(self) -> None:
         """Start the generator. External programs may not begin sessions here."""
@@ -92,13 +86,13 @@ class OwnEngines(EvaluationEngines):
 
     async def stage(self, version: int) -> StagedWeights:
         """Copy the weights to a staging area."""
-        return await self._syncer.gather(version)
+        return await self.syncer.gather(version)
 
     async def load(self, version: int, staged: StagedWeights | None) -> None:
         """Send the staged copy to the engines."""
         if staged is None:
             raise EvaluationError(f"There is no copy of the weights of version {version} to evaluate.")
-        await self._syncer.send(staged)
+        await self.syncer.send(staged)
 
     async def aclose(self) -> None:
         """Close generator, engines and staging areas."""
@@ -106,4 +100,4 @@ class OwnEngines(EvaluationEngines):
             await close_within(self.generator.aclose(), "closing the evaluation's generator", CLOSE_LIMIT_S)
         finally:
             await self.client.teardown()
-            self._syncer.close()
+            self.syncer.close()

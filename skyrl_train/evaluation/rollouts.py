@@ -6,12 +6,11 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import EngineError, EvaluationError, NoEngineError, RolloutError
-from skyrl_train.evaluation.data import sampling_params
 from skyrl_train.evaluation.engines import EvaluationEngines
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluatedSample, passed
 from skyrl_train.generators.base import run_generator
@@ -32,13 +31,6 @@ STREAM = 0x6576616C  # separates the seeds of evaluations from the seeds of trai
 Score = Callable[[RolloutGroup, PromptRecord], Awaitable[RolloutGroup]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A sample that failed twice."""
-
-    reason: str
-
-
 class PromptRunner:
     """Generates and judges the samples of a prompt, each in a separate ``generate`` call, so that they fail independently.
 
@@ -53,7 +45,7 @@ class PromptRunner:
         self._generator = engines.generator
         self._client = engines.client
         self._score = score
-        self._sampling_params = sampling_params(config)
+        self._sampling_params = {**asdict(config.generator.sampling_params), **config.trainer.eval.sampling_params}
         self._env_class = config.environment.env_class
         self._seed = config.trainer.seed
         self._n = config.trainer.eval.n_samples_per_prompt
@@ -75,24 +67,28 @@ class PromptRunner:
             try:
                 scored = iter((await self._score(group, record)).samples)
             except RolloutError as error:
-                outcomes = [_Failed(str(error)) if isinstance(outcome, Sample) else outcome for outcome in outcomes]
+                outcomes = [str(error) if isinstance(outcome, Sample) else outcome for outcome in outcomes]
             else:
                 # Failed samples keep their places, so that each score belongs to its sample.
                 outcomes = [next(scored) if isinstance(outcome, Sample) else outcome for outcome in outcomes]
-        return EvaluatedPrompt(record.uid, record.data_source, tuple(self._judge(outcome) for outcome in outcomes))
+        judged = []
+        for outcome in outcomes:
+            if isinstance(outcome, str):
+                judged.append(EvaluatedSample(reward=None, passed=False, failure=outcome))
+                continue
+            reward = math.fsum(outcome.rewards)
+            judged.append(
+                EvaluatedSample(
+                    reward=reward,
+                    passed=passed(reward, self._pass_threshold),
+                    response_tokens=len(outcome.sampled_versions),
+                    truncated=outcome.sequences[-1].stop_reason == StopReason.LENGTH,
+                )
+            )
+        return EvaluatedPrompt(record.uid, record.data_source, tuple(judged))
 
-    def _judge(self, outcome: Sample | _Failed) -> EvaluatedSample:
-        if isinstance(outcome, _Failed):
-            return EvaluatedSample(reward=None, passed=False, failure=outcome.reason)
-        reward = math.fsum(outcome.rewards)
-        return EvaluatedSample(
-            reward=reward,
-            passed=passed(reward, self._pass_threshold),
-            response_tokens=len(outcome.sampled_versions),
-            truncated=outcome.sequences[-1].stop_reason == StopReason.LENGTH,
-        )
-
-    async def _sample(self, record: PromptRecord, index: int, number: int, version: int) -> Sample | _Failed:
+    async def _sample(self, record: PromptRecord, index: int, number: int, version: int) -> Sample | str:
+        """Return the sample, or the reason of its last failure."""
         reason = ""
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -109,7 +105,7 @@ class PromptRunner:
                 # Without an answer of the engines, "not passed" would describe the engines and not the policy.
                 if attempt == ATTEMPTS and isinstance(error, EngineError):
                     raise
-        return _Failed(reason)
+        return reason
 
     async def _run_attempt(self, record: PromptRecord, index: int, number: int, attempt: int, version: int) -> Sample:
         """Run one attempt in a task: an attempt that cancels itself must not cancel the evaluation.

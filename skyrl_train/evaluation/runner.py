@@ -67,7 +67,7 @@ class EvaluationSchedule:
 
 
 @dataclass
-class _Progress:
+class _EvaluationProgress:
     """Progress of the running evaluation. Times are in seconds of the clock."""
 
     version: int
@@ -120,7 +120,7 @@ class Evaluation:
         self.error: BaseException | None = None
         self.cancelled = False
         self._tasks: set[asyncio.Task[None]] = set()  # the running and the pending evaluation
-        self._running: _Progress | None = None
+        self._running: _EvaluationProgress | None = None
         self._pending: int | None = None  # a version whose weights are in a staging area, not yet loaded
         self._newest = -1  # the newest version whose evaluation has begun, before a resume or since
         self._stopped = False
@@ -157,12 +157,12 @@ class Evaluation:
         Raises:
             Exception: ``error``, if there is one.
         """
-        if not self._engines.shared or not self._tasks:
-            self._raise_if_failed()
-            return {}
-        started = self._clock()
-        await self.finish()
-        return {"time/wait_for_evaluation": self._clock() - started}
+        waits, started = self._engines.shared and bool(self._tasks), self._clock()
+        if waits:
+            await self._changed.wait_until(lambda: not self._tasks)
+        if self.error is not None:
+            raise self.error
+        return {"time/wait_for_evaluation": self._clock() - started} if waits else {}
 
     async def conclude(self, step: int) -> None:
         """Evaluate the policy after the last ``step``, unless that is done, and wait for all evaluations.
@@ -183,7 +183,8 @@ class Evaluation:
             Exception: ``error``, if there is one.
         """
         await self._changed.wait_until(lambda: not self._tasks)
-        self._raise_if_failed()
+        if self.error is not None:
+            raise self.error
 
     def stop(self) -> None:
         """Cancel all evaluations and begin no more. A cancelled one leaves no row."""
@@ -214,16 +215,13 @@ class Evaluation:
             lines.append(f"evaluation of version {self._pending}: waits for its turn")
         return lines
 
-    def _raise_if_failed(self) -> None:
-        if self.error is not None:
-            raise self.error
-
     # Evaluations --------------------------------------------------------------------------------------------------
 
     async def _begin(self, version: int) -> None:
         """Start an evaluation. First wait until no other one is pending."""
         await self._changed.wait_until(lambda: self._pending is None or self._stopped)
-        self._raise_if_failed()
+        if self.error is not None:
+            raise self.error
         # Pending from here on, before the copy: the next version that is due has to wait for this one.
         self._pending = self._newest = version
         staged = None
@@ -244,7 +242,7 @@ class Evaluation:
 
     async def _run(self, version: int, staged: StagedWeights | None) -> None:
         await self._changed.wait_until(lambda: self._running is None)
-        self._running = progress = _Progress(version, self._clock())
+        self._running = progress = _EvaluationProgress(version, self._clock())
         try:
             await self._engines.load(version, staged)
             self._pending = None
@@ -265,7 +263,7 @@ class Evaluation:
             if self._pending == version:
                 self._pending = None
 
-    async def _run_prompt(self, index: int, progress: _Progress, slots: asyncio.Semaphore) -> EvaluatedPrompt:
+    async def _run_prompt(self, index: int, progress: _EvaluationProgress, slots: asyncio.Semaphore) -> EvaluatedPrompt:
         record = self._prompts[index]
         async with slots:
             progress.under_way[record.uid] = self._clock()

@@ -24,9 +24,9 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import ConfigError, RequestError
@@ -56,7 +56,7 @@ from skyrl_train.inference.pool.fleet import EngineState, FleetLimits
 from skyrl_train.inference.pool.supervisor import FleetSupervisor
 from skyrl_train.inference.pool.updates import FleetUpdates
 from skyrl_train.inference.replay import ReplayCache
-from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
+from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.inference.response_text import ResponseText, text_of
 from skyrl_train.runtime.concurrency import close_all, gather_or_cancel
 
@@ -69,7 +69,7 @@ _LARGEST_CHUNK = 64
 _KEPT_TOKENS = 64
 
 
-class RequestClient(ABC):
+class RequestClient(GenerationService):
     """The part of a client that generators and the endpoint use. Every method is built on single responses.
 
     OpenAI bodies need no HTTP in between. Payloads have SkyRL's shape, ``{"json": body, "headers": headers}``; headers are
@@ -87,16 +87,6 @@ class RequestClient(ABC):
 
     @property
     @abstractmethod
-    def capabilities(self) -> EngineCapabilities:
-        """The features that every routed engine has."""
-
-    @property
-    @abstractmethod
-    def policy_version(self) -> int:
-        """The version that every routed engine holds; -1 before the first weight sync."""
-
-    @property
-    @abstractmethod
     def adapters(self) -> Mapping[str, str]:
         """The LoRA adapters that every engine has loaded, with their folders."""
 
@@ -104,14 +94,6 @@ class RequestClient(ABC):
     @abstractmethod
     def engine_states(self) -> dict[int, EngineState]:
         """The state of each engine, by number."""
-
-    @abstractmethod
-    async def complete(self, request: GenerationRequest) -> Generation:
-        """Sample one response to its end; see :class:`~skyrl_train.inference.requests.GenerationService`."""
-
-    @abstractmethod
-    def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample one response and yield it in pieces. Closing the iterator cancels the request."""
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         """Sample ``n`` responses per prompt. Returns when all have ended, across weight updates and engine failures.
@@ -163,7 +145,7 @@ class RequestClient(ABC):
         # Not a field of the OpenAI protocol: it was removed above, because the parser rejects unknown fields.
         request = dataclasses.replace(call.request, session_id=None if session_id is None else str(session_id))
         result = await ChatService(self, self.renderer).complete(request)
-        return call.response(result, self._response_context())
+        return call.response(result, ResponseContext(secrets.token_hex(16), int(time.time()), self._texts))
 
     async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a completion's response.
@@ -176,7 +158,9 @@ class RequestClient(ABC):
         call = openai_completions.parse(body)
         _reject_stream(call.streamed)
         run = CompletionRun(self, self, call, session_id=None if session_id is None else str(session_id))
-        return call.response(await run.complete(), self._response_context())
+        return call.response(
+            await run.complete(), ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens without special ones."""
@@ -185,9 +169,6 @@ class RequestClient(ABC):
     @cached_property
     def _texts(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
-
-    def _response_context(self) -> ResponseContext:
-        return ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
 
 
 def _reject_stream(streamed: bool) -> None:
@@ -246,7 +227,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
     @property
     def policy_version(self) -> int:
         """The version that every routed engine holds; -1 before the first weight sync."""
-        return -1 if self._pool.version is None else self._pool.version
+        return self._pool.policy_version
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -261,17 +242,17 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
     @property
     def engine_states(self) -> dict[int, EngineState]:
         """The state of each engine, by number."""
-        return self._pool.fleet.states
+        return {number: record.state for number, record in self._pool.fleet.records.items()}
 
     @property
     def engines(self) -> list[InferenceEngineInterface]:
         """The routed engines."""
-        return [self._pool.engines[number] for number in self._pool.routed]
+        return [self._pool.engines[number] for number in self._pool.router.routed]
 
     @property
     def serving(self) -> bool:
         """Whether an engine takes requests now."""
-        return bool(self._pool.routed)
+        return bool(self._pool.router.routed)
 
     async def wait_for_engine(self) -> None:
         """Return when an engine takes requests.
@@ -318,7 +299,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
 
     async def health(self) -> list[EngineHealth]:
         """Return a snapshot of each routed engine. An engine found dead leaves the routing and the list."""
-        numbers = self._pool.routed
+        numbers = self._pool.router.routed
         healths = await gather_or_cancel(self._pool.engines[number].health() for number in numbers)
         # The pool learns of a death at once instead of at the supervisor's next probe.
         for number, health in zip(numbers, healths, strict=True):
@@ -357,10 +338,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             RequestError: the prompt is empty or does not fit the context.
             NoEngineError: no engine is left, and none came back in time.
         """
-        self._check_supported(request)
         # Incremental decoding costs time for every token. Without stop strings, the text is decoded once at the end.
-        make_text = self._text_factory(request) if request.params.stop else None
-        response = Continuation(request.prompt_token_ids, request.params, choice=request.choice, make_text=make_text)
+        response = self._begin(request, incremental_text=bool(request.params.stop))
         await self._sample(response, request, None)
         return self._generation(response, request)
 
@@ -370,9 +349,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         Closing the iterator cancels the request. A response with a grammar comes whole at its end, because an
         interruption makes it start over.
         """
-        self._check_supported(request)
-        make_text = self._text_factory(request)
-        response = Continuation(request.prompt_token_ids, request.params, choice=request.choice, make_text=make_text)
+        response = self._begin(request, incremental_text=True)
         # A task samples while the reader is busy with a chunk; the event wakes the reader.
         progress = asyncio.Event()
         running = asyncio.create_task(self._sample(response, request, progress.set))
@@ -399,8 +376,9 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             # Wait until the engine has dropped the request, so that a closed stream leaves no work behind.
             await asyncio.gather(running, return_exceptions=True)
 
-    def _check_supported(self, request: GenerationRequest) -> None:
-        can, params = self.capabilities, request.params
+    def _begin(self, request: GenerationRequest, *, incremental_text: bool) -> Continuation:
+        """Check that the engines support the request, and return its empty response."""
+        can, params = self._pool.capabilities, request.params
         if params.structured is not None and not can.structured_output:
             raise ConfigError("the engines cannot follow a grammar (structured output); use vLLM engines")
         if params.top_logprobs > can.max_top_logprobs:
@@ -410,9 +388,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         if request.adapter is not None and request.adapter not in self._adapters:
             known = ", ".join(sorted(self._adapters)) or "none"
             raise ConfigError(f"the LoRA adapter {request.adapter!r} is not loaded; loaded: {known}")
-
-    def _text_factory(self, request: GenerationRequest) -> Callable[[], ResponseText]:
-        return lambda: ResponseText(self.tokenizer, request.params.stop)
+        make_text = partial(ResponseText, self.tokenizer, params.stop) if incremental_text else None
+        return Continuation(request.prompt_token_ids, params, choice=request.choice, make_text=make_text)
 
     def _chunk(self, response: Continuation, sent: int, generation: Generation | None) -> GenerationChunk:
         text = response.text
@@ -470,13 +447,13 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                             slot, self._run_segment(slot.engine, segment, response, request, on_progress)
                         )
                     else:  # it closed while this task waited for an engine
-                        response.rollback()
+                        response.segments -= 1
                 except RequestError:
                     if not response.token_ids:
                         raise
                     response.stop_reason = StopReason.LENGTH  # this engine's context is smaller than the previous one's
                 finally:
-                    self._pool.release(slot)
+                    self._pool.router.release(slot)
         self.generated_tokens += len(response.token_ids) - replayed
 
     async def _run_segment(
@@ -494,7 +471,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             EngineError: the engine failed or broke the contract.
         """
         # The priority is the oldest version in the trajectory: the group that becomes stale first is served first.
-        version, engine = self.policy_version, self._pool.engines[number]
+        version, engine = self._pool.policy_version, self._pool.engines[number]
         engine_input = InferenceEngineInput(
             prompt_token_ids=[segment.prompt_token_ids],
             sampling_params=segment.sampling_params,

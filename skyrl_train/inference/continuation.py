@@ -41,6 +41,10 @@ class Continuation:
 
     Invariant: ``token_ids``, ``logprobs`` and ``versions`` have the same length, never above ``max_tokens``, and never
     grow after ``stop_reason`` is set.
+
+    Attributes:
+        segments: requests that were sent to engines.
+        may_restart: whether an interruption discards the tokens so far; then no token may be shown before the end.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Continuation:
         self.segments = 0
         self.restarts = 0
         self.stop_reason: StopReason | None = None
+        self.may_restart = params.structured is not None
         self._begin()
 
     def _begin(self) -> None:
@@ -71,16 +76,14 @@ class Continuation:
         self.top_logprobs: TopLogprobs | None = [] if self.params.top_logprobs else None
         self.text = self._make_text() if self._make_text is not None else None
 
-    @property
-    def may_restart(self) -> bool:
-        """Whether an interruption discards the tokens so far; then no token may be shown before the end."""
-        return self.params.structured is not None
-
     def next_segment(self) -> Segment | None:
         """Return the request for the rest of the response; None when the response has ended."""
         sampled = len(self.token_ids)
-        if self.stop_reason is None and self._ends_with_stop_token():
-            self.stop_reason = StopReason.STOP  # the engine was lost before it could say so
+        # The engine may be lost before it reports a stop token of the caller, which is checked here again; it reports its
+        # own. As in the engines, a stop token counts only after min_tokens other tokens.
+        past_minimum = sampled > self.params.min_tokens
+        if self.stop_reason is None and past_minimum and self.token_ids[-1] in self.params.stop_token_ids:
+            self.stop_reason = StopReason.STOP
         if self.stop_reason is None and sampled >= self.params.max_tokens:
             self.stop_reason = StopReason.LENGTH  # a spent budget sends nothing
         if self.stop_reason is not None:
@@ -103,22 +106,12 @@ class Continuation:
         )
         return Segment(self._number, self.prompt_token_ids + self.token_ids, params)
 
-    def _ends_with_stop_token(self) -> bool:
-        """Whether the last token is one of the caller's stop tokens; engines report their own."""
-        # A stop token counts only after min_tokens other tokens, as in the engines.
-        past_minimum = len(self.token_ids) > self.params.min_tokens
-        return past_minimum and self.token_ids[-1] in self.params.stop_token_ids
-
     def resume_from(self, chunk: TokenChunk) -> None:
         """Take tokens that an earlier run sampled for this request. Must precede the first segment, which continues them."""
         if self._number:
             raise ValueError("a response that is being sampled already cannot take recorded tokens")
         if self.stop_reason is None:
             self.add(chunk, self._number)
-
-    def rollback(self) -> None:
-        """Undo the last ``next_segment``: the segment was not sent to an engine."""
-        self.segments -= 1
 
     def add(self, chunk: TokenChunk, segment: int) -> None:
         """Append tokens that an engine sampled in segment number ``segment``.
@@ -143,8 +136,13 @@ class Continuation:
             raise EngineError("an engine returned more tokens than max_tokens")
         if self.top_logprobs is not None and len(chunk.top_logprobs or ()) != len(chunk.token_ids):
             raise EngineError("an engine did not return the top_logprobs that it was asked for")
-        # The engine does not know stop strings, so a chunk may reach beyond one.
-        kept = len(chunk.token_ids) if self.text is None else self._feed(self.text, chunk.token_ids)
+        kept = len(chunk.token_ids)
+        if self.text is not None:
+            # The engine does not know stop strings, so a chunk may reach beyond one: decode up to it.
+            for count, token_id in enumerate(chunk.token_ids, start=len(self.token_ids) + 1):
+                if self.text.feed(token_id, may_stop=count > self.params.min_tokens):
+                    kept = count - len(self.token_ids)
+                    break
         self.token_ids += chunk.token_ids[:kept]
         self.logprobs += chunk.logprobs[:kept]
         self.versions += chunk.versions[:kept]
@@ -155,10 +153,3 @@ class Continuation:
         # An abort is an interruption and not an end: the next segment continues.
         elif chunk.stop_reason not in (None, StopReason.ABORT):
             self.stop_reason = chunk.stop_reason
-
-    def _feed(self, text: ResponseText, token_ids: Sequence[int]) -> int:
-        """Decode tokens up to a stop string. Returns how many are kept."""
-        for count, token_id in enumerate(token_ids, start=1):
-            if text.feed(token_id, may_stop=len(self.token_ids) + count > self.params.min_tokens):
-                return count
-        return len(token_ids)

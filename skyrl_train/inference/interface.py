@@ -66,24 +66,25 @@ class SamplingParams:
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        def check(ok: bool, message: str) -> None:
-            if not ok:
-                raise ConfigError(f"sampling_params.{message}")
-
-        check(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
-        check(
-            0 <= self.min_tokens <= self.max_tokens,
-            f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}",
-        )
-        check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature must be finite and >= 0, got {self.temperature}",
-        )
-        check(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        check(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
-        check(self.n >= 1, f"n must be at least 1, got {self.n}")
-        check(all(self.stop), "stop must not contain an empty string")
-        check(self.top_logprobs >= 0, f"top_logprobs must be at least 0, got {self.top_logprobs}")
+        problem = ""
+        if self.max_tokens < 1:
+            problem = f"max_tokens must be at least 1, got {self.max_tokens}"
+        elif not 0 <= self.min_tokens <= self.max_tokens:
+            problem = f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}"
+        elif not (math.isfinite(self.temperature) and self.temperature >= 0):
+            problem = f"temperature must be finite and >= 0, got {self.temperature}"
+        elif not 0 < self.top_p <= 1:
+            problem = f"top_p must be in (0, 1], got {self.top_p}"
+        elif not 0 <= self.min_p <= 1:
+            problem = f"min_p must be in [0, 1], got {self.min_p}"
+        elif self.n < 1:
+            problem = f"n must be at least 1, got {self.n}"
+        elif not all(self.stop):
+            problem = "stop must not contain an empty string"
+        elif self.top_logprobs < 0:
+            problem = f"top_logprobs must be at least 0, got {self.top_logprobs}"
+        if problem:
+            raise ConfigError(f"sampling_params.{problem}")
 
     @classmethod
     def parse(cls, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

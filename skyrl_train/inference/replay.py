@@ -71,11 +71,6 @@ class RecordedResponse:
         """The number of sampled tokens."""
         return len(self.token_ids) // _TOKEN.itemsize
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest policy version among the tokens; None without tokens."""
-        return min((version for version, _ in self.versions), default=None)
-
     def chunks(self) -> Iterator[TokenChunk]:
         """Yield the response in slices; the last one has the stop reason."""
         if not self.tokens and self.stop_reason is None:
@@ -226,7 +221,7 @@ class ReplayTotals:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class RecordedRequest:
     """A request of this run. ``known`` is its recorded response; after packing, the sampled one.
 
     A finished response stays unpacked in ``sampled`` until a checkpoint needs it: packing takes time for every token, and
@@ -236,39 +231,14 @@ class _Request:
     number: int  # in the order in which the session's requests began
     digest: bytes
     known: RecordedResponse
-    running: Continuation | None
     sampled: ResponseSoFar | None = None
 
-    def so_far(self) -> RecordedResponse | ResponseSoFar:
-        """Return the current state; while a recorded response is being replayed, that is the record."""
-        if self.running is None:
-            return self.sampled or self.known
+    def so_far(self, response: Continuation) -> RecordedResponse | ResponseSoFar:
+        """Return the state of the running ``response``; while the record is being replayed, that is the record."""
         # A response that is still being replayed is shorter than its record. A checkpoint taken now must not lose the
         # rest.
-        now = ResponseSoFar.of(self.running)
+        now = ResponseSoFar.of(response)
         return now if now.tokens >= self.known.tokens or now.stop_reason is not None else self.known
-
-    @property
-    def was_served_whole(self) -> bool:
-        """Whether the caller received exactly the recorded response, to its end."""
-        running, known = self.running, self.known
-        if running is None or running.stop_reason is None or known.stop_reason is None:
-            return False
-        return len(running.token_ids) == known.tokens
-
-    def settle(self) -> None:
-        """Store the current state."""
-        now = self.so_far()
-        if isinstance(now, ResponseSoFar):
-            self.sampled = now
-
-    def packed(self) -> RecordedResponse:
-        """Return the stored state, packed once. Any thread may call it."""
-        sampled = self.sampled
-        if sampled is not None:
-            self.known = packed(sampled)
-            self.sampled = None
-        return self.known
 
 
 class SessionRecord:
@@ -281,42 +251,40 @@ class SessionRecord:
     def __init__(self, totals: ReplayTotals, recorded: Iterable[_Entry] = ()) -> None:
         self._totals = totals
         self._numbers = itertools.count()
-        self._running: dict[int, _Request] = {}
-        self._ended: list[_Request] = []  # they never change, and only more are added
+        self._running: dict[int, tuple[RecordedRequest, Continuation]] = {}
+        self._ended: list[RecordedRequest] = []  # they never change, and only more are added
         self._waiting: dict[bytes, deque[RecordedResponse]] = {}  # recorded, not requested yet
         self._left_record = False  # whether tokens beyond the record were sampled
         for digest, response in recorded:
             self._waiting.setdefault(digest, deque()).append(response)
 
-    def begin(self, digest: bytes, response: Continuation) -> _Request:
+    def begin(self, digest: bytes, response: Continuation) -> RecordedRequest:
         """Begin a request. Its ``known`` is the recorded response, empty if there is none."""
-        request = _Request(next(self._numbers), digest, self._take(digest), response)
-        self._running[request.number] = request
-        self._totals.replayed_tokens += request.known.tokens
+        known = RecordedResponse()
+        # Equal requests share one queue, because nothing tells them apart but the order in which they began.
+        if responses := self._waiting.get(digest):
+            known = responses.popleft()
+            if not responses:
+                del self._waiting[digest]
+        # Only a session that has replayed nothing but recorded tokens can mismatch; see the module docstring.
+        elif self._waiting and not self._left_record:
+            self._totals.mismatches += 1
+            self.discard()
+        request = RecordedRequest(next(self._numbers), digest, known)
+        self._running[request.number] = (request, response)
+        self._totals.replayed_tokens += known.tokens
         return request
 
-    def _take(self, digest: bytes) -> RecordedResponse:
-        # Equal requests share one queue, because nothing tells them apart but the order in which they began.
-        responses = self._waiting.get(digest)
-        if responses is None:
-            # Only a session that has replayed nothing but recorded tokens can mismatch; see the module docstring.
-            if self._waiting and not self._left_record:
-                self._totals.mismatches += 1
-                self.discard()
-            return RecordedResponse()
-        response = responses.popleft()
-        if not responses:
-            del self._waiting[digest]
-        return response
-
-    def end(self, request: _Request) -> None:
+    def end(self, request: RecordedRequest) -> None:
         """End a request that finished, failed or was cancelled. Its tokens are kept in each case."""
-        # Served whole: the record is exact and stays packed. Otherwise new tokens were sampled or the request was cut.
-        if not request.was_served_whole:
+        (_, response), known = self._running.pop(request.number), request.known
+        # Served whole, to its end: the record is exact and stays packed. Otherwise new tokens were sampled, or the request
+        # was cut off.
+        served_whole = known.stop_reason is not None and response.stop_reason is not None
+        if not served_whole or len(response.token_ids) != known.tokens:
             self._left_record = True
-            request.settle()
-        request.running = None
-        del self._running[request.number]
+            now = request.so_far(response)
+            request.sampled = now if isinstance(now, ResponseSoFar) else None
         self._ended.append(request)
 
     def discard(self) -> None:
@@ -329,7 +297,7 @@ class SessionRecord:
         return SessionMoment(
             ended=self._ended,
             num_ended=len(self._ended),
-            running=tuple((request.number, request.digest, request.so_far()) for request in self._running.values()),
+            running=tuple((number, r.digest, r.so_far(response)) for number, (r, response) in self._running.items()),
             waiting=tuple((digest, r) for digest, responses in self._waiting.items() for r in responses),
         )
 
@@ -338,17 +306,21 @@ class SessionRecord:
 class SessionMoment:
     """A snapshot of a session's requests. It shares the list of finished ones with the session."""
 
-    ended: Sequence[_Request]
+    ended: Sequence[RecordedRequest]
     num_ended: int
     running: tuple[tuple[int, bytes, RecordedResponse | ResponseSoFar], ...]
     waiting: tuple[tuple[bytes, RecordedResponse], ...]
 
-    def __bool__(self) -> bool:
-        return bool(self.num_ended or self.running or self.waiting)
-
     def entries(self) -> list[tuple[bytes, RecordedResponse | ResponseSoFar]]:
         """Return the requests of this run in the order in which they began, then the recorded ones. Any thread may call it."""
-        ended = [(request.number, request.digest, request.packed()) for request in self.ended[: self.num_ended]]
+        ended: list[tuple[int, bytes, RecordedResponse | ResponseSoFar]] = []
+        for request in self.ended[: self.num_ended]:
+            # Packed once: the next checkpoint finds it packed. ``known`` is set before ``sampled`` is cleared, because
+            # another thread may read in between.
+            sampled = request.sampled
+            if sampled is not None:
+                request.known, request.sampled = packed(sampled), None
+            ended.append((request.number, request.digest, request.known))
         begun = sorted([*ended, *self.running], key=lambda entry: entry[0])
         return [*((digest, response) for _, digest, response in begun), *self.waiting]
 
@@ -386,18 +358,16 @@ class ReplayCache:
 
     Args:
         enabled: False turns every call into a no-op.
+
+    Attributes:
+        totals: counts since the process began.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self._groups: dict[int, _Group] = {}
         self._sessions: dict[str, SessionRecord] = {}  # of the groups that have begun in this process
-        self._totals = ReplayTotals()
-
-    @property
-    def totals(self) -> ReplayTotals:
-        """The totals so far (a copy)."""
-        return dataclasses.replace(self._totals)
+        self.totals = ReplayTotals()
 
     # Groups -------------------------------------------------------------------------------------------------------
 
@@ -420,7 +390,7 @@ class ReplayCache:
             # Recorded and new requests of the earlier process, in their order, become the record to replay.
             earlier = known.pop(session_id, None)
             recorded = () if earlier is None else [(d, packed(response)) for d, response in earlier.now().entries()]
-            begun.sessions[session_id] = self._sessions[session_id] = SessionRecord(self._totals, recorded)
+            begun.sessions[session_id] = self._sessions[session_id] = SessionRecord(self.totals, recorded)
         if before is not None:
             self._forget(before)  # sessions that this attempt does not have
 
@@ -441,12 +411,15 @@ class ReplayCache:
         A group that is admitted again is as old as its oldest token.
         """
         known = self._groups.get(group)
-        responses = (
-            packed(response)
-            for session in (() if known is None else known.sessions.values())
-            for _, response in session.now().entries()
+        return min(
+            (
+                version
+                for session in (() if known is None else known.sessions.values())
+                for _, response in session.now().entries()
+                for version, _ in packed(response).versions
+            ),
+            default=None,
         )
-        return min((v for response in responses if (v := response.oldest_version) is not None), default=None)
 
     def _forget(self, group: _Group) -> None:
         for session_id, session in group.sessions.items():
@@ -476,13 +449,14 @@ class ReplayCache:
 
         Costs a few steps per request; tokens are packed by :meth:`SessionSnapshot.to_json`.
         """
-        snapshots = (
-            SessionSnapshot(number, group.attempt, session_id, session.now())
-            for number, group in self._groups.items()
-            for session_id, session in group.sessions.items()
-        )
-        # The number of a retry is kept even without tokens: retries are counted across resumes.
-        return [snapshot for snapshot in snapshots if snapshot.moment or snapshot.attempt]
+        snapshots = []
+        for number, group in self._groups.items():
+            for session_id, session in group.sessions.items():
+                now = session.now()
+                # The number of a retry is kept even without requests: retries are counted across resumes.
+                if now.num_ended or now.running or now.waiting or group.attempt:
+                    snapshots.append(SessionSnapshot(number, group.attempt, session_id, now))
+        return snapshots
 
     def load(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Load the results of :meth:`SessionSnapshot.to_json`; they are replayed when their groups begin.
@@ -497,7 +471,7 @@ class ReplayCache:
                 # Rows of one group share an attempt; the first row creates the group.
                 group = self._groups.setdefault(int(row["group"]), _Group(int(row["attempt"])))
                 recorded = [(bytes.fromhex(r["request"]), RecordedResponse.from_json(r)) for r in row["requests"]]
-                group.sessions[str(row["session"])] = SessionRecord(self._totals, recorded)
+                group.sessions[str(row["session"])] = SessionRecord(self.totals, recorded)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The checkpoint's record of unfinished rollouts is broken ({error!r}). Set rollout.replay=false to generate "
@@ -507,7 +481,7 @@ class ReplayCache:
     def metrics(self) -> dict[str, float]:
         """Return the totals since the process began, by metric name."""
         return {
-            "async/replayed_tokens": self._totals.replayed_tokens,
-            "async/replay_mismatches": self._totals.mismatches,
-            "async/replay_discarded_tokens": self._totals.discarded_tokens,
+            "async/replayed_tokens": self.totals.replayed_tokens,
+            "async/replay_mismatches": self.totals.mismatches,
+            "async/replay_discarded_tokens": self.totals.discarded_tokens,
         }

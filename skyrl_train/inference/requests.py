@@ -6,6 +6,7 @@ GenerationRequest ──client.complete──> Generation
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,13 +76,16 @@ class GenerationService(Protocol):
     """Samples single responses. The client, its forwarder in rollout actors and the agent harness implement it."""
 
     @property
+    @abstractmethod
     def capabilities(self) -> EngineCapabilities:
         """The features that every routed engine has."""
 
     @property
+    @abstractmethod
     def policy_version(self) -> int:
-        """The version that every routed engine holds."""
+        """The version that every routed engine holds; -1 before the first weight sync."""
 
+    @abstractmethod
     async def complete(self, request: GenerationRequest) -> Generation:
         """Sample one response to its end, across updates and engine failures. Cancelling the caller cancels it.
 
@@ -91,5 +95,6 @@ class GenerationService(Protocol):
             NoEngineError: no engine is left, and none came back in time.
         """
 
+    @abstractmethod
     def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Like ``complete``, in pieces. Closing the iterator cancels the request."""

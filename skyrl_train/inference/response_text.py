@@ -33,6 +33,12 @@ REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CACHED_TOKENIZERS = 8
 
+# The letters that byte-level vocabularies write bytes with (GPT-2's table): letter -> byte. Printable bytes are written as
+# themselves, the others as the letters from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = sorted(set(range(0x100)) - set(_PRINTABLE))
+BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+
 
 class _Token(NamedTuple):
     """A single token: the bytes that it stands for (None if it stands for text), and its text when decoded alone."""
@@ -56,23 +62,22 @@ class _Scheme:
         """Return a token that is not special; None for a row of the model's output without a token."""
         if token_id in self.known:
             return self.known[token_id]
-        spelt = self.backend.id_to_token(token_id)
-        token = None if spelt is None else _Token(self.bytes_of(spelt), self.decode(token_id))
+        token, spelt = None, self.backend.id_to_token(token_id)
+        if spelt is not None:
+            data = None
+            if self.byte_level:
+                try:
+                    data = bytes([BYTE_LEVEL[letter] for letter in spelt])
+                except KeyError:
+                    data = spelt.encode()  # an added token is spelt out
+            elif self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(spelt)):
+                data = bytes([int(match[1], 16)])
+            token = _Token(data, self.decode([token_id]))
         self.known[token_id] = token
         return token
 
-    def decode(self, *token_ids: int) -> str:
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
-
-    def bytes_of(self, token: str) -> bytes | None:
-        """Return the bytes that the token stands for; None if it stands for text."""
-        if self.byte_level:
-            try:
-                return bytes([BYTE_LEVEL[letter] for letter in token])
-            except KeyError:
-                return token.encode()  # an added token is spelt out
-        match = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
-        return None if match is None else bytes([int(match[1], 16)])
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self.backend.decode(token_ids, skip_special_tokens=True))
 
 
 @functools.lru_cache(maxsize=_CACHED_TOKENIZERS)
@@ -106,14 +111,21 @@ class IncrementalText:
         token = scheme.token(token_id)
         if token is None:
             return ""
-        if token.data is None:
-            return self.flush() + self._plain(token_id, token.alone)
-        text = self._bytes.decode(token.data)
-        if scheme.byte_level:
-            return text
-        # Some decoders remove the space that their tokenizer puts before a text.
-        if self._last is None and scheme.strips_first_space:
-            text = text.removeprefix(" ")
+        if token.data is not None:
+            text = self._bytes.decode(token.data)
+            if scheme.byte_level:
+                return text
+            # Some decoders remove the space that their tokenizer puts before a text.
+            if self._last is None and scheme.strips_first_space:
+                text = text.removeprefix(" ")
+        else:
+            text = token.alone
+            # The text after its predecessor may differ from the text alone, usually by a space at the beginning.
+            if self._last is not None:
+                both = scheme.decode([self._last, token_id])
+                if both.startswith(self._last_text):
+                    text = both[len(self._last_text) :]
+            text = self.flush() + text
         self._last, self._last_text = token_id, token.alone
         return text
 
@@ -121,17 +133,6 @@ class IncrementalText:
         """Return the replacement text of an unfinished character."""
         text = self._bytes.decode(b"", final=True)
         self._bytes.reset()
-        return text
-
-    def _plain(self, token_id: int, alone: str) -> str:
-        """Return a token's text, which may depend on the previous token (a leading space, for example)."""
-        text = alone
-        if self._last is not None:
-            # The text after its predecessor differs from the text alone, usually by a space.
-            both = self._scheme.decode(self._last, token_id)
-            if both.startswith(self._last_text):
-                text = both[len(self._last_text) :]
-        self._last, self._last_text = token_id, alone
         return text
 
 
@@ -145,7 +146,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str
     # The tokenizer decodes a whole response faster; the slow path is exact where it is not.
     ids = list(token_ids[:end])
     if scheme.special.isdisjoint(ids):  # a special token could cut a character in two
-        text = scheme.decode(*ids)
+        text = scheme.decode(ids)
         if REPLACEMENT not in text:
             return text
     response = IncrementalText(tokenizer)
@@ -232,13 +233,3 @@ class ResponseText:
             ),
             0,
         )
-
-
-def _letters() -> dict[str, int]:
-    """Return the letters that byte-level vocabularies write bytes with (GPT-2's table): letter -> byte."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in set(seen)]
-    return {chr(byte): byte for byte in seen} | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
-
-
-BYTE_LEVEL = _letters()

@@ -1,4 +1,4 @@
-"""What a caller of the client sees, whatever happens to the engines (SEMANTICS 2), with a scripted engine."""
+"""Results and errors of the client while engines pause, update and fail (SEMANTICS 2), with a scripted engine."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_each_token_has_the_version_that_sampled_it() -> None:
     assert output["stop_reasons"] == ["length"]
 
 
-async def test_a_continued_request_is_the_prompt_plus_what_was_sampled_with_smaller_budgets() -> None:
+async def test_a_continued_request_is_the_prompt_plus_the_sampled_tokens_with_smaller_budgets() -> None:
     engine = ScriptedEngine(lambda tokens, seed: 9)
     client = client_of(engine)
     await publish(client, 0)
@@ -263,7 +263,7 @@ async def test_sessions_stick_to_their_engine_and_new_ones_go_to_the_least_loade
 
 
 @pytest.mark.parametrize(("phase", "how"), [("pause", "fail"), ("pause", "hang"), ("load", "fail")])
-async def test_a_failed_update_leaves_the_engine_serving_what_it_had(phase: str, how: str) -> None:
+async def test_a_failed_update_leaves_the_engine_serving_its_old_weights(phase: str, how: str) -> None:
     engine = ScriptedEngine(lambda tokens, seed: 9, free_running=True)
     client = client_of(engine, pause_timeout_s=0.01)
     await publish(client, 0)
@@ -430,7 +430,7 @@ async def test_a_slow_reader_gets_larger_pieces_and_holds_nothing_up() -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["goes on", "has ended"])
-async def test_who_comes_back_late_gets_what_has_piled_up_in_pieces_of_a_bounded_size(ended: bool) -> None:
+async def test_a_slow_reader_gets_the_accumulated_tokens_in_chunks_of_bounded_size(ended: bool) -> None:
     engine = ScriptedEngine(lambda tokens, seed: 9)
     client = client_of(engine)
     await publish(client, 0)
@@ -461,7 +461,7 @@ async def test_closing_a_stream_that_nobody_read_yet_leaves_no_request() -> None
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_what_follows_a_grammar_starts_over_after_an_abort_and_says_so(streams: bool) -> None:
+async def test_a_response_with_a_grammar_starts_over_after_an_abort_and_counts_it(streams: bool) -> None:
     engine = ScriptedEngine(lambda tokens, seed: 9, structured_output=True)
     client = client_of(engine)
     await publish(client, 0)
@@ -505,9 +505,7 @@ async def test_top_logprobs_come_with_every_token_across_segments() -> None:
         ({"structured": StructuredOutput("json_object")}, "cannot follow a grammar"),
     ],
 )
-async def test_what_the_engines_cannot_do_is_refused_before_anything_is_sent(
-    params: dict[str, Any], message: str
-) -> None:
+async def test_unsupported_requests_are_rejected_before_anything_is_sent(params: dict[str, Any], message: str) -> None:
     engine = ScriptedEngine()
     with pytest.raises(ConfigError, match=message):
         await client_of(engine).generate(request(**params))

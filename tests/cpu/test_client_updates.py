@@ -1,4 +1,4 @@
-"""Updates that meet failing, silent, joining and leaving engines: whoever serves holds the version that the client reports."""
+"""Updates with failing, silent, joining and leaving engines: each serving engine holds the version that the client reports."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def test_generation_resumed_while_an_engine_is_joining_leaves_it_running()
     assert client.engines == [a, b] and b.paused is None
 
 
-async def test_a_death_of_an_earlier_life_does_not_count_against_the_present_one() -> None:
+async def test_a_death_from_before_a_restart_does_not_count_against_the_restarted_engine() -> None:
     a, b = Slow(), Slow()
     client, clock = fleet_of(a, b)
     await publish(client, 0)
@@ -248,7 +248,7 @@ async def test_a_suspect_returns_with_the_load_that_it_has() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_response_that_moves_to_a_smaller_context_ends_with_what_it_has() -> None:
+async def test_a_response_that_moves_to_a_smaller_context_ends_with_its_tokens_so_far() -> None:
     a, b = ScriptedEngine(lambda tokens, seed: 9), ScriptedEngine(lambda tokens, seed: 9, max_model_len=6)
     client, _ = fleet_of(a, b)
     await publish(client, 0)

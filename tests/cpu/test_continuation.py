@@ -1,4 +1,4 @@
-"""A response across segments: when it has ended, and what an engine may leave out (SEMANTICS 2.4)."""
+"""A response across segments: when it ends, and which fields an engine may leave out (SEMANTICS 2.4)."""
 
 from __future__ import annotations
 

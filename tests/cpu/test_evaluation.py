@@ -77,7 +77,7 @@ async def test_two_versions_are_measured_with_the_same_random_numbers_which_trai
     assert not training & set(seeds[1].values())
 
 
-async def test_what_counts_as_passed_is_a_setting() -> None:
+async def test_the_pass_threshold_is_a_setting() -> None:
     world = World(pass_threshold=0.5)
     world.generator.reward = lambda batch: 0.5 if "p0" in batch["trajectory_ids"][0].instance_id else 0.49
     row = await evaluate(world)
@@ -231,7 +231,7 @@ async def test_a_version_that_the_engines_do_not_hold_is_not_evaluated_on_them()
 # The run's engines --------------------------------------------------------------------------------------------------
 
 
-async def test_the_next_weight_sync_waits_while_generation_goes_on() -> None:
+async def test_the_next_weight_sync_waits_while_generation_continues() -> None:
     world = World(interval=2)
     released = asyncio.Event()
     world.generator.before = lambda batch: released.wait()
@@ -245,7 +245,7 @@ async def test_the_next_weight_sync_waits_while_generation_goes_on() -> None:
     training = await world.client.generate(
         InferenceEngineInput(prompt_token_ids=[[1, 2, 3]], sampling_params={"max_tokens": 8, "seed": 5})
     )
-    assert set(training["response_versions"][0]) == {2}, "generation goes on with the version that is measured"
+    assert set(training["response_versions"][0]) == {2}, "generation continues with the evaluated version"
     assert not step.done()
     world.now = 14.0
     released.set()
@@ -293,7 +293,7 @@ async def test_without_an_interval_nothing_is_evaluated_and_nothing_waits(own: b
     assert world.results == [] and world.generator.inputs == [] and world.transport.gathered == []
 
 
-async def test_it_says_what_it_waits_for_and_when_it_moves() -> None:
+async def test_it_describes_its_activities_and_reports_progress() -> None:
     world = World()
     released = asyncio.Event()
     world.generator.before = lambda batch: released.wait() if of_p0(batch) else None
@@ -339,7 +339,7 @@ async def test_nothing_is_skipped_one_copy_is_pending_at_most_and_the_third_make
     await world.train_step(1)
     await world.changed.wait_until(lambda: world.eval_engine.policy_version == 1)
     await world.train_step(2)
-    assert world.transport.gathered == [1, 2], "the copy of the pending one is made while its weights stand still"
+    assert world.transport.gathered == [1, 2], "the weights of the pending version are copied before they change"
     third = asyncio.ensure_future(world.train_step(3))
     await settle(50)
     assert not third.done() and world.transport.gathered == [1, 2] and world.engine.policy_version == 2
@@ -400,7 +400,7 @@ async def test_its_engines_sample_from_the_weights_of_the_step_that_was_due_howe
 
 
 @pytest.mark.parametrize("what", ["load", "receive", "gather"])
-async def test_weights_that_do_not_reach_its_engines_leave_no_row_and_training_goes_on(what: str) -> None:
+async def test_weights_that_do_not_reach_its_engines_leave_no_row_and_training_continues(what: str) -> None:
     world = World(own=True)
     await world.begin()
     world.transport.fails = what == "gather"
@@ -440,7 +440,7 @@ async def test_samples_that_run_out_of_time_because_no_engine_serves_are_no_zero
 
 
 @pytest.mark.parametrize("own", [False, True])
-async def test_a_stop_keeps_finished_rows_and_cancels_what_runs_and_what_is_pending(own: bool) -> None:
+async def test_a_stop_keeps_finished_rows_and_cancels_running_and_pending_evaluations(own: bool) -> None:
     world = World(own=own)
     await world.begin()
     await world.train_step(1)
@@ -468,7 +468,7 @@ async def test_a_stop_keeps_finished_rows_and_cancels_what_runs_and_what_is_pend
 @pytest.mark.parametrize(
     ("step", "reported", "again"), [(4, [2], [4]), (4, [2, 4], []), (5, [2], [5]), (5, [2, 5], [])]
 )
-async def test_after_a_resume_only_what_has_no_row_is_evaluated_again(
+async def test_after_a_resume_only_versions_without_a_row_are_evaluated_again(
     own: bool, step: int, reported: list[int], again: list[int]
 ) -> None:
     world = World(own=own, interval=2)

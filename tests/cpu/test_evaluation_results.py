@@ -1,4 +1,4 @@
-"""What an evaluation says, when there is one, where it is written, and which settings it refuses."""
+"""Results and schedule of an evaluation, its rows, and the validation of its settings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_pass_at_k_grows_with_k_and_stays_a_probability_for_many_samples(n: int,
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_avg_at_k_is_that_of_the_first_k_and_with_all_of_them_pass_at_1(outcomes: list[bool]) -> None:
+def test_avg_at_k_is_the_pass_rate_of_the_first_k_samples_and_pass_at_1_with_all_of_them(outcomes: list[bool]) -> None:
     n = len(outcomes)
     assert avg_at_k(outcomes, n) == pytest.approx(pass_at_k(n, sum(outcomes), 1))
     assert all(avg_at_k(outcomes, k) == sum(outcomes[i] for i in range(k)) / k for k in powers_up_to(n))
@@ -146,7 +146,7 @@ def test_a_run_owes_the_newest_evaluation_that_was_due_and_has_no_row(
     assert schedule.missed(step, reported) == (bool(due) and not any(r >= due[-1] for r in reported))
 
 
-# What is reported ---------------------------------------------------------------------------------------------------
+# Reports ---------------------------------------------------------------------------------------------------
 
 
 class Remembering(Tracker):
@@ -227,7 +227,7 @@ def test_prompts_are_made_by_the_environment_or_read_from_files(tmp_path: Path) 
     assert load_evaluation_prompts(settings("trainer.eval.eval_data=[nowhere.jsonl]")) == ()
 
 
-def test_what_is_wrong_with_the_prompts_is_said_with_the_names_of_the_evaluation() -> None:
+def test_errors_of_the_prompts_name_the_settings_of_the_evaluation() -> None:
     with pytest.raises(DataError, match=r"Correct trainer\.eval\.eval_data"):
         load_evaluation_prompts(settings("trainer.eval.interval=1", "trainer.eval.eval_data=[nowhere.jsonl]"))
     with pytest.raises(ConfigError, match="prompts of the evaluation: The prompts contain '=abcdef'"):
@@ -261,7 +261,7 @@ HARNESS = ("generator.name=harness", "generator.kwargs.endpoint.port=8000", "gen
         (["sampling_params.max_tokens=4000"], "max_model_len=4256"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_what_to_set(overrides: list[str], message: str) -> None:
+def test_impossible_settings_are_rejected_with_a_remedy(overrides: list[str], message: str) -> None:
     config = settings("trainer.eval.interval=2", *(f"trainer.eval.{override}" for override in overrides))
     found = validate(config).errors
     assert any(message in problem for problem in found), found
@@ -281,7 +281,7 @@ def test_an_evaluation_without_an_interval_is_a_warning(overrides: list[str], me
     assert derive.num_evaluation_engines(config) == 0
 
 
-def test_the_runs_engines_must_hold_what_is_due() -> None:
+def test_the_runs_engines_must_hold_the_version_that_is_due() -> None:
     batches = ("trainer.policy_mini_batch_size=4", "trainer.train_batch_size=8")
     (problem,) = validate(settings("trainer.eval.interval=3", *batches)).errors
     assert "trainer.eval.interval=4" in problem and "trainer.eval.num_engines=1" in problem
@@ -297,7 +297,7 @@ def test_an_evaluation_with_engines_of_its_own_needs_a_port_and_servers_of_its_o
     assert "the last ones for the evaluation" in validate(settings(*own, *remote)).errors[0]
 
 
-def test_when_and_where_it_evaluates_may_change_on_a_resume_but_not_what_a_row_means() -> None:
+def test_schedule_and_engines_may_change_on_a_resume_but_not_the_meaning_of_a_row() -> None:
     run = settings("trainer.eval.interval=2")
     for override in ("interval=4", "before_train=true", "max_parallel=2", "num_engines=1"):
         assert not differences(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))

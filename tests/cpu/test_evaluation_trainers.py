@@ -38,7 +38,7 @@ def generator_of_the_evaluation(h: Harness) -> EchoGenerator:
 
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
-async def test_each_row_is_of_one_version_and_training_is_what_it_was(tmp_path: Path, mode: str, own: int) -> None:
+async def test_each_row_is_of_one_version_and_training_does_not_change(tmp_path: Path, mode: str, own: int) -> None:
     h = Harness(tmp_path, f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", *EVALUATION)
     await h.train()
     rows = evaluations(h)
@@ -128,7 +128,7 @@ async def test_a_stop_while_the_last_policy_is_measured_leaves_that_to_be_done(t
     assert steps(resumed) == [0, 3, 6, 8] and not resumed.trainer.evaluation.cancelled
 
 
-async def test_a_token_of_another_version_ends_the_run_with_what_was_trained(tmp_path: Path) -> None:
+async def test_a_token_of_another_version_ends_the_run_after_saving_the_trained_steps(tmp_path: Path) -> None:
     h = Harness(tmp_path, *EVALUATION)
 
     def spoil(output: GeneratorOutput) -> None:

@@ -39,25 +39,25 @@ def revive(fleet: Fleet) -> None:
 def test_an_engine_that_started_is_stale_and_due_at_once_until_it_caught_up() -> None:
     fleet = Fleet(Clock(), LIMITS)
     fleet.add(0)
-    assert fleet.state(0) is EngineState.STARTING
+    assert fleet.records[0].state is EngineState.STARTING
     fleet.started(0)
-    assert fleet.state(0) is EngineState.STALE
+    assert fleet.records[0].state is EngineState.STALE
     assert fleet.due() == [0]
     fleet.catching_up(0)
     assert fleet.due() == []
     fleet.caught_up(0)
-    assert fleet.state(0) is EngineState.HEALTHY
+    assert fleet.records[0].state is EngineState.HEALTHY
 
 
 def test_an_engine_that_misses_probes_is_suspect_then_dead_and_an_answer_clears_it() -> None:
     fleet = serving(Clock())
     assert not fleet.silent(0, "no answer")
-    assert fleet.state(0) is EngineState.SUSPECT
+    assert fleet.records[0].state is EngineState.SUSPECT
     fleet.answered(0)
-    assert fleet.state(0) is EngineState.HEALTHY
+    assert fleet.records[0].state is EngineState.HEALTHY
     assert [fleet.silent(0, "no answer") for _ in range(3)] == [False, False, True]
-    assert fleet.state(0) is EngineState.DEAD
-    assert fleet.record(0).reason == "no answer"
+    assert fleet.records[0].state is EngineState.DEAD
+    assert fleet.records[0].reason == "no answer"
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
@@ -79,7 +79,7 @@ def test_restarts_wait_longer_each_time_and_end() -> None:
     assert not fleet.may_serve
 
 
-def test_a_long_healthy_life_gives_all_restarts_back() -> None:
+def test_a_long_healthy_period_resets_the_number_of_restarts() -> None:
     clock = Clock()
     fleet = serving(clock)
     for _ in range(5):
@@ -95,7 +95,7 @@ def test_a_retired_engine_never_comes_back() -> None:
     fleet = serving(Clock())
     fleet.retire(0)
     fleet.died(0, "torn down")
-    assert fleet.state(0) is EngineState.RETIRED
+    assert fleet.records[0].state is EngineState.RETIRED
     assert fleet.next_due_at() is None
     with pytest.raises(ValueError, match="cannot become"):
         fleet.restarting(0)
@@ -103,14 +103,14 @@ def test_a_retired_engine_never_comes_back() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(["silent", "answered", "died", "missed", "recover", "fail", "tick"]), max_size=60))
-def test_whatever_happens_only_a_caught_up_engine_is_healthy_and_restarts_stay_within_the_limit(
+def test_in_every_schedule_only_a_caught_up_engine_is_healthy_and_restarts_stay_within_the_limit(
     events: list[str],
 ) -> None:
     clock = Clock()
     fleet = serving(clock)
     current, restarts = True, 0
     for event in events:
-        state = fleet.state(0)
+        state = fleet.records[0].state
         serves = state in (EngineState.HEALTHY, EngineState.SUSPECT)
         if event == "tick":
             clock.now += 3.0
@@ -135,13 +135,13 @@ def test_whatever_happens_only_a_caught_up_engine_is_healthy_and_restarts_stay_w
                 current = True
             else:
                 fleet.missed_update(0, "again")
-        if fleet.state(0) is EngineState.HEALTHY:
+        if fleet.records[0].state is EngineState.HEALTHY:
             assert current
-        assert fleet.record(0).recent_restarts <= LIMITS.max_restarts
-        # Whoever is down is either planned to come back or given up for good.
-        if fleet.state(0) in (EngineState.DEAD, EngineState.STALE):
+        assert fleet.records[0].recent_restarts <= LIMITS.max_restarts
+        # A recovery is planned for an engine that is down, or its restarts are used up.
+        if fleet.records[0].state in (EngineState.DEAD, EngineState.STALE):
             planned = fleet.next_due_at() is not None
-            assert planned or fleet.record(0).recent_restarts == LIMITS.max_restarts
+            assert planned or fleet.records[0].recent_restarts == LIMITS.max_restarts
 
 
 @settings(max_examples=200, deadline=None)
@@ -159,11 +159,11 @@ def test_routing_is_sticky_counts_exactly_and_survives_engines_that_leave_and_re
     events: list[tuple[str, object]],
 ) -> None:
     router = Router()
-    leases: list[tuple[object, object]] = []
+    slots: list[tuple[object, object]] = []
     outstanding: dict[int, int] = {}
     home: dict[object, int] = {}
     for kind, value in events:
-        if kind == "add" and value not in router:
+        if kind == "add" and value not in router.routed:
             assert isinstance(value, int)
             router.add(value)
             outstanding[value] = 0
@@ -171,30 +171,30 @@ def test_routing_is_sticky_counts_exactly_and_survives_engines_that_leave_and_re
             assert isinstance(value, int)
             router.remove(value)
             outstanding.pop(value, None)
-            leases = [(s, lease) for s, lease in leases if lease.engine != value]  # type: ignore[attr-defined]
+            slots = [(s, slot) for s, slot in slots if slot.engine != value]  # type: ignore[attr-defined]
         elif kind == "acquire":
-            lease = router.acquire(value)  # type: ignore[arg-type]
+            slot = router.acquire(value)  # type: ignore[arg-type]
             if not outstanding:
-                assert lease is None
+                assert slot is None
                 continue
-            assert lease is not None
+            assert slot is not None
             if value is not None and home.get(value) in outstanding:
-                assert lease.engine == home[value]
+                assert slot.engine == home[value]
             else:
-                assert outstanding[lease.engine] == min(outstanding.values())
+                assert outstanding[slot.engine] == min(outstanding.values())
             if value is not None:
-                home[value] = lease.engine
-            outstanding[lease.engine] += 1
-            leases.append((value, lease))
-        elif kind == "release" and leases:
+                home[value] = slot.engine
+            outstanding[slot.engine] += 1
+            slots.append((value, slot))
+        elif kind == "release" and slots:
             assert isinstance(value, int)
-            _, lease = leases.pop(value % len(leases))
-            router.release(lease)  # type: ignore[arg-type]
-            outstanding[lease.engine] -= 1  # type: ignore[union-attr]
-    assert router.routed == sorted(outstanding)
+            _, slot = slots.pop(value % len(slots))
+            router.release(slot)  # type: ignore[arg-type]
+            outstanding[slot.engine] -= 1  # type: ignore[union-attr]
+    assert router.routed == tuple(sorted(outstanding))
 
 
-def test_a_lease_from_before_an_engine_left_does_not_count_after_its_return() -> None:
+def test_a_slot_from_before_an_engine_left_does_not_count_after_its_return() -> None:
     router = Router()
     router.add(0)
     old = router.acquire(None)

@@ -1,4 +1,4 @@
-"""Replay in the client: the same requests after a resume are answered by what was sampled before it."""
+"""Replay in the client: after a resume, the same requests get the tokens that were sampled before it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from skyrl_train.rollout.buffer import from_line, to_line
 
 
 async def whole(program: Program) -> tuple[dict[Any, Any], int]:
-    """What a program gets that nothing interrupts, and how many tokens that takes."""
+    """The responses of a program that nothing interrupts, and their number of tokens."""
     async with world() as it:
         got = content(await program.run(it.client))
         return got, it.engine.sampled
@@ -48,12 +48,12 @@ async def rerun(record: list[dict[str, Any]], program: Program, **options: Any) 
         return content(await program.run(it.client)), it
 
 
-# What comes back ----------------------------------------------------------------------------------------------------
+# Replayed tokens ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("branches", "choices"), [(1, 1), (1, 3), (3, 1), (2, 2)])
-async def test_interrupted_at_any_moment_a_program_gets_what_it_would_have_got_and_nothing_is_sampled_twice(
+async def test_a_program_interrupted_at_any_moment_gets_the_same_responses_and_nothing_is_sampled_twice(
     streamed: bool, branches: int, choices: int
 ) -> None:
     shape: dict[str, Any] = {"streamed": streamed, "branches": branches, "choices": choices}
@@ -68,10 +68,10 @@ async def test_interrupted_at_any_moment_a_program_gets_what_it_would_have_got_a
         assert it.engine.sampled == tokens - it.recorded_tokens
         totals = it.client.replay_cache.totals
         assert (totals.replayed_tokens, totals.mismatches, totals.discarded_tokens) == (it.recorded_tokens, 0, 0)
-        assert it.client.generated_tokens == it.engine.sampled, "what is served again was not generated again"
+        assert it.client.generated_tokens == it.engine.sampled, "replayed tokens are not generated again"
 
 
-async def test_a_replayed_response_has_the_versions_under_which_it_was_sampled_and_goes_on_under_the_new_one() -> None:
+async def test_a_replayed_response_keeps_its_sampled_versions_and_continues_under_the_new_one() -> None:
     program = Program(turns=2, params=replace(PARAMS, min_tokens=20))
     async with world(free_running=False) as it:
         it.client.replay_cache.begin(4, [SESSION])
@@ -129,7 +129,7 @@ async def test_alternatives_come_back_with_their_tokens() -> None:
         assert it.engine.prompts == [[5, 6, *got.token_ids[:9]]]
 
 
-async def test_a_stream_hands_the_record_over_at_once_and_then_what_is_sampled() -> None:
+async def test_a_stream_yields_the_record_at_once_and_then_the_sampled_tokens() -> None:
     request = GenerationRequest([5, 6], replace(PARAMS, max_tokens=3000, min_tokens=3000), SESSION)
     async with world(free_running=False) as it:
         it.client.replay_cache.begin(4, [SESSION])
@@ -148,7 +148,7 @@ async def test_a_stream_hands_the_record_over_at_once_and_then_what_is_sampled()
         await stream.aclose()
 
 
-async def test_what_is_served_from_the_record_whole_needs_no_engine() -> None:
+async def test_a_response_that_is_wholly_recorded_needs_no_engine() -> None:
     program = Program()
     async with world(free_running=False) as it:
         record = await interrupted(it, program, 1000)
@@ -182,7 +182,7 @@ async def test_a_response_with_a_grammar_is_recorded_once_it_has_ended() -> None
 
 
 async def test_the_first_request_that_differs_throws_the_rest_of_the_record_away() -> None:
-    """Also what would match again: after a drift, nothing of the old rollout is mixed into the new one."""
+    """After a mismatch, nothing of the old rollout is mixed into the new one, not even requests that would match again."""
     stateless = [[5, 6], [5, 7], [5, 8], [5, 9]]
 
     async def ask(it: World, prompts: list[list[int]]) -> list[list[int]]:
@@ -245,8 +245,8 @@ def test_a_request_is_told_by_prompt_parameters_choice_and_adapter_and_by_nothin
     assert request_digest(same) == request_digest(request)
 
 
-async def test_a_branch_goes_on_from_the_record_while_another_is_beyond_it() -> None:
-    """What the faster branch asks next is new and yet no drift: the record of the slower one is still good."""
+async def test_a_branch_continues_from_the_record_while_another_is_beyond_it() -> None:
+    """The next request of the faster branch is new but no mismatch: the record of the slower branch stays valid."""
     shape: dict[str, Any] = {"branches": 2, "turns": 4}
     expected, tokens = await whole(Program(**shape))
     async with world(free_running=False) as it:
@@ -313,7 +313,7 @@ async def test_another_attempt_is_never_replayed() -> None:
 
 
 async def test_the_same_attempt_begun_again_in_the_same_process_is_replayed() -> None:
-    """A group that lost all engines is generated again; what its sessions had by then is not lost."""
+    """A group that lost all engines is generated again; the tokens of its sessions are kept."""
     program = Program(turns=2, params=replace(PARAMS, min_tokens=20))
     expected, tokens = await whole(program)
     async with world(free_running=False) as it:
@@ -325,7 +325,7 @@ async def test_the_same_attempt_begun_again_in_the_same_process_is_replayed() ->
             await running
         assert failure.value.subgroup(NoEngineError) is not None
         record = checkpoint(it)
-        assert tokens_in(record) == 30, "a request that failed keeps what was sampled for it"
+        assert tokens_in(record) == 30, "a request that failed keeps its tokens"
         it.client.replay_cache.begin(4, [SESSION])
         assert tokens_in(checkpoint(it)) == 30
     got, it = await rerun(record, Program(turns=2, params=program.params))
@@ -343,7 +343,7 @@ async def test_a_group_that_has_ended_leaves_nothing_behind() -> None:
         replay_cache.end(4)
         [row] = checkpoint(it)
         assert row["session"] == "other@5_0" and row["group"] == 5
-        await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))  # a straggler of the group
+        await it.client.complete(GenerationRequest([5, 6], PARAMS, SESSION))  # a late request of the group
         replay_cache.end(5)
         assert checkpoint(it) == [] and not replay_cache._sessions
 
@@ -382,7 +382,7 @@ async def test_a_record_that_is_still_waiting_or_being_served_is_part_of_the_nex
     assert got == expected and it.engine.sampled == tokens - it.recorded_tokens
 
 
-async def test_a_request_that_its_program_gave_up_goes_on_from_where_it_was() -> None:
+async def test_a_request_that_its_program_cancelled_continues_from_its_recorded_tokens() -> None:
     request = GenerationRequest([5, 6], replace(PARAMS, min_tokens=20), SESSION)
     async with world(free_running=False) as it:
         it.client.replay_cache.begin(4, [SESSION])
@@ -417,7 +417,7 @@ async def test_batches_with_n_responses_per_prompt_are_replayed() -> None:
         assert sorted(map(len, it.engine.prompts)) == [9, 9, 9, 9]
 
 
-# What a record costs ------------------------------------------------------------------------------------------------
+# The cost of a record -----------------------------------------------------------------------------------------------
 
 
 async def test_a_long_conversation_is_recorded_once_and_not_once_per_turn() -> None:
@@ -481,7 +481,7 @@ def test_a_response_comes_back_from_json_as_it_was(
     response = packed(ResponseSoFar(ids, logprobs, versions, top, len(ids), stop_reason))
     again = RecordedResponse.from_json(from_line(to_line(response.to_json())))
     assert again == response and again.tokens == len(ids)
-    assert again.oldest_version == min(versions, default=None)
+    assert [version for version, count in again.versions for _ in range(count)] == versions
     chunks = list(again.chunks())
     if not ids and stop_reason is None:
         assert chunks == []
@@ -522,7 +522,7 @@ answers = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()
 def test_every_recorded_token_is_served_once_or_discarded_once(
     recorded: list[tuple[int, int, bool]], asked: list[tuple[int, bool]]
 ) -> None:
-    """Requests by number; what is recorded of each; which are asked in the new run, and whether they end at once."""
+    """``recorded``: number, size, ended. ``asked``: number of each request of the new run, and whether it ends at once."""
 
     def response(size: int, ended: bool) -> RecordedResponse:
         reason = StopReason.STOP if ended else None

@@ -70,7 +70,7 @@ async def killed(it: World, sampled: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sampled", [3, 25, 51, 60])
-async def test_an_environment_is_played_again_and_only_what_was_not_sampled_is_sampled(sampled: int) -> None:
+async def test_an_environment_runs_again_and_only_missing_tokens_are_sampled(sampled: int) -> None:
     async with world() as it:
         expected, tokens = await play(it), it.engine.sampled
     async with world(free_running=False) as it:
@@ -125,7 +125,7 @@ async def test_chat_in_this_process_is_replayed_under_the_session_that_its_body_
 
 
 @dataclass
-class Life:
+class Process:
     """One process of a harness run."""
 
     it: HarnessWorld
@@ -145,13 +145,13 @@ class Life:
 
 
 @asynccontextmanager
-async def life(
+async def process(
     record: list[dict[str, Any]] | None = None, *, free_running: bool = True, **kwargs: Any
-) -> AsyncIterator[Life]:
+) -> AsyncIterator[Process]:
     engine = CountingEngine(free_running=free_running)
     async with harness(engine=engine, **kwargs) as it:
         it.client.replay_cache.load(record or [])
-        yield Life(it, World(engine, it.client))
+        yield Process(it, World(engine, it.client))
 
 
 def trained(output: GeneratorOutput) -> dict[str, Any]:
@@ -196,11 +196,11 @@ class Conversation:
 
 @pytest.mark.parametrize("share", [0.3, 0.8])
 async def test_an_agent_over_http_with_parallel_requests_and_streams_is_replayed(share: float) -> None:
-    async with life() as first:
+    async with process() as first:
         expected, tokens = trained(await first.play(Conversation())), first.world.engine.sampled
-    async with life(free_running=False) as second:
+    async with process(free_running=False) as second:
         record = await second.killed(Conversation(), int(share * tokens))
-    async with life(record) as third:
+    async with process(record) as third:
         agent = Conversation()
         assert by_tokens(trained(await third.play(agent))) == by_tokens(expected)
         assert third.world.engine.sampled == tokens - tokens_in(record) < tokens
@@ -227,14 +227,14 @@ class Resigned:
 
 
 async def test_an_agent_that_lost_its_engine_between_two_turns_is_run_again_even_if_it_made_do_without() -> None:
-    async with life() as first:
+    async with process() as first:
         expected, tokens = trained(await first.play(Resigned())), first.world.engine.sampled
-    async with life() as second:
+    async with process() as second:
         with pytest.raises(NoEngineError):
             await second.play(Resigned(between=second.world.engine.die))
         record = checkpoint(second.world)
     assert 0 < tokens_in(record) < tokens
-    async with life(record) as third:
+    async with process(record) as third:
         assert trained(await third.play(Resigned())) == expected
         assert third.world.engine.sampled == tokens - tokens_in(record)
 
@@ -275,15 +275,15 @@ async def test_a_program_that_was_killed_is_run_again_and_finds_its_answers(tmp_
     async def nothing(**_: Any) -> None:
         raise AssertionError("the command is the agent")
 
-    async with life(**command) as first:
+    async with process(**command) as first:
         expected, tokens = trained(await first.play(nothing)), first.world.engine.sampled
     assert len(log.read_text().splitlines()) == 8
     log.unlink()
-    async with life(free_running=False, **command) as second:
+    async with process(free_running=False, **command) as second:
         record = await second.killed(nothing, tokens * 2 // 3)
     finished_turns = len(log.read_text().splitlines())
     assert 0 < finished_turns < 8, "both programs were killed on their way"
-    async with life(record, **command) as third:
+    async with process(record, **command) as third:
         assert trained(await third.play(nothing)) == expected
         assert third.world.engine.sampled == tokens - tokens_in(record) < tokens
     assert len(log.read_text().splitlines()) == finished_turns + 8, "they were run again, from their beginnings"

@@ -1,4 +1,4 @@
-"""Whole trainers stopped and resumed: what unfinished rollouts had sampled is trained, and not sampled again."""
+"""Whole trainers stopped and resumed: the tokens of unfinished rollouts are trained, and not sampled again."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Run(Harness):
         return training
 
     async def stop(self, happened: Callable[[], bool]) -> list[dict[str, Any]]:
-        """Stops as a signal does, with a checkpoint; returns what it has of unfinished rollouts."""
+        """Stops as a signal does, with a checkpoint; returns its records of unfinished rollouts."""
         training = await self.until(happened)
         self.trainer.request_stop()
         await training
@@ -115,36 +115,34 @@ class Moments:
         return lambda: run.counting.sampled > at and any(request.sampled for request in run.counting.running)
 
 
-def trained_once(*lives: Run) -> bool:
-    return sorted(lives[-1].trained) == list(range(32))
+def trained_once(*runs: Run) -> bool:
+    return sorted(runs[-1].trained) == list(range(32))
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_stopped_run_samples_no_token_twice_and_trains_what_it_would_have_trained(
-    tmp_path: Path, mode: str
-) -> None:
+async def test_a_stopped_run_samples_no_token_twice_and_trains_the_same_sequences(tmp_path: Path, mode: str) -> None:
     whole = Run(tmp_path / "whole", f"trainer.mode={mode}")
     await whole.train()
     moment, replayed = Moments(seed=len(mode)), 0
-    lives: list[Run] = []
-    while not lives or lives[-1].trainer.global_step < 8:
-        life = Run(tmp_path / "run", f"trainer.mode={mode}")
-        record = await life.stop(moment(life, 600))
-        totals = life.client.replay_cache.totals
+    runs: list[Run] = []
+    while not runs or runs[-1].trainer.global_step < 8:
+        run = Run(tmp_path / "run", f"trainer.mode={mode}")
+        record = await run.stop(moment(run, 600))
+        totals = run.client.replay_cache.totals
         assert (totals.mismatches, totals.discarded_tokens) == (0, 0)
         replayed += totals.replayed_tokens
-        if life.trainer.global_step == 8:
+        if run.trainer.global_step == 8:
             assert not record, "nothing is left of groups that were trained"
-        lives.append(life)
-    assert len(lives) > 2 and replayed > 0
-    assert trained_once(*lives)
+        runs.append(run)
+    assert len(runs) > 2 and replayed > 0
+    assert trained_once(*runs)
     exact = mode == "sync"  # whose batches do not depend on time
-    got = [sequence for life in lives for sequence in life.trained_sequences(versions=exact)]
+    got = [sequence for run in runs for sequence in run.trained_sequences(versions=exact)]
     expected = whole.trained_sequences(versions=exact)
     assert got == expected if exact else sorted(got) == sorted(expected)
 
 
-async def test_the_engines_are_asked_for_exactly_what_no_record_has(tmp_path: Path) -> None:
+async def test_the_engines_sample_exactly_the_tokens_that_no_record_has(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole")
     await whole.train()
     first = Run(tmp_path / "run")
@@ -170,29 +168,29 @@ async def test_without_replay_unfinished_rollouts_begin_again(tmp_path: Path) ->
     assert fourth.client.replay_cache.totals.replayed_tokens == 0 and trained_once(third, fourth)
 
 
-async def test_a_killed_run_replays_what_its_last_checkpoint_knew(tmp_path: Path) -> None:
+async def test_a_killed_run_replays_the_tokens_of_its_last_checkpoint(tmp_path: Path) -> None:
     """One rollout at a time takes longer than the others: it is in flight at every checkpoint."""
     settings = ("trainer.max_steps=20", "trainer.ckpt_interval=1")
     whole = Run(tmp_path / "whole", *settings)
     await whole.train()
     for number in range(3):
-        life = Run(tmp_path / "run", *settings)
-        loaded = watch_load(life)
+        run = Run(tmp_path / "run", *settings)
+        loaded = watch_load(run)
         if number < 2:
-            hold_after_a_turn(life, lambda it=life: 4 * it.began_at + 9)  # type: ignore[misc]  # not admitted before
-            await life.kill(lambda it=life: (it.trainer.saving.step or 0) >= it.began_at + 4)  # type: ignore[misc]
+            hold_after_a_turn(run, lambda it=run: 4 * it.began_at + 9)  # type: ignore[misc]  # not admitted before
+            await run.kill(lambda it=run: (it.trainer.saving.step or 0) >= it.began_at + 4)  # type: ignore[misc]
         else:
-            await life.train()
-        totals = life.client.replay_cache.totals
+            await run.train()
+        totals = run.client.replay_cache.totals
         assert (totals.replayed_tokens, totals.mismatches, totals.discarded_tokens) == (tokens_in(loaded), 0, 0)
         assert (tokens_in(loaded) > 0) == (number > 0)
-    assert sorted(life.trained) == list(range(80))
+    assert sorted(run.trained) == list(range(80))
     of_whole = {str(sequence) for sequence in whole.trained_sequences(versions=False)}
-    assert {str(sequence) for sequence in life.trained_sequences(versions=False)} < of_whole
+    assert {str(sequence) for sequence in run.trained_sequences(versions=False)} < of_whole
 
 
 def watch_load(run: Run) -> list[dict[str, Any]]:
-    """What the run will have loaded of its last life."""
+    """The records that the run will have loaded."""
     load, rows = run.client.replay_cache.load, list[dict[str, Any]]()
 
     def watched(loaded: Any) -> None:
@@ -204,7 +202,7 @@ def watch_load(run: Run) -> list[dict[str, Any]]:
 
 
 def hold_after_a_turn(run: Run, group: Callable[[], int]) -> None:
-    """The rollouts of a group get no second answer in this life."""
+    """The rollouts of a group get no second response before the run is killed."""
     generate, asked = run.client.generate, set[str]()
 
     async def held(batch: InferenceEngineInput) -> InferenceEngineOutput:
@@ -230,7 +228,7 @@ async def test_an_environment_that_drifts_between_two_runs_is_sampled_afresh(
     assert totals.mismatches > 0 and totals.replayed_tokens + totals.discarded_tokens == tokens_in(record)
 
 
-async def test_a_run_that_lost_its_engines_goes_on_from_what_they_had_sampled(tmp_path: Path) -> None:
+async def test_a_run_that_lost_its_engines_continues_from_the_tokens_they_had_sampled(tmp_path: Path) -> None:
     first = Run(tmp_path / "run")
     first.client._pool._wait_timeout_s = 0.01
     training = await first.until(Moments(seed=1)(first, 1000))
@@ -247,8 +245,8 @@ async def test_a_run_that_lost_its_engines_goes_on_from_what_they_had_sampled(tm
     assert second.client.replay_cache.totals.replayed_tokens == tokens_in(record)
 
 
-async def test_a_group_goes_on_in_the_attempt_in_which_it_was(tmp_path: Path) -> None:
-    """Its first attempt has failed; what that had sampled is never seen again."""
+async def test_a_resumed_group_continues_its_recorded_attempt(tmp_path: Path) -> None:
+    """Its first attempt has failed; the tokens of that attempt are discarded."""
 
     def fail_the_first_attempt(run: Run) -> None:
         seen: set[str] = set()

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError
@@ -24,36 +25,13 @@ logger = logging.getLogger(__name__)
 _ALIVE = (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _SegmentRun:
     """A segment that runs on an engine. ``finished`` is True when it has ended, False when its engine has left."""
 
-    def __init__(self, segment: Coroutine[Any, Any, None], since: float) -> None:
-        self.since = since
-        self.finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._segment = segment
-        self.task = asyncio.create_task(self._submit())
-        self.task.add_done_callback(self._ended)
-
-    async def _submit(self) -> None:
-        await self._segment
-        if not self.finished.done():
-            self.finished.set_result(True)  # here, one turn of the event loop before the task itself is done
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._segment.close()  # in case the task was cancelled before it began
-        if self.finished.done():
-            if not task.cancelled():
-                task.exception()  # the request has moved on; without this, asyncio reports the exception
-        elif task.cancelled():
-            self.finished.cancel()
-        elif (error := task.exception()) is not None:
-            self.finished.set_exception(error)
-
-    def abandon(self) -> None:
-        """Let the request continue elsewhere at once, however long the departed engine takes to let go."""
-        if not self.finished.done():
-            self.finished.set_result(False)
-        self.task.cancel()
+    since: float
+    finished: asyncio.Future[bool]
+    task: asyncio.Task[None]
 
 
 class EnginePool:
@@ -65,6 +43,13 @@ class EnginePool:
 
     While ``frozen()`` is true (an update is under way, or generation is paused), probes change nothing: the engines that
     take part in an update are fixed when it begins.
+
+    Attributes:
+        fleet: the state of each engine.
+        router: the engines that take requests.
+        policy_version: the version that every serving engine holds; -1 before the first weight sync.
+        changed: notified when the fleet or the routing changes.
+        last_departure: why the last engine that left the routing did.
     """
 
     def __init__(
@@ -80,14 +65,14 @@ class EnginePool:
         self._clock = clock
         self.changed = Signal()
         self.frozen: Callable[[], bool] = lambda: False
-        self.version: int | None = None  # the version that every serving engine holds; None before the first sync
+        self.policy_version = -1
         self.engines: dict[int, InferenceEngineInterface] = {}
-        self._router = Router()
+        self.router = Router()
         self._in_flight: dict[int, set[_SegmentRun]] = {}
         self._wait_timeout_s = wait_timeout_s
         self._handover_timeout_s = handover_timeout_s
         self._closed = False
-        self.last_departure = "none was ever there"  # why the last engine that left the routing did
+        self.last_departure = "none was ever there"
         self._capabilities: EngineCapabilities | None = None
         for engine in engines:
             # Engines given to the constructor are routable at once and serve after the first weight sync.
@@ -99,25 +84,17 @@ class EnginePool:
     # Membership ---------------------------------------------------------------------------------------------------
 
     @property
-    def routed(self) -> list[int]:
-        """The numbers of the engines that take requests."""
-        return self._router.routed
-
-    @property
     def active_engines(self) -> list[InferenceEngineInterface]:
         """All engines that were not retired, dead ones included."""
-        return [e for number, e in self.engines.items() if self.fleet.state(number) is not EngineState.RETIRED]
-
-    def restart_count(self, number: int) -> int:
-        """How often the engine has been restarted."""
-        return self.fleet.record(number).restart_count
+        records = self.fleet.records
+        return [engine for number, engine in self.engines.items() if records[number].state is not EngineState.RETIRED]
 
     @property
     def capabilities(self) -> EngineCapabilities:
         """The features that every routed engine has; while none is routed, the last known value."""
         if self._capabilities is None:
             # A request may move to any engine, so the fleet promises only what all of them can do.
-            each = [self.engines[n].capabilities for n in self.routed or self.engines]
+            each = [self.engines[n].capabilities for n in self.router.routed or self.engines]
             self._capabilities = EngineCapabilities(
                 pause_modes=frozenset.intersection(*(c.pause_modes for c in each)),
                 transports=frozenset.intersection(*(c.transports for c in each)),
@@ -137,8 +114,7 @@ class EnginePool:
         # One reading, so that all lines of the report agree.
         now = self._clock()
         lines = []
-        for number in self.engines:
-            record = self.fleet.record(number)
+        for number, record in self.fleet.records.items():
             reason = f" ({record.reason})" if record.reason else ""
             since = [request.since for request in self._in_flight[number]]
             requests = f"{len(since)} requests" if len(since) != 1 else "1 request"
@@ -159,7 +135,7 @@ class EnginePool:
     def join(self, number: int) -> None:
         """Route a stale engine that holds the current weights now."""
         self.fleet.caught_up(number)
-        self._router.add(number)
+        self.router.add(number)
         self._changed()
 
     def suspect(self, number: int, reason: str) -> None:
@@ -169,21 +145,21 @@ class EnginePool:
         # Too many unanswered probes count as a death. Before that, the engine keeps its requests and gets no new ones.
         if self.fleet.silent(number, reason):
             self._leave(number, reason)
-        elif number in self._router:
+        elif number in self.router.routed:
             logger.warning("inference engine %d is suspect: %s", number, reason)
-            self._router.drain(number)
+            self.router.drain(number)
             self._changed()
 
     def answered(self, number: int, version: int) -> None:
         """Record an answered probe. An engine with the wrong version must catch up."""
-        if self.frozen() or self.fleet.state(number) not in (EngineState.HEALTHY, EngineState.SUSPECT):
+        if self.frozen() or self.fleet.records[number].state not in (EngineState.HEALTHY, EngineState.SUSPECT):
             return
-        if self.version is not None and version != self.version:
-            self.missed_update(number, f"it holds version {version} instead of {self.version}")
+        if self.policy_version >= 0 and version != self.policy_version:
+            self.missed_update(number, f"it holds version {version} instead of {self.policy_version}")
             return
         # It holds the current version, if there is one yet, and may serve again.
         self.fleet.answered(number)
-        self._router.undrain(number)
+        self.router.undrain(number)
         self._changed()
 
     def died(self, number: int, reason: str, restart_count: int | None = None) -> None:
@@ -191,31 +167,23 @@ class EnginePool:
 
         A report with an old ``restart_count`` is about an earlier process of the engine and is ignored.
         """
-        if restart_count is None or restart_count == self.restart_count(number):
+        if restart_count in (None, self.fleet.records[number].restart_count):
             self.fleet.died(number, reason)
             self._leave(number, reason)
 
     def missed_update(self, number: int, reason: str, restart_count: int | None = None) -> None:
         """Take a live engine out of the routing until it has caught up. Reports with an old ``restart_count`` are ignored."""
-        if self.fleet.state(number) in _ALIVE and (
-            restart_count is None or restart_count == self.restart_count(number)
-        ):
+        record = self.fleet.records[number]
+        if record.state in _ALIVE and restart_count in (None, record.restart_count):
             self.fleet.missed_update(number, reason)
             self._leave(number, reason)
-
-    def failed_to_catch_up(self, number: int, error: Exception, restart_count: int) -> None:
-        """Record a failed recovery. It is tried again later; a dead engine is restarted first."""
-        if isinstance(error, EngineDeadError):
-            self.died(number, str(error), restart_count)
-        else:
-            self.missed_update(number, str(error) or repr(error), restart_count)
 
     async def retire(self, number: int) -> None:
         """Remove an engine for good: its requests continue elsewhere, then it is torn down. Idempotent."""
         # First stop new requests, then hand over the running ones: otherwise the handover would not end.
         engine = self.engines[number]
         self.fleet.retire(number)
-        self._router.drain(number)
+        self.router.drain(number)
         self.last_departure = "it was removed"
         self._changed()
         try:
@@ -225,7 +193,7 @@ class EnginePool:
         except (EngineError, TimeoutError) as error:
             logger.warning("inference engine %d could not hand over its requests: %s", number, error)
         finally:
-            self._router.remove(number)
+            self.router.remove(number)
             self._abandon_requests(number)
             await engine.teardown()
 
@@ -236,9 +204,9 @@ class EnginePool:
         self._changed()
 
     def _leave(self, number: int, reason: str) -> None:
-        if number in self._router:
+        if number in self.router.routed:
             logger.error("inference engine %d left the routing: %s", number, reason)
-        self._router.remove(number)
+        self.router.remove(number)
         if not self._closed:
             self.last_departure = reason
         self._abandon_requests(number)
@@ -247,10 +215,12 @@ class EnginePool:
     def _abandon_requests(self, number: int) -> None:
         # The requests do not wait for the engine: a hung one never returns them.
         for request in self._in_flight[number]:
-            request.abandon()
+            if not request.finished.done():
+                request.finished.set_result(False)
+            request.task.cancel()
 
     def _changed(self) -> None:
-        if self.routed:  # without routed engines, callers still see the last known capabilities
+        if self.router.routed:  # without routed engines, callers still see the last known capabilities
             self._capabilities = None
         self.changed.notify()
 
@@ -263,7 +233,7 @@ class EnginePool:
             NoEngineError: no engine came (back) in time, or none can come any more.
         """
         while True:
-            slot = None if self._closed else self._router.acquire(session_id)
+            slot = None if self._closed else self.router.acquire(session_id)
             if slot is not None:
                 return slot
             await self.wait_for_engine()
@@ -277,13 +247,9 @@ class EnginePool:
         # An engine that can come back is worth waiting for; otherwise the error comes at once.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._wait_timeout_s if self.fleet.may_serve else 0):
-                await self.changed.wait_until(lambda: bool(self.routed) or self._closed)
-        if self._closed or not self.routed:
+                await self.changed.wait_until(lambda: bool(self.router.routed) or self._closed)
+        if self._closed or not self.router.routed:
             raise NoEngineError(f"no inference engine is left. The last one left because: {self.last_departure}")
-
-    def release(self, slot: RequestSlot) -> None:
-        """Free a slot."""
-        self._router.release(slot)
 
     async def run(self, slot: RequestSlot, segment: Coroutine[Any, Any, None]) -> bool:
         """Run a request's segment on its engine. Returns False when the engine left before the segment ended.
@@ -293,11 +259,29 @@ class EnginePool:
         """
         # A report that arrives after a restart must not kill the new process, so it carries the restart count of its
         # engine.
-        number, restart_count = slot.engine, self.restart_count(slot.engine)
-        request = _SegmentRun(segment, self._clock())
+        number, restart_count = slot.engine, self.fleet.records[slot.engine].restart_count
+        finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        async def sample() -> None:
+            await segment
+            if not finished.done():
+                finished.set_result(True)  # here, one turn of the event loop before the task itself is done
+
+        def ended(task: asyncio.Task[None]) -> None:
+            segment.close()  # in case the task was cancelled before it began
+            if finished.done():
+                if not task.cancelled():
+                    task.exception()  # the request has moved on; without this, asyncio reports the exception
+            elif task.cancelled():
+                finished.cancel()
+            elif (error := task.exception()) is not None:
+                finished.set_exception(error)
+
+        request = _SegmentRun(self._clock(), finished, asyncio.create_task(sample()))
+        request.task.add_done_callback(ended)
         self._in_flight[number].add(request)
         try:
-            return await request.finished
+            return await finished
         except EngineDeadError as error:
             self.died(number, str(error), restart_count)
             return False

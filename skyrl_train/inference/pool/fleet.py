@@ -60,38 +60,29 @@ class EngineRecord:
 
 
 class Fleet:
-    """The engines by number. A transition that the diagram lacks raises ``ValueError``: it is a bug of the caller."""
+    """The engines by number. A transition that the diagram lacks raises ``ValueError``: it is a bug of the caller.
+
+    Attributes:
+        records: the state of each engine, by number. Only this class changes them.
+    """
 
     def __init__(self, clock: Callable[[], float], limits: FleetLimits | None = None) -> None:
         self._clock = clock
         self._limits = limits or FleetLimits()
-        self._records: dict[int, EngineRecord] = {}
+        self.records: dict[int, EngineRecord] = {}
 
     def add(self, engine: int) -> None:
         """Register a new engine that is about to start."""
-        if engine in self._records:
+        if engine in self.records:
             raise ValueError(f"engine {engine} is in the fleet already")
-        self._records[engine] = EngineRecord(EngineState.STARTING, self._clock())
-
-    def record(self, engine: int) -> EngineRecord:
-        """Return the engine's record; callers must not change it."""
-        return self._records[engine]
-
-    def state(self, engine: int) -> EngineState:
-        """Return the engine's state."""
-        return self._records[engine].state
-
-    @property
-    def states(self) -> dict[int, EngineState]:
-        """The state of each engine, by number."""
-        return {engine: record.state for engine, record in self._records.items()}
+        self.records[engine] = EngineRecord(EngineState.STARTING, self._clock())
 
     @property
     def may_serve(self) -> bool:
         """Whether an engine serves, or may serve again without intervention."""
         return any(
             record.state not in (EngineState.DEAD, EngineState.RETIRED) or record.recovery_at is not None
-            for record in self._records.values()
+            for record in self.records.values()
         )
 
     # Events -------------------------------------------------------------------------------------------------------
@@ -118,7 +109,7 @@ class Fleet:
 
     def answered(self, engine: int) -> None:
         """Record an answered probe."""
-        record = self._records[engine]
+        record = self.records[engine]
         record.failed_probes = 0
         if record.state is EngineState.SUSPECT:
             record.reason = ""
@@ -126,7 +117,7 @@ class Fleet:
 
     def silent(self, engine: int, reason: str) -> bool:
         """Record an unanswered probe. Returns whether the engine counts as dead now."""
-        record = self._records[engine]
+        record = self.records[engine]
         # Probes in a row: one answer sets the counter back.
         record.failed_probes += 1
         if record.failed_probes >= self._limits.max_failed_probes:
@@ -138,7 +129,7 @@ class Fleet:
 
     def died(self, engine: int, reason: str) -> None:
         """Record a death and schedule a restart if the limits allow one. Idempotent."""
-        record = self._records[engine]
+        record = self.records[engine]
         if record.state in (EngineState.DEAD, EngineState.RETIRED):
             return
         lasted = self._clock() - record.since
@@ -162,13 +153,14 @@ class Fleet:
 
     def catching_up(self, engine: int) -> None:
         """Record that the engine receives the current weights; :meth:`caught_up` or :meth:`missed_update` follows."""
-        if self.state(engine) is not EngineState.STALE:
-            raise ValueError(f"engine {engine} is {self.state(engine)}, not stale")
-        self._records[engine].recovery_at = None
+        record = self.records[engine]
+        if record.state is not EngineState.STALE:
+            raise ValueError(f"engine {engine} is {record.state}, not stale")
+        record.recovery_at = None
 
     def retire(self, engine: int) -> None:
         """Record that the engine was removed for good. Idempotent."""
-        record = self._records[engine]
+        record = self.records[engine]
         record.state, record.since, record.recovery_at = EngineState.RETIRED, self._clock(), None
 
     # Recoveries ---------------------------------------------------------------------------------------------------
@@ -176,11 +168,11 @@ class Fleet:
     def due(self) -> list[int]:
         """Return the stale and dead engines whose recovery is due."""
         now = self._clock()
-        return [e for e, r in self._records.items() if r.recovery_at is not None and r.recovery_at <= now]
+        return [e for e, r in self.records.items() if r.recovery_at is not None and r.recovery_at <= now]
 
     def next_due_at(self, except_for: Collection[int] = ()) -> float | None:
         """Return when the next recovery is due; None when none is planned."""
-        planned = (r.recovery_at for engine, r in self._records.items() if engine not in except_for)
+        planned = (r.recovery_at for engine, r in self.records.items() if engine not in except_for)
         return min((at for at in planned if at is not None), default=None)
 
     def _schedule(self, record: EngineRecord) -> None:
@@ -191,7 +183,7 @@ class Fleet:
         record.recovery_at = self._clock() + delay
 
     def _move(self, engine: int, to: EngineState, allowed: set[EngineState], reason: str = "") -> EngineRecord:
-        record = self._records[engine]
+        record = self.records[engine]
         if record.state not in allowed:
             raise ValueError(f"engine {engine} is {record.state} and cannot become {to}")
         # ``since`` is the time of the transition: repeated reports of one state do not move it.

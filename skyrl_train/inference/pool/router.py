@@ -19,22 +19,18 @@ class Router:
     """Routes over engine numbers. When an engine leaves, only its own sessions move.
 
     A session that was moved stays on its new engine when the old one returns: its cached prefix is there.
+
+    Attributes:
+        routed: the engines that take requests, in ascending order.
     """
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._outstanding: dict[int, int] = {}
+        # A tuple that each change replaces: callers may keep it across an await, and every request reads it.
+        self.routed: tuple[int, ...] = ()
+        self._outstanding: dict[int, int] = {}  # draining engines included
         self._joins: dict[int, int] = {}
-        self._draining: set[int] = set()
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._max_sessions = max_sessions
-
-    @property
-    def routed(self) -> list[int]:
-        """The engines that take requests."""
-        return sorted(self._outstanding.keys() - self._draining)
-
-    def __contains__(self, engine: int) -> bool:
-        return engine in self._outstanding and engine not in self._draining
 
     def add(self, engine: int) -> None:
         """Route requests to ``engine`` from now on."""
@@ -42,11 +38,12 @@ class Router:
             raise ValueError(f"engine {engine} is in the routing already")
         self._outstanding[engine] = 0
         self._joins[engine] = self._joins.get(engine, 0) + 1
+        self.routed = tuple(sorted((*self.routed, engine)))
 
     def acquire(self, session_id: str | None) -> RequestSlot | None:
         """Pick an engine and count the request on it. Returns None when no engine is left."""
         engine = None if session_id is None else self._sessions.get(session_id)
-        if engine is None or engine not in self:
+        if engine is None or engine not in self.routed:
             # The engine number breaks ties, so that routing is deterministic.
             engine = min(self.routed, key=lambda index: (self._outstanding[index], index), default=None)
         if engine is None:
@@ -70,13 +67,14 @@ class Router:
 
     def drain(self, engine: int) -> None:
         """Send ``engine`` no new requests; it keeps those that it has. Idempotent."""
-        self._draining.add(engine)
+        self.routed = tuple(other for other in self.routed if other != engine)
 
     def undrain(self, engine: int) -> None:
         """Undo :meth:`drain`. Outstanding requests still count towards the engine's load."""
-        self._draining.discard(engine)
+        if engine in self._outstanding and engine not in self.routed:
+            self.routed = tuple(sorted((*self.routed, engine)))
 
     def remove(self, engine: int) -> None:
         """Take ``engine`` out; its requests are elsewhere. Idempotent."""
+        self.drain(engine)
         self._outstanding.pop(engine, None)
-        self._draining.discard(engine)

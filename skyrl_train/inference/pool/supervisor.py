@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from skyrl_train.errors import EngineDeadError
 from skyrl_train.inference.pool.engine_pool import EnginePool
 from skyrl_train.inference.pool.fleet import EngineState
 
@@ -77,26 +78,22 @@ class FleetSupervisor:
             # A probe or an earlier recovery of this engine still runs; its end wakes the loop.
             if number in self._working:
                 continue
-            if fleet.state(number) is EngineState.DEAD:
+            state = fleet.records[number].state
+            if state is EngineState.DEAD:
                 fleet.restarting(number)
                 self._begin(number, self._restart(number))
-            elif fleet.state(number) is EngineState.STALE:
+            elif state is EngineState.STALE:
                 self._begin(number, self._update(number))
         if self._clock() >= self._next_probe_at:
             # From now and not from the last due time: after a long block, probes do not come in a burst.
             self._next_probe_at = self._clock() + self._interval_s
-            for number, state in fleet.states.items():
+            for number, record in fleet.records.items():
                 if (
                     not self._pool.frozen()
-                    and state in (EngineState.HEALTHY, EngineState.SUSPECT)
+                    and record.state in (EngineState.HEALTHY, EngineState.SUSPECT)
                     and number not in self._working
                 ):
                     self._begin(number, self._probe(number))
-
-    async def settled(self) -> None:
-        """Return when no recovery and no probe runs."""
-        while self._working:
-            await asyncio.gather(*self._working.values(), return_exceptions=True)
 
     def _begin(self, number: int, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -118,25 +115,28 @@ class FleetSupervisor:
         except Exception as error:  # an engine may raise anything; the fleet retries or gives up
             self._pool.died(number, f"it could not be restarted: {str(error) or repr(error)}")
             return
-        if self._pool.fleet.state(number) is not EngineState.STARTING:  # it was removed, or died again meanwhile
+        state = self._pool.fleet.records[number].state
+        if state is not EngineState.STARTING:  # it was removed, or died again meanwhile
             # Removed while it started: its teardown ran before the new process existed, so end that process here.
-            if self._pool.fleet.state(number) is EngineState.RETIRED:
+            if state is EngineState.RETIRED:
                 await engine.teardown()
             return
         self._pool.fleet.started(number)
         await self._update(number)
 
     async def _update(self, number: int) -> None:
-        restart_count = self._pool.restart_count(number)
+        restart_count = self._pool.fleet.records[number].restart_count
         try:
             await self._catch_up(number)
-        except Exception as error:  # an engine may raise anything
-            self._pool.failed_to_catch_up(number, error, restart_count)
+        except EngineDeadError as error:
+            self._pool.died(number, str(error), restart_count)
+        except Exception as error:  # an engine may raise anything; the fleet plans another attempt
+            self._pool.missed_update(number, str(error) or repr(error), restart_count)
         else:
             logger.info("inference engine %d serves again", number)
 
     async def _probe(self, number: int) -> None:
-        restart_count = self._pool.restart_count(number)
+        restart_count = self._pool.fleet.records[number].restart_count
         try:
             async with asyncio.timeout(self._interval_s):
                 health = await self._pool.engines[number].health()

@@ -10,7 +10,7 @@ However an update ends (failure, timeout, cancellation), every engine that serve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, WeightSyncError
@@ -25,7 +25,7 @@ PhaseCall = Callable[[InferenceEngineInterface], Awaitable[None]]
 
 
 @dataclass
-class _Outcome:
+class PhaseOutcome:
     """The result of a phase on each engine. ``unclear``: it may or may not have happened (no answer in time, cancelled)."""
 
     succeeded: set[int] = field(default_factory=set)
@@ -36,16 +36,8 @@ class _Outcome:
 
     @property
     def alive_but_failed(self) -> dict[int, EngineError]:
+        """The failures of engines that did not die."""
         return {**self.rejected, **self.unclear}
-
-    def raise_if_none_succeeded(self, phase: str) -> None:
-        """Raise the cancellation, or a failure that all engines share."""
-        if self.cancelled:
-            raise asyncio.CancelledError
-        if not self.succeeded:
-            # A living engine's error says more than a death does.
-            first = next(iter({**self.alive_but_failed, **self.dead}.values()))
-            raise WeightSyncError(f"{phase} failed on every engine: {first}") from first
 
 
 class FleetUpdates:
@@ -96,10 +88,9 @@ class FleetUpdates:
         self.gate.close()
         self._paused_mode = mode
         try:
-            targets = self._targets("pause")
             # Recorded before the call: an engine that paused but did not answer must be resumed too.
-            self._paused |= set(targets)
-            self._settle("pause", await self._on_each("pause", pause, targets))
+            self._paused.update(self._pool.router.routed)
+            self._settle("pause", await self._on_each("pause", pause))
         except BaseException:
             await self.resume_generation()
             raise
@@ -109,11 +100,12 @@ class FleetUpdates:
         # Taken first: an engine that joins during the await below sees that generation is not paused any more.
         paused, self._paused, self._paused_mode = self._paused, set(), None
         try:
-            targets = [n for n in paused if self._pool.fleet.state(n) in (EngineState.HEALTHY, EngineState.SUSPECT)]
+            records = self._pool.fleet.records
+            targets = [n for n in paused if records[n].state in (EngineState.HEALTHY, EngineState.SUSPECT)]
             if targets:
                 outcome = await self._on_each("resume", lambda engine: engine.resume(), targets)
-                self._mark_stale(outcome.alive_but_failed)
-                outcome.raise_if_none_succeeded("resume")
+                # An engine that stays paused would keep its requests forever, even if no other one resumed.
+                self._settle("resume", outcome, stale_if_none=outcome.alive_but_failed)
         finally:
             self.gate.open()
 
@@ -128,7 +120,9 @@ class FleetUpdates:
         # Closed before the lock is taken: catch-ups that begin while this call waits for the lock must wait too.
         self._awake.close()
         async with self._lock:
-            able = [n for n in self._pool.routed if n in self._paused and self._pool.engines[n].capabilities.sleep]
+            able = [
+                n for n in self._pool.router.routed if n in self._paused and self._pool.engines[n].capabilities.sleep
+            ]
             self._asleep |= set(able)  # engines that fail to sleep included: their state is unknown
             if able:
                 self._settle("put to sleep", await self._on_each("sleep", lambda engine: engine.sleep(), able))
@@ -141,10 +135,10 @@ class FleetUpdates:
         """
         try:
             async with self._lock:
-                asleep = [n for n in self._pool.routed if n in self._asleep]
+                asleep = [n for n in self._pool.router.routed if n in self._asleep]
                 if asleep:
                     self._settle("wake", await self._on_each("wake", lambda engine: engine.wake_up(), asleep))
-                self._asleep -= set(self._pool.routed)
+                self._asleep -= set(self._pool.router.routed)
         finally:
             self._awake.open()
 
@@ -157,8 +151,7 @@ class FleetUpdates:
             WeightSyncError: no engine received them.
         """
         # Not under the lock: the engines serve meanwhile, and a catch-up may run beside the transfer.
-        targets = self._targets("receive")
-        outcome = await self._on_each("receive", lambda engine: engine.receive_weights(update), targets)
+        outcome = await self._on_each("receive", lambda engine: engine.receive_weights(update))
         self._received.update(dict.fromkeys(outcome.succeeded, update))
         self._settle("receive", outcome)
 
@@ -176,27 +169,30 @@ class FleetUpdates:
         """
         async with self._lock:
             # Compare the update and not only its version: a repeated attempt at a version is another transfer.
-            late = [number for number in self._pool.routed if self._received.get(number) != update]
+            late = [number for number in self._pool.router.routed if self._received.get(number) != update]
             if late:  # they joined after the transfer
                 outcome = await self._on_each("receive", lambda engine: engine.receive_weights(update), late)
                 self._received.update(dict.fromkeys(outcome.succeeded, update))
-                self._mark_stale(outcome.alive_but_failed)
+                # Even if all of them failed, the engines that took part in the transfer can load.
+                for number, failure in outcome.alive_but_failed.items():
+                    self._pool.missed_update(number, str(failure))
                 if outcome.cancelled:
                     raise asyncio.CancelledError
             # The pause begins after every engine has the bytes, so that only pause, load and resume cost sampling time.
             started = self._clock()
             await self.pause_generation(mode)
             try:
-                targets = self._targets("load")
-                outcome = await self._on_each("load", lambda engine: engine.load_weights(update), targets)
+                outcome = await self._on_each("load", lambda engine: engine.load_weights(update))
                 if outcome.succeeded:
                     # One success decides: the fleet holds the new version, and every other engine is stale.
-                    self._current, self._pool.version = update, update.version
-                    self._mark_stale(outcome.alive_but_failed)
-                    self._mark_suspects_stale("it did not answer while an update was loaded")
-                else:  # engines that rejected the update still hold the old version
-                    self._mark_stale(outcome.unclear)
-                outcome.raise_if_none_succeeded("load")
+                    self._current, self._pool.policy_version = update, update.version
+                # Without a success, engines that rejected the update still hold the old version and keep serving.
+                self._settle(
+                    "load",
+                    outcome,
+                    stale_if_none=outcome.unclear,
+                    suspects="it did not answer while an update was loaded",
+                )
             finally:
                 await self.resume_generation()
             return self._clock() - started
@@ -224,10 +220,7 @@ class FleetUpdates:
         async with self._lock:  # no engine joins meanwhile
             # An engine that missed the change would answer requests for this adapter with an error, so it becomes
             # stale.
-            outcome = await self._on_each(phase, call, self._targets(phase))
-            if outcome.succeeded:
-                self._mark_suspects_stale("it missed an adapter")
-            self._settle(phase, outcome)
+            self._settle(phase, await self._on_each(phase, call), suspects="it missed an adapter")
 
     # Engines that join --------------------------------------------------------------------------------------------
 
@@ -239,7 +232,7 @@ class FleetUpdates:
         """
         await self._awake.wait_open()
         async with self._lock:  # no newer version is loaded meanwhile
-            if self._pool.fleet.state(number) is not EngineState.STALE:
+            if self._pool.fleet.records[number].state is not EngineState.STALE:
                 return  # it died, or was removed
             # No further recovery of this engine is planned while this one runs.
             self._pool.fleet.catching_up(number)
@@ -269,35 +262,39 @@ class FleetUpdates:
                     self._paused.add(number)
                     break
                 await self._in_time("resume", number, engine.resume())
-            if self._pool.fleet.state(number) is EngineState.STALE:
+            if self._pool.fleet.records[number].state is EngineState.STALE:
                 self._pool.join(number)
 
     # Phases -------------------------------------------------------------------------------------------------------
 
-    def _targets(self, phase: str) -> list[int]:
-        routed = self._pool.routed
-        if not routed:
-            raise WeightSyncError(
-                f"cannot {phase} weights: no inference engine is left. The last one left because: "
-                f"{self._pool.last_departure}"
-            )
-        return routed
+    def _settle(
+        self,
+        phase: str,
+        outcome: PhaseOutcome,
+        *,
+        stale_if_none: Mapping[int, EngineError] | None = None,
+        suspects: str = "",
+    ) -> None:
+        """Mark engines stale that failed where another one succeeded. Raise the cancellation, or that none succeeded.
 
-    def _settle(self, phase: str, outcome: _Outcome) -> None:
-        """Mark engines stale that failed where another one succeeded; raise if none succeeded."""
-        if outcome.succeeded:
-            self._mark_stale(outcome.alive_but_failed)
-        outcome.raise_if_none_succeeded(phase)
-
-    def _mark_stale(self, failures: dict[int, EngineError]) -> None:
-        for number, failure in failures.items():
+        Args:
+            stale_if_none: the failures that make an engine stale even if none succeeded.
+            suspects: why suspect engines become stale if another one succeeded. They are not routed, so the phase was not
+                run on them.
+        """
+        stale = outcome.alive_but_failed if outcome.succeeded else stale_if_none or {}
+        for number, failure in stale.items():
             self._pool.missed_update(number, str(failure))
-
-    def _mark_suspects_stale(self, reason: str) -> None:
-        """Suspect engines are not routed, so the phase was not run on them."""
-        for number, state in self._pool.fleet.states.items():
-            if state is EngineState.SUSPECT:
-                self._pool.missed_update(number, reason)
+        if outcome.succeeded and suspects:
+            for number, record in self._pool.fleet.records.items():
+                if record.state is EngineState.SUSPECT:
+                    self._pool.missed_update(number, suspects)
+        if outcome.cancelled:
+            raise asyncio.CancelledError
+        if not outcome.succeeded:
+            # A living engine's error says more than a death does.
+            first = next(iter({**outcome.alive_but_failed, **outcome.dead}.values()))
+            raise WeightSyncError(f"{phase} failed on every engine: {first}") from first
 
     async def _in_time(self, phase: str, number: int, call: Awaitable[None]) -> None:
         try:
@@ -306,9 +303,20 @@ class FleetUpdates:
         except TimeoutError:
             raise EngineError(f"engine {number} did not {phase} within {self._phase_timeout_s:g} s") from None
 
-    async def _on_each(self, phase: str, call: PhaseCall, targets: Sequence[int]) -> _Outcome:
-        """Run one phase on all ``targets`` concurrently. Never raises: a cancellation is part of the outcome."""
-        outcome = _Outcome()
+    async def _on_each(self, phase: str, call: PhaseCall, targets: Sequence[int] | None = None) -> PhaseOutcome:
+        """Run one phase on ``targets`` concurrently. None: on all routed engines.
+
+        Raises:
+            WeightSyncError: no engine is routed. Every other failure is part of the outcome, a cancellation too.
+        """
+        if targets is None:
+            targets = self._pool.router.routed
+            if not targets:
+                raise WeightSyncError(
+                    f"cannot {phase} weights: no inference engine is left. The last one left because: "
+                    f"{self._pool.last_departure}"
+                )
+        outcome, records = PhaseOutcome(), self._pool.fleet.records
 
         async def one(number: int, restart_count: int) -> None:
             try:
@@ -319,7 +327,7 @@ class FleetUpdates:
                 outcome.dead[number] = error
                 self._pool.died(number, str(error), restart_count)
             except EngineError as error:
-                if self._pool.restart_count(number) == restart_count:
+                if records[number].restart_count == restart_count:
                     outcome.rejected[number] = error
             except TimeoutError:
                 outcome.unclear[number] = EngineError(
@@ -331,7 +339,7 @@ class FleetUpdates:
                 outcome.unclear[number] = EngineError(f"engine {number} failed to {phase}: {error!r}")
 
         # Restart counts of now: a death reported later may concern this process or a newer one.
-        tasks = [asyncio.create_task(one(number, self._pool.restart_count(number))) for number in targets]
+        tasks = [asyncio.create_task(one(number, records[number].restart_count)) for number in targets]
         try:
             await asyncio.wait(tasks)
         except asyncio.CancelledError:
