@@ -151,7 +151,7 @@ class EmbeddedEngineCore:
         ended = [self._leave(slot) for slot in reversed(range(self.running)) if chosen(self._slots.sequences[slot])]
         ended += [sequence for sequence in self._waiting if chosen(sequence)]
         self._waiting = deque(sequence for sequence in self._waiting if not chosen(sequence))
-        self._settle()
+        self._pause_if_drained()
         return [Result(sequence.request_id, sequence.rest(StopReason.ABORT)) for sequence in ended]
 
     def pause(self, mode: PauseMode) -> list[Message]:
@@ -163,7 +163,7 @@ class EmbeddedEngineCore:
             answers = self.abort()
         elif mode == PauseMode.RECOMPUTE:
             self._freeze()
-        self._settle()
+        self._pause_if_drained()
         return answers
 
     def resume(self) -> None:
@@ -260,7 +260,7 @@ class EmbeddedEngineCore:
                 self._forward(self._runner.decode, slice(slot, slot + 1), answers)
         elif self.running:
             self._forward(self._runner.decode, slice(0, self.running), answers)
-        self._settle()
+        self._pause_if_drained()
         return answers
 
     def close(self) -> None:
@@ -334,7 +334,7 @@ class EmbeddedEngineCore:
                 cache.clear_slot(last)
         return sequence
 
-    def _settle(self) -> None:
+    def _pause_if_drained(self) -> None:
         if self._state == PauseState.DRAINING and not self.runnable:
             self._state = PauseState.PAUSED
 
