@@ -79,8 +79,8 @@ class Continuation:
     def next_segment(self) -> Segment | None:
         """Return the request for the rest of the response; None when the response has ended."""
         sampled = len(self.token_ids)
-        # The engine may be lost before it reports a stop token of the caller, which is checked here again; it reports its
-        # own. As in the engines, a stop token counts only after min_tokens other tokens.
+        # An engine that dies before its last chunk cannot report a stop token of the caller, so it is looked for here. As in
+        # the engines, it counts only after min_tokens other tokens.
         past_minimum = sampled > self.params.min_tokens
         if self.stop_reason is None and past_minimum and self.token_ids[-1] in self.params.stop_token_ids:
             self.stop_reason = StopReason.STOP
