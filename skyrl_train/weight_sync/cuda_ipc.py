@@ -48,13 +48,14 @@ class CudaIpcTransport(WeightTransport):
         # The whole storage is shared with the engine, so spare memory would be held twice.
         staging = area.trim(num_bytes)
         torch.cuda.synchronize(self._device)  # another process does not wait for this one's streams
-        handle: Sequence[Any] = staging.untyped_storage()._share_cuda_()
+        handle: Sequence[Any] = staging.untyped_storage()._share_cuda_()  # of numbers and bytes
+        parts = [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in handle]
         gpu = str(torch.cuda.get_device_properties(staging.device).uuid)
         return WeightUpdate(
             version=version,
             transport=self.name,
             # Each receiver can open a handle once; the memory must outlive it.
-            location=json.dumps({"gpu": gpu, "handle": [_encode(part) for part in handle]}),
+            location=json.dumps({"gpu": gpu, "handle": parts}),
             num_bytes=num_bytes,
             tensors=specs,
             checksum=checksum(staging[:num_bytes]) if self._verify else None,
@@ -78,7 +79,8 @@ def open_device_memory(update: WeightUpdate, device: torch.device) -> torch.Tens
         raise EngineError(f"An engine on {device.type} cannot receive by {CUDA_IPC!r}; use 'shared_memory'.")
     try:
         location = json.loads(update.location)
-        gpu, handle = location["gpu"], [_decode(part) for part in location["handle"]]
+        gpu, parts = location["gpu"], location["handle"]
+        handle = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in parts]
     except (ValueError, KeyError, TypeError) as error:
         raise EngineError(
             f"Version {update.version} has no CUDA IPC location: {error}. Sync the weights again."
@@ -103,11 +105,3 @@ def open_device_memory(update: WeightUpdate, device: torch.device) -> torch.Tens
             f"Version {update.version} has {staging.numel()} of {update.num_bytes} bytes; sync the weights again."
         )
     return staging[: update.num_bytes]
-
-
-def _encode(part: Any) -> Any:
-    return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
-
-
-def _decode(part: Any) -> Any:
-    return base64.b64decode(part["bytes"]) if isinstance(part, dict) else part

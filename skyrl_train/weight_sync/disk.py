@@ -244,8 +244,17 @@ def _move(file: IO[bytes], path: Path, begin: int, to: int) -> None:
 # The shared folder ----------------------------------------------------------------------------------------------------
 
 
+_OWNER_SUFFIX = ".owner"
+_labels_of_this_process: set[str] = set()  # a record lock does not keep out the process that holds it
+
+
 class WeightFolder:
-    """The shared folder, as one transport writes to it. It is claimed with the first file, so an unused one can be pickled.
+    """The shared folder, as one transport writes to it: the right to its files ``skyrl-weights-LABEL-*``.
+
+    It is claimed with the first version, in the process that writes it; an unused one can be pickled. A killed trainer cannot
+    remove its files. So each claim holds a record lock on an owner file, which ends with the process; the next claim that gets
+    such a lock removes the files of the dead owner. Many shared file systems keep locks within one machine, so files of
+    another machine's owners stay.
 
     Args:
         folder: engines see it under the same path.
@@ -253,7 +262,7 @@ class WeightFolder:
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._claim: FolderClaim | None = None
+        self._lock: FileIO | None = None  # on the owner file, while the folder is claimed
         self._closed = False
 
     @contextlib.contextmanager
@@ -266,7 +275,8 @@ class WeightFolder:
         if self._closed:
             raise WeightSyncError("The weight transport is closed; make a new one to sync weights again.")
         try:
-            self._claim = self._claim or FolderClaim(self._folder)
+            if self._lock is None:
+                self.claim()
             yield
         except OSError as error:
             raise WeightSyncError(
@@ -274,62 +284,44 @@ class WeightFolder:
                 "or set generator.weight_folder to another folder that trainer and engines share."
             ) from error
 
-    def path(self, name: str) -> Path:
-        """Return the path of one of this transport's files. Valid inside :meth:`writing`."""
-        assert self._claim is not None, "paths exist inside writing() only"
-        return self._claim.path(name)
+    def claim(self) -> None:
+        """Take a label for this process, and remove the files of dead owners.
 
-    def close(self) -> None:
-        """Release the claim. The transport removes its files itself. Idempotent."""
-        self._closed = True
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
-
-
-_OWNER_SUFFIX = ".owner"
-_labels_of_this_process: set[str] = set()  # a record lock does not keep out the process that holds it
-
-
-class FolderClaim:
-    """The right to the files ``skyrl-weights-LABEL-*`` of a folder. Create it in the process that writes them.
-
-    A killed trainer cannot remove its files. So each claim holds a record lock on an owner file, which ends with the
-    process; the next claim that gets such a lock removes the files of the dead owner. Many shared file systems keep locks
-    within one machine, so files of another machine's owners stay.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-
-    def __init__(self, folder: Path) -> None:
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # A new one per claim: a copy of an unused object in another process must not share it.
         self.label = uuid.uuid4().hex[:12]
-        self._folder = folder
-        self._owner = folder / f".{PREFIX}{self.label}{_OWNER_SUFFIX}"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._owner = self._folder / f".{PREFIX}{self.label}{_OWNER_SUFFIX}"
         _labels_of_this_process.add(self.label)
         # Locked under another name first: an owner file without a lock would look like a dead owner's.
         new = self._owner.with_suffix(".new")
-        self._lock = FileIO(new, "w")
-        self._lock.write(_machine())
+        lock = FileIO(new, "w")
+        lock.write(_machine())
+        self._lock = lock
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.replace(new, self._owner)  # others find it only now that it is locked
-            for owner in folder.glob(f".{PREFIX}*{_OWNER_SUFFIX}"):
-                _remove_if_dead(folder, owner)
+            for owner in self._folder.glob(f".{PREFIX}*{_OWNER_SUFFIX}"):
+                _remove_if_dead(self._folder, owner)
         except OSError as error:  # a file system without locks cannot tell which owners are dead
             new.unlink(missing_ok=True)
-            logger.warning("Weights that killed runs have left in %s are not removed: %s", folder, error)
+            logger.warning("Weights that killed runs have left in %s are not removed: %s", self._folder, error)
 
     def path(self, name: str) -> Path:
-        """Return the path of one of this owner's files."""
+        """Return the path of one of this transport's files. Valid inside :meth:`writing`."""
+        assert self._lock is not None, "paths exist inside writing() only"
         return self._folder / f"{PREFIX}{self.label}-{name}.safetensors"
 
-    def release(self) -> None:
-        """Give up the claim. The transport removes its files itself."""
-        self._owner.unlink(missing_ok=True)
-        self._lock.close()
-        _labels_of_this_process.discard(self.label)
+    def close(self) -> None:
+        """Give up the claim. The transport removes its files itself. Idempotent."""
+        self._closed = True
+        if self._lock is not None:
+            self._owner.unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+            _labels_of_this_process.discard(self.label)
 
 
 def _machine() -> bytes:

@@ -81,9 +81,8 @@ class ProcessGroupTransport(WeightTransport):
         self._address = address
         self._timeout_s = timeout_s
         self._areas = DoubleBuffer(functools.partial(DeviceStaging, device))
-        self._server: _Server | None = (
-            None  # started with the first version, so that an unused transport can be pickled
-        )
+        # Started with the first version, so that an unused transport can be pickled.
+        self._server: _WeightServer | None = None
 
     def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
         """Copy the weights, cast, into the older of the two staging areas.
@@ -95,7 +94,7 @@ class ProcessGroupTransport(WeightTransport):
         if self._server is None:
             address = self._address or outward_address()
             try:
-                self._server = _Server(self.name, address, self._bucket_bytes, self._timeout_s)
+                self._server = _WeightServer(self.name, address, self._bucket_bytes, self._timeout_s)
             except OSError as error:
                 raise WeightSyncError(
                     f"The trainer cannot take connections on {address}: {error.strerror}. Set "
@@ -164,7 +163,7 @@ def outward_address() -> str:
         return str(probe.getsockname()[0])
 
 
-class _Server:
+class _WeightServer:
     """Sends the offered versions to the engines that ask for them, in a thread per engine."""
 
     def __init__(self, backend: str, address: str, bucket_bytes: int, timeout_s: float) -> None:

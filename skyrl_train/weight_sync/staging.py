@@ -104,14 +104,9 @@ class HostStaging:
     """Main memory that engines on this machine can map."""
 
     def __init__(self) -> None:
+        self.location = ""  # path of the memory; it exists after the first :meth:`room`, and growing keeps it
         self._area: SharedArea | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def location(self) -> str:
-        """The path of the memory. It exists after the first :meth:`room`."""
-        assert self._area is not None, "nothing was gathered yet"
-        return self._area.location
 
     def room(self, num_bytes: int) -> torch.Tensor:
         """Return a uint8 buffer of at least ``num_bytes`` with its earlier contents. See :func:`pack`.
@@ -124,6 +119,7 @@ class HostStaging:
             try:
                 if self._area is None:
                     self._area = SharedArea(size)
+                    self.location = self._area.location
                 else:
                     self._area.reserve(size)
             except OSError as error:

@@ -12,15 +12,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the client is above this package, which never imports it when it runs
     import torch
 
+    from skyrl_train.inference.client import InferenceEngineClient
 
 # Gathers the current weights through a transport, as a version: ``TrainingBackend.stage``, or ``weights_of``. It blocks.
 WeightSource = Callable[[WeightTransport, int], WeightUpdate]
@@ -29,23 +30,6 @@ WeightSource = Callable[[WeightTransport, int], WeightUpdate]
 def weights_of(named_weights: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> WeightSource:
     """Return the source of weights that lie in this process, such as ``model.named_parameters``."""
     return lambda transport, version: transport.gather(named_weights(), version)
-
-
-class EngineGroup(Protocol):
-    """The engines that receive the weights: the part of ``InferenceEngineClient`` that a sync needs."""
-
-    @property
-    def serving(self) -> bool:
-        """Whether an engine takes requests."""
-
-    async def wait_for_engine(self) -> None:
-        """Return when an engine takes requests."""
-
-    async def receive_weights(self, update: WeightUpdate) -> None:
-        """Copy the update to the engines' receive buffers while they serve."""
-
-    async def load_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
-        """Load the update while the engines are paused; return the seconds of the pause."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,7 @@ class WeightSyncer:
     """Sends weights from the trainer to every engine of a client, one version at a time.
 
     Args:
-        client: the engines.
+        client: sends to every engine of its pool.
         transport: how the bytes travel. The syncer closes it.
         source: gathers the trainer's current weights. They must not change while it runs.
         pause_mode: what happens to running requests during the load.
@@ -68,7 +52,7 @@ class WeightSyncer:
 
     def __init__(
         self,
-        client: EngineGroup,
+        client: InferenceEngineClient,
         transport: WeightTransport,
         source: WeightSource,
         pause_mode: PauseMode,

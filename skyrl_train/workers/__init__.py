@@ -28,5 +28,6 @@ Rules for failures, for all of them:
 - A cancelled call is cancelled in the hosted object. A blocking object cannot be cancelled, only killed.
 - A child process ends when its parent does, also when the parent is killed; Ray ends its actors with their driver.
 
-Training ranks do not use a connection: their driver blocks, calls all ranks in one order, and ends all when one dies.
+Training ranks do not use a connection: their driver blocks, calls all ranks in one order, and ends all when one dies
+(``docs/design/walks.md`` has the reasons).
 """

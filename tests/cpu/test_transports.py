@@ -1,4 +1,4 @@
-"""What every transport promises: the same bits on the other side, the old weights until the load, nothing left behind."""
+"""The contract of every transport: the same bits on the other side, the old weights until the load, nothing left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync import disk
 from skyrl_train.weight_sync.delta import DeltaTransport
-from skyrl_train.weight_sync.disk import DiskTransport, FolderClaim, write_weights
+from skyrl_train.weight_sync.disk import DiskTransport, WeightFolder, write_weights
 from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
@@ -71,7 +71,7 @@ def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_served_is_bit_for_bit_what_was_gathered(make: MakeTransport, dtype: str) -> None:
+def test_gathered_weights_are_served_bit_for_bit(make: MakeTransport, dtype: str) -> None:
     core = paused_core(tiny_model(dtype=getattr(torch, dtype)))
     with closing(make(dtype=dtype)) as transport, closing(core):
         for version in range(4):
@@ -222,7 +222,7 @@ def test_weights_that_cannot_be_written_leave_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [DiskTransport, DeltaTransport])
-def test_what_a_killed_trainer_has_left_is_removed_and_nothing_else(
+def test_files_of_a_killed_trainer_are_removed_and_nothing_else(
     tmp_path: Path, kind: type[DiskTransport | DeltaTransport]
 ) -> None:
     def gather(transport: DiskTransport | DeltaTransport) -> None:
@@ -244,6 +244,12 @@ def test_what_a_killed_trainer_has_left_is_removed_and_nothing_else(
         assert set(tmp_path.iterdir()) - living == {tmp_path / ".skyrl-weights-half.tmp"}
 
 
+def claimed(path: Path) -> WeightFolder:
+    folder = WeightFolder(str(path))
+    folder.claim()
+    return folder
+
+
 def in_a_child_that_is_killed(do: Callable[[], object]) -> None:
     child = os.fork()
     if child == 0:
@@ -253,27 +259,29 @@ def in_a_child_that_is_killed(do: Callable[[], object]) -> None:
     os.waitpid(child, 0)
 
 
-def test_who_starts_at_the_same_time_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_starts_at_the_same_time_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock = fcntl.lockf
 
     def late(file: FileIO, kind: int) -> None:
         monkeypatch.undo()
-        in_a_child_that_is_killed(lambda: FolderClaim(tmp_path))
+        in_a_child_that_is_killed(lambda: claimed(tmp_path))
         lock(file, kind)
 
     monkeypatch.setattr(fcntl, "lockf", late)
-    claim = FolderClaim(tmp_path)
-    claim.path("1").touch()
-    in_a_child_that_is_killed(lambda: FolderClaim(tmp_path))
-    assert claim.path("1").exists() and len(list(tmp_path.glob(f".*{claim.label}*"))) == 1
-    claim.release()
+    folder = claimed(tmp_path)
+    folder.path("1").touch()
+    in_a_child_that_is_killed(lambda: claimed(tmp_path))
+    assert folder.path("1").exists() and len(list(tmp_path.glob(f".*{folder.label}*"))) == 1
+    folder.close()
 
 
 def test_locks_of_another_machine_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_machine", lambda: b"another")
-    in_a_child_that_is_killed(lambda: FolderClaim(tmp_path).path("1").touch())
+    in_a_child_that_is_killed(lambda: claimed(tmp_path).path("1").touch())
     monkeypatch.undo()
-    FolderClaim(tmp_path).release()
+    claimed(tmp_path).close()
     assert len(list(tmp_path.glob("*-1.safetensors"))) == 1
 
 

@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: arguments, environment, gate, versions, what an update must be."""
+"""The parts of the vLLM engine that need no vLLM: arguments, environment, gate, versions, the check of an update."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +27,14 @@ from skyrl_train.inference.engines.vllm.arguments import (
     process_environment,
     vllm_arguments,
 )
+from skyrl_train.inference.engines.vllm.engine import VLLMEngine
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, token_versions
 from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
 from skyrl_train.inference.interface import SamplingParams
-from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
+from skyrl_train.weight_sync.disk import DiskTransport
+from skyrl_train.weight_sync.process_group import GlooTransport
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.update import TensorSpec, WeightTransport, WeightUpdate
 
 
 def settings(**changes: Any) -> VLLMSettings:
@@ -64,7 +69,7 @@ def test_sizes_and_further_arguments_reach_vllm() -> None:
     assert not {"kv_cache_memory_bytes", "enforce_eager"} & found.keys()
 
 
-def test_on_a_cpu_the_kv_cache_holds_what_may_run_at_once() -> None:
+def test_on_a_cpu_the_kv_cache_holds_max_num_seqs_requests() -> None:
     # 300 tokens are three blocks of 128; one block is vLLM's own.
     assert arguments(True)["kv_cache_memory_bytes"] == (4 * 3 + 1) * 128 * 10
     assert arguments(True, kv_cache_memory_bytes=77)["kv_cache_memory_bytes"] == 77
@@ -157,7 +162,7 @@ def test_a_failed_request_is_no_answer() -> None:
         completion_chunk(request, SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None))
 
 
-async def test_what_has_arrived_counts_as_handled_when_the_handler_asks_for_more() -> None:
+async def test_outputs_count_as_handled_when_the_handler_asks_for_more() -> None:
     failures: list[BaseException] = []
     queue = OutputQueue(failures.append)
     await queue.handled()
@@ -205,3 +210,26 @@ def test_tied_weights_that_differ_are_refused() -> None:
     tensors.check_ties({"model.embed_tokens.weight": one, "lm_head.weight": one.clone(), "model.norm.weight": other})
     with pytest.raises(EngineError, match="tied"):
         tensors.check_ties({"model.embed_tokens.weight": one, "lm_head.weight": other})
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("kind", ["shared_memory", "gloo", "disk"])
+def test_workers_repeat_the_checksum_only_where_they_read_other_bytes(kind: str, here: bool, tmp_path: Path) -> None:
+    """The engine verifies every update; workers on its machine map the verified memory, but open files again."""
+    transport: WeightTransport = {
+        "shared_memory": lambda: SharedMemoryTransport(verify=True),
+        "gloo": lambda: GlooTransport(verify=True, address="127.0.0.1"),
+        "disk": lambda: DiskTransport(str(tmp_path), verify=True),
+    }[kind]()
+    engine = VLLMEngine("/model")
+    engine._workers_are_here = here
+    try:
+        update = transport.gather([("w", torch.randn(50))], 1)
+        passed_on = engine._bring_here(update)
+        assert passed_on.checksum == (None if here and kind != "disk" else update.checksum)
+        with pytest.raises(EngineError, match="checksum"):
+            engine._bring_here(dataclasses.replace(update, checksum="crc32:00000000"))
+    finally:
+        for part in (engine._receiver, engine._buffer, transport):
+            assert part is not None
+            part.close()

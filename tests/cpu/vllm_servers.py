@@ -1,4 +1,4 @@
-"""Two servers for the remote vLLM engine: a real ``vllm serve`` on the CPU, and one that only says what it is told to."""
+"""Two servers for the remote vLLM engine: a real ``vllm serve`` on the CPU, and a scripted one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import Any
 
 from vllm_read_back import EXTENSION
 
-from skyrl_train.inference.engines.vllm.remote_server import ENGINE_PATH, MIDDLEWARE, REQUESTS_PATH, machine
+from skyrl_train.inference.engines.vllm.remote_server import ENGINE_PATH, MIDDLEWARE, REQUESTS_PATH
 from skyrl_train.inference.engines.vllm.remote_wire import GENERATE_PATH
+from skyrl_train.weight_sync.shared_area import machine
 
 KEY = "open-sesame"
 ENVIRONMENT = {
@@ -34,7 +35,7 @@ ENVIRONMENT = {
 
 
 class VLLMServer:
-    """A process of its own session, so that whatever it starts ends with it."""
+    """A process of its own session, so that its children end with it."""
 
     def __init__(self, model_path: str, log: Path, port: int, **options: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -91,13 +92,13 @@ def get(url: str, key: str | None = None, body: Any = None) -> tuple[int, Any]:
         return error.code, json.loads(error.read() or "null")
 
 
-# A server that does what a test says ----------------------------------------------------------------------------------
+# A scripted server ----------------------------------------------------------------------------------------------------
 
 Reply = tuple[int, Any]
 
 
 class FakeServer:
-    """Speaks HTTP like the server; a test sets ``facts`` and ``answer``, and may drop what is connected.
+    """Speaks HTTP like the server; a test sets ``facts`` and ``answer``, and may drop the connections.
 
     ``answer`` makes the reply to a generation request, and may take its time; a list is sent as the events of a stream.
     """
@@ -125,7 +126,7 @@ class FakeServer:
         self.requests: dict[str, Any] = {}
         self.answer: Callable[[dict[str, Any]], Awaitable[Any]] = saying(whole([5]))
         self.on_abort: Callable[[], None] = lambda: None
-        self.fail: dict[str, Reply] = {}  # path -> what it answers instead
+        self.fail: dict[str, Reply] = {}  # path -> its answer instead
         self.drop: set[str] = set()  # paths whose connection is closed without an answer
         self.hang: set[str] = set()
         self.hanging = asyncio.Event()
@@ -142,7 +143,7 @@ class FakeServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Nobody listens any more, and what was connected is reset."""
+        """Nobody listens any more, and open connections are reset."""
         if self._server is not None:
             self._server.close()
         for writer in self._writers:

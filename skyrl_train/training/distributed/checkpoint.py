@@ -80,14 +80,17 @@ def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_m
         saved = {name: of for name, of in found.items() if isinstance(of, TensorStorageMetadata)}
         if not saved:
             raise CheckpointError(f"{folder} is incomplete: it has no shards. {REMEDY}")
-        wanted = {name: _like(tensor, cpu_mesh) for name, tensor in _live(model, optimizer).items()}
+        wanted = {
+            name: _on_cpu(tensor, torch.zeros_like(local_shard(tensor), device="cpu"), cpu_mesh)
+            for name, tensor in _live(model, optimizer).items()
+        }
         _check(folder, {k: v for k, v in saved.items() if not k.startswith(_RNG)}, wanted)
+        # Generator states belong to a rank, not to a shard: with more ranks than wrote it, the others keep their seeds.
         rng = [name for name in saved if name.startswith(f"{_RNG}{dist.get_rank()}.")]
         wanted |= {name: torch.zeros(saved[name].size, dtype=torch.uint8) for name in rng}
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # torch warns that no rank waits for another, which is intended
+            # torch warns that no rank waits for another, which is intended: ranks may read different files.
+            warnings.simplefilter("ignore", UserWarning)
             load_shards(wanted, storage_reader=reader, no_dist=True)
     except (OSError, SafetensorError, CheckpointException, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read ({first_line(error)}). {REMEDY}") from error
@@ -121,10 +124,6 @@ def _live(model: PreTrainedModel, optimizer: PolicyOptimizer) -> ShardState:
     return weights | moments
 
 
-def _like(tensor: torch.Tensor, cpu_mesh: DeviceMesh) -> torch.Tensor:
-    return _on_cpu(tensor, torch.zeros_like(local_shard(tensor), device="cpu"), cpu_mesh)
-
-
 def _on_cpu(tensor: torch.Tensor, part: torch.Tensor, cpu_mesh: DeviceMesh) -> torch.Tensor:
     """Return ``part`` as this rank's part of a tensor that is sharded as ``tensor`` is."""
     if not isinstance(tensor, DTensor):
@@ -136,6 +135,7 @@ def _on_cpu(tensor: torch.Tensor, part: torch.Tensor, cpu_mesh: DeviceMesh) -> t
 
 
 def _check(folder: Path, saved: Mapping[str, TensorStorageMetadata], wanted: ShardState) -> None:
+    # Shapes and dtypes are compared without reading the files: an error must change nothing, and loading takes minutes.
     there = {name: torch.empty(of.size, dtype=of.properties.dtype, device="meta") for name, of in saved.items()}
     check_weights(folder, there, wanted)
     for name, of in saved.items():

@@ -110,6 +110,7 @@ class RayTraining(Training):
         shares, packed = self._shares(sequences)
         results = [torch.zeros(0)] * len(sequences)
         of_ranks = self.group.call("score", [(role, of) for of in packed])
+        # Ranks that compute slices of one share all return its scores: the first of each is read.
         for share, rows in zip(shares, of_ranks[:: self.group.ranks_per_share], strict=True):
             for index, row in zip(share, rows, strict=True):
                 results[index] = torch.from_numpy(row.copy())

@@ -90,7 +90,9 @@ def shard(model: PreTrainedModel, config: TrainerConfig, mesh: DeviceMesh) -> No
         param_dtype=narrow if narrow != torch.float32 else None, reduce_dtype=torch.float32
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.fsdp.cpu_offload else OffloadPolicy()
-    for layer in decoder_layers(model):
+    # The layers that transformers declares unsplittable; an architecture without a declaration is one unit.
+    layer_classes = set(model._no_split_modules or ())
+    for layer in [module for module in model.modules() if type(module).__name__ in layer_classes]:
         fully_shard(
             layer,
             mesh=mesh,
@@ -104,12 +106,6 @@ def shard(model: PreTrainedModel, config: TrainerConfig, mesh: DeviceMesh) -> No
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction that keeps the sum
-
-
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the layers that transformers declares unsplittable; none for an architecture without a declaration."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -112,30 +111,27 @@ class PackedSequences:
     @classmethod
     def of(cls, sequences: Sequence[TrainingSequence]) -> PackedSequences:
         """Pack sequences."""
-        columns = {name: [getattr(s, name) for s in sequences] for name in _TENSOR_FIELDS}
-        return cls(
-            numbers={name: [getattr(s, name) for s in sequences] for name in _NUMBER_FIELDS},
-            lengths={name: [-1 if c is None else len(c) for c in column] for name, column in columns.items()},
-            values={name: _end_to_end([c for c in column if c is not None]) for name, column in columns.items()},
-        )
+        lengths: dict[str, list[int]] = {}
+        values: dict[str, npt.NDArray[np.generic]] = {}
+        for name in _TENSOR_FIELDS:
+            column = [getattr(sequence, name) for sequence in sequences]
+            present = [tensor for tensor in column if tensor is not None]
+            lengths[name] = [-1 if tensor is None else len(tensor) for tensor in column]
+            values[name] = torch.cat(present).numpy() if present else np.zeros(0)
+        return cls({name: [getattr(s, name) for s in sequences] for name in _NUMBER_FIELDS}, lengths, values)
 
     def unpack(self) -> list[TrainingSequence]:
         """Return the original sequences."""
-        columns = {name: _apart(self.values[name], self.lengths[name]) for name in _TENSOR_FIELDS}
+        columns: dict[str, list[Any]] = {name: list(column) for name, column in self.numbers.items()}
+        for name in _TENSOR_FIELDS:
+            lengths = self.lengths[name]
+            together = torch.from_numpy(self.values[name].copy())  # Ray's arrays are read-only
+            parts = iter(together.split([length for length in lengths if length >= 0]))
+            columns[name] = [next(parts) if length >= 0 else None for length in lengths]
         return [
-            TrainingSequence(**{name: column[index] for name, column in (columns | self.numbers).items()})  # type: ignore[arg-type]
+            TrainingSequence(**{name: column[index] for name, column in columns.items()})
             for index in range(len(self.numbers[_NUMBER_FIELDS[0]]))
         ]
-
-
-def _end_to_end(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.generic]:
-    return torch.cat(list(tensors)).numpy() if tensors else np.zeros(0)
-
-
-def _apart(values: npt.NDArray[np.generic], lengths: Sequence[int]) -> list[torch.Tensor | None]:
-    together = torch.from_numpy(values.copy())  # Ray's arrays are read-only
-    parts = iter(together.split([length for length in lengths if length >= 0]))
-    return [next(parts) if length >= 0 else None for length in lengths]
 
 
 class TrainingWorker:
@@ -185,8 +181,14 @@ class TrainingWorker:
         torch.manual_seed(settings.seed)
         path, trainer, steps = settings.model_path, settings.trainer, settings.total_steps
         section = "trainer.critic" if role is Role.critic else "trainer.policy"
-        adapt = partial(_adapted, role=role, settings=settings)
-        model = load_sharded(path, trainer, self._mesh, self._collectives, adapt, section)
+
+        def with_trained_parts(model: PreTrainedModel) -> PreTrainedModel:
+            if role is Role.critic:
+                return put_value_head(model)
+            lora = trainer.policy.model.lora
+            return add_adapter(model, lora, seed=settings.seed, dtype=torch.float32) if lora.rank else model
+
+        model = load_sharded(path, trainer, self._mesh, self._collectives, with_trained_parts, section)
         snapshots: Snapshots[checkpoint.ShardState] = Snapshots()
 
         def built() -> PolicyWorker | CriticWorker:
@@ -232,8 +234,10 @@ class TrainingWorker:
     # ---- weights and checkpoints
 
     def _gathered_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in weights:
-            yield name, gathered(self._at_policy_dtype(weight))
+        """Gather each parameter when the iterator reaches it, in the dtype with which the policy computes."""
+        dtype = resolve_dtype(self._held[Role.policy].settings.trainer.policy.dtype)
+        for name, parameter in weights:
+            yield name, gathered(parameter.detach().to(dtype))
 
     def weight_names(self) -> list[str]:
         """Return the HF names of the policy's parameters, in their order."""
@@ -241,8 +245,9 @@ class TrainingWorker:
 
     def weight(self, name: str) -> torch.Tensor | None:
         """Gather one parameter of the policy: on the CPU of rank 0, None on the others."""
-        full = gathered(self._at_policy_dtype(dict(policy_weights(self._policy))[name])).cpu()
-        return full if dist.get_rank() == 0 else None
+        named = ((known, parameter) for known, parameter in policy_weights(self._policy) if known == name)
+        _, full = next(self._gathered_weights(named))
+        return full.cpu() if dist.get_rank() == 0 else None
 
     def stage(self, key: int, transport: WeightTransport, version: int) -> WeightUpdate | None:
         """Let rank 0 copy the policy's weights to the staging area of the transport with this ``key``, parameter by parameter.
@@ -300,10 +305,6 @@ class TrainingWorker:
     def _policy(self) -> PreTrainedModel:
         return self._held[Role.policy].worker.model
 
-    def _at_policy_dtype(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the weight with which the policy computes: the parameter, or its rounding."""
-        return parameter.detach().to(resolve_dtype(self._held[Role.policy].settings.trainer.policy.dtype))
-
     def _write_hf(self, weights: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor], folder: Path) -> None:
         unfinished = folder.with_name(f".tmp-{folder.name}")
         settings = self._held[Role.policy].settings
@@ -324,11 +325,3 @@ class TrainingWorker:
                 f"The policy cannot be exported to {folder} on {socket.gethostname()}: {error}. Free space or choose "
                 "another folder; the run's checkpoints hold the same weights."
             ) from error
-
-
-def _adapted(model: PreTrainedModel, role: Role, settings: ModelSettings) -> PreTrainedModel:
-    """Add the trained parts to a model: a critic's head, or the policy's adapter, if it has one."""
-    if role is Role.critic:
-        return put_value_head(model)
-    lora = settings.trainer.policy.model.lora
-    return add_adapter(model, lora, seed=settings.seed, dtype=torch.float32) if lora.rank else model

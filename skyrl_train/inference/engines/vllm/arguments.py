@@ -146,11 +146,6 @@ def process_environment(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, st
     return {**variables, **settings.environment}
 
 
-def supported_transports(on_cpu: bool) -> frozenset[str]:
-    """Return the weight transports that reach an engine in this process."""
-    return frozenset({"shared_memory", "disk", "delta", "gloo", *(() if on_cpu else ("cuda_ipc",))})
-
-
 def capabilities(
     settings: VLLMSettings, *, max_model_len: int, on_cpu: bool, streams_chunks: bool
 ) -> EngineCapabilities:
@@ -158,7 +153,7 @@ def capabilities(
     arguments = settings.engine_args
     return EngineCapabilities(
         pause_modes=frozenset(PauseMode),
-        transports=supported_transports(on_cpu),
+        transports=frozenset({"shared_memory", "disk", "delta", "gloo", *(() if on_cpu else ("cuda_ipc",))}),
         max_model_len=max_model_len,
         sleep=bool(arguments.get("enable_sleep_mode")) and not on_cpu,
         max_top_logprobs=int(arguments.get("max_logprobs", DEFAULT_MAX_LOGPROBS)),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import threading
@@ -28,14 +29,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
-from skyrl_train.inference.engines.vllm.adapter import (
-    AsyncLLMAdapter,
-    lora_request,
-    runs_on_cpu,
-    shut_down,
-    start_async_llm,
-    streams_chunks,
-)
+from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter, lora_request, shut_down, start_async_llm
 from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER, VLLMSettings, capabilities
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, RequestTracker, VLLMLink
 from skyrl_train.inference.interface import (
@@ -50,6 +44,7 @@ from skyrl_train.inference.interface import (
 )
 from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_area import machine
 from skyrl_train.weight_sync.update import WeightUpdate
 
 if TYPE_CHECKING:  # these import torch
@@ -99,11 +94,15 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
 
     def _on_death(self, reason: str) -> None:
         """Called by the link: everything pending fails, now and from now on."""
-        if self._link is None or self._requests is None:
+        link, requests = self._link, self._requests
+        if link is None or requests is None:
             return
         # Set before the requests fail, so that their callers already see the death.
         self._link, self._gone = None, reason
-        self._requests.fail_all(EngineDeadError(f"{self.NAME} is gone: {reason.removesuffix('.')}."))
+        error = EngineDeadError(f"{self.NAME} is gone: {reason.removesuffix('.')}.")
+        for in_flight in requests.in_flight:
+            link.fail(in_flight, error)
+        requests.gate.open()  # callers that wait there find the link dead
 
     # Requests -----------------------------------------------------------------------------------------------------
 
@@ -251,7 +250,8 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         if error is None:
             # The engine keeps serving: an error here must not end its requests, so load_weights() reports it.
             try:
-                here = await self._bring_here(update)
+                # A thread cannot be cancelled: it runs on when the caller is, and the next update waits for it.
+                here = await asyncio.shield(asyncio.to_thread(self._bring_here, update))
                 errors = await link.on_workers("skyrl_receive", here.to_message())
                 error = next((one for one in errors if one is not None), None)
             except EngineDeadError:
@@ -265,8 +265,8 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
     def _reject(self, update: WeightUpdate) -> str | None:
         """Return why an update cannot be for this engine, or None."""
 
-    async def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
-        """Bring the update's bytes to where the workers can map them; returns where that is."""
+    def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
+        """Bring the update's bytes to where the workers can map them; returns where that is. Called in a thread."""
         return update
 
     async def load_weights(self, update: WeightUpdate) -> None:
@@ -286,23 +286,23 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         self._received = None
         # A load that has begun is finished even when its caller is cancelled: half of one is no model.
         self._loading = asyncio.ensure_future(self._load(link, requests, update.version, self._paused))
-        self._loading.add_done_callback(self._loaded)
         await asyncio.shield(self._loading)
 
     async def _load(self, link: Link, requests: RequestTracker, version: int, mode: PauseMode) -> None:
         try:
-            self.last_load_s = await link.load_weights(version)
-        except (EngineError, RequestError) as error:
-            # Some workers may have the new weights, some half of them: no request may be sampled from that.
-            self._damaged = link.instance
-            link.die(f"an update failed half-way ({error})")
-            link.raise_if_dead()
-        await requests.weights_changed(version, mode)
-
-    def _loaded(self, loading: asyncio.Future[None]) -> None:
-        self._loading = None
-        if not loading.cancelled() and (error := loading.exception()) is not None:
+            try:
+                self.last_load_s = await link.load_weights(version)
+            except (EngineError, RequestError) as error:
+                # Some workers may have the new weights, some half of them: no request may be sampled from that.
+                self._damaged = link.instance
+                link.die(f"an update failed half-way ({error})")
+                link.raise_if_dead()
+            await requests.weights_changed(version, mode)
+        except Exception as error:  # its caller may have given up and would not see it
             logger.error("%s could not load weights: %s", self.NAME, error)
+            raise
+        finally:
+            self._loading = None
 
 
 class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
@@ -371,6 +371,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         )
         self._salted = not keep_prefix_cache_across_versions
         self._processes: AsyncLLMAdapter | None = None  # until they are shut down
+        self._workers_are_here = False  # on this machine, where a path to shared memory names the same pages
         self._receiving = threading.Lock()  # held in the thread: a cancelled call still receives
         self._buffer: ReceiveBuffer | None = None
         self._receiver: WeightReceiver | None = None
@@ -402,7 +403,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             raise
         link = self._processes = AsyncLLMAdapter(llm, self._on_death)
         self._capabilities = capabilities(
-            settings, max_model_len=link.max_model_len, on_cpu=runs_on_cpu(), streams_chunks=streams_chunks()
+            settings, max_model_len=link.max_model_len, on_cpu=link.on_cpu, streams_chunks=link.streams_chunks
         )
         self._vocab_size = link.vocab_size
         self._received = None
@@ -410,7 +411,8 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         if settings.lora_rank:
             self._policy_lora = lora_request("policy", POLICY_ADAPTER, settings.model_path)
         self._begin(link, version=-1, salted=self._salted)
-        await link.on_workers("skyrl_pid")  # from here on vLLM notices the death of its process
+        # The first call: from here on vLLM notices the death of its process.
+        self._workers_are_here = all(where == machine() for where, _ in await link.on_workers("skyrl_process"))
 
     async def teardown(self) -> None:
         if self._link is not None:
@@ -441,7 +443,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
 
     async def worker_pids(self) -> list[int]:
         """Return the process ids of vLLM's workers. With one worker, vLLM's scheduler is in the same process."""
-        return [int(pid) for pid in await self._alive()[0].on_workers("skyrl_pid")]
+        return [int(pid) for _, pid in await self._alive()[0].on_workers("skyrl_process")]
 
     async def sleep(self, level: int = 1) -> None:
         """Free device memory while paused: 1 keeps the weights on the host, 2 drops them (sync weights before resuming).
@@ -495,14 +497,10 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             raise RequestError(f"There is no adapter {name!r}; load_adapter() it first.")
         return self._adapters[name]
 
-    async def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
+    def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
         """Bring the bytes into this machine's memory and verify them here, where no request waits for it."""
         if update.transport == "cuda_ipc":  # in the GPU's memory, which only the workers open
             return update
-        # Shielded: the thread runs on when the caller is cancelled, and the next update must wait for it.
-        return await asyncio.shield(asyncio.to_thread(self._receive, update))
-
-    def _receive(self, update: WeightUpdate) -> WeightUpdate:
         import torch
 
         from skyrl_train.weight_sync.receiver import ReceiveBuffer, WeightReceiver
@@ -512,7 +510,11 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
                 self._buffer, self._receiver = ReceiveBuffer(), WeightReceiver(torch.device("cpu"))
             here = self._buffer.fetch(update)
             self._receiver.open_update(here)  # raises where the checksum differs
-            return here
+        if here.transport == "shared_memory" and self._workers_are_here:
+            # The workers map the very pages that were verified here, and a second pass there would hold up decoding. Files
+            # keep their checksum: the workers open them again by path.
+            return dataclasses.replace(here, checksum=None)
+        return here
 
     def _on_death(self, reason: str) -> None:
         super()._on_death(reason)

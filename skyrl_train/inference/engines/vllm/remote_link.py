@@ -431,7 +431,7 @@ class ServerLink(VLLMLink):
         path = f"/pause?mode={VLLM_PAUSE_MODES[mode]}&clear_cache={clear}"
         # The server pauses even if the caller of this gives up, so the call is kept and resume() looks at it.
         self._pausing = asyncio.ensure_future(self.post(path, patient=mode is PauseMode.WAIT))
-        self._pausing.add_done_callback(_retrieve)
+        self._pausing.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, even if nobody waits
         await asyncio.shield(self._pausing)
         if not (await self.look()).paused:
             raise EngineError(f"The vLLM server still runs after a pause with {mode.value!r}.")
@@ -520,9 +520,3 @@ async def wait_for_server(connection: Connection, timeout_s: float) -> ServerInf
         raise EngineDeadError(
             f"No vLLM server at {connection.url} within start_timeout_s={timeout_s:g}: {reason}"
         ) from None
-
-
-def _retrieve(call: asyncio.Future[Any]) -> None:
-    """Look at a call's exception, which its caller may have given up waiting for."""
-    if not call.cancelled():
-        call.exception()

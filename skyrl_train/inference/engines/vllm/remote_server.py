@@ -20,10 +20,10 @@ import pkgutil
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
 from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
+from skyrl_train.weight_sync.shared_area import machine
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -41,6 +41,7 @@ class EngineRoutes:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        # A server that was restarted under the same address has other weights: the trainer tells the two apart by this.
         self._instance = uuid.uuid4().hex
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +50,9 @@ class EngineRoutes:
             await self._app(scope, receive, send)
             return
         path, state = scope["path"], scope["app"].state
-        if path not in _OPEN_PATHS and not authorized(_authorization(scope), _keys(state)):
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None)
+        keys = [key for key in (getattr(state.args, "api_key", None) or [os.environ.get(KEY_VARIABLE)]) if key]
+        if path not in _OPEN_PATHS and not authorized(given, keys):
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
@@ -79,6 +82,7 @@ class EngineRoutes:
             "server_processes": int(getattr(state.args, "api_server_count", None) or 1),
             "weight_reception": receives_weights(config.parallel_config.worker_extension_cls),
         }
+        # A dead engine answers no call, and without our extension its workers lack the method.
         if facts["dead"] or not facts["weight_reception"]:
             return facts
         held = max(await engine.collective_rpc("skyrl_held_requests"))
@@ -105,18 +109,10 @@ def authorized(authorization: str | None, keys: list[str]) -> bool:
     if not keys:
         return True
     scheme, _, given = (authorization or "").partition(" ")
+    # Digests have one length and are ASCII, as a comparison in constant time needs; all keys are compared for the same reason.
     digest = hashlib.sha256(given.encode()).digest()
     matches = [secrets.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
     return scheme.lower() == "bearer" and any(matches)
-
-
-def machine() -> str:
-    """Identify machine, process space and user: where equal, ``/proc/<pid>/fd`` means the same to both sides."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
-    except OSError:  # no Linux: nothing is shared that way
-        return uuid.uuid4().hex
 
 
 def unfinished(engine: Any) -> dict[str, Any]:
@@ -128,17 +124,6 @@ def unfinished(engine: Any) -> dict[str, Any]:
         }
         for state in engine.output_processor.request_states.values()
     }
-
-
-def _keys(state: Any) -> list[str]:
-    return [key for key in (getattr(state.args, "api_key", None) or [os.environ.get(KEY_VARIABLE)]) if key]
-
-
-def _authorization(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return str(value.decode("latin-1"))
-    return None
 
 
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import ConfigError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
-from skyrl_train.inference.engines.vllm.remote_server import machine
 from skyrl_train.inference.engines.vllm.requests import STOP_REASONS, EngineRequest, Spans
 from skyrl_train.inference.interface import EngineCapabilities, StopReason, StructuredOutput, TopLogprobs
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_area import machine
 
 GENERATE_PATH = "/inference/v1/generate"
 _NO_LOGPROB = -9999.0  # vLLM sends this in place of a log-prob that it does not have
@@ -158,19 +158,18 @@ def parse_part(answer: Mapping[str, Any], num_top: int) -> ResponsePart:
     if reason is not None and reason not in STOP_REASONS:
         raise EngineError(f"The vLLM server ended a request with {reason!r}; its own log says more.")
     spans = choice.get("weight_versions")
+    top = None
+    if num_top:
+        # The sampled token stands first, and again in its rank if it is one of the most likely.
+        found = [{other["token_id"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
+        top = [sorted(others.items(), key=lambda other: -other[1])[:num_top] for others in found]
     return ResponsePart(
         token_ids,
         logprobs,
-        [_most_likely(entry["top_logprobs"], num_top) for entry in content] if num_top else None,
+        top,
         None if reason is None else STOP_REASONS[reason],
         None if spans is None else [(parse_version(span["version"]), span["start"]) for span in spans],
     )
-
-
-def _most_likely(entries: Sequence[Mapping[str, Any]], count: int) -> list[tuple[int, float]]:
-    # The sampled token stands first, and again in its rank if it is one of the most likely.
-    found = {entry["token_id"]: entry["logprob"] for entry in entries}
-    return sorted(found.items(), key=lambda entry: -entry[1])[:count]
 
 
 def error_message(answer: Mapping[str, Any]) -> str:

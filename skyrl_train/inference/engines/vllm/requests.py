@@ -333,12 +333,6 @@ class RequestTracker:
         """Give later requests another salt, so that they find nothing that was cached before."""
         self._salt = next(self._salts)
 
-    def fail_all(self, error: EngineDeadError) -> None:
-        """Make every request raise ``error``, those that wait at the gate included."""
-        for in_flight in self.in_flight:
-            self._link.fail(in_flight, error)
-        self.gate.open()  # callers that wait there find the link dead
-
     async def _submit(self, request: EngineRequest) -> InFlightRequest:
         submitting = asyncio.ensure_future(self._submit_and_register(request))
         self._submitting.add(submitting)

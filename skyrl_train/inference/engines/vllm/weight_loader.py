@@ -3,23 +3,32 @@
 vLLM stores weights in the form that it computes with: fused (q, k and v are one matrix), split over ranks, and on a CPU
 packed. Its reload converts the checkpoint's tensors again. A missing tensor would only be a warning there, so updates are
 compared with the architecture before anything is touched.
+
+An adapter is converted to vLLM's form while it is received, beside the one that serves; the load swaps the two.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.engines.vllm.lora_loader import LoraLoader
+from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER
+from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
+
+_MEMORY = Path("/dev/shm")
 
 
 class WeightLoader:
@@ -225,3 +234,56 @@ def _check_dtype(spec: TensorSpec, dtype: str) -> None:
             f"Weight {spec.name!r} is {spec.dtype}, the engine serves {dtype}; gather weights in "
             "generator.inference_engine.dtype."
         )
+
+
+# The policy's adapter -------------------------------------------------------------------------------------------------
+
+
+class LoraLoader:
+    """The policy's adapter in a worker whose ``model_runner`` was started with LoRA; called between two steps.
+
+    It is swapped in place, under one number that every request names: only the copies that the kernels read change.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._manager: Any = getattr(model_runner, "lora_manager", None)
+        self._received: Any = None
+
+    def receive(self, adapter: AdapterSpec, weights: Mapping[str, torch.Tensor]) -> None:
+        """Convert an adapter (``weights`` under peft's names) to vLLM's form.
+
+        Raises:
+            EngineError: vLLM rejects it.
+        """
+        from vllm.lora.request import LoRARequest
+
+        # vLLM's reader takes a folder; one in shared memory costs a copy but no disk access.
+        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+            modules = {name.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2] for name in weights}
+            settings = {
+                "peft_type": "LORA",
+                "r": adapter.rank,
+                "lora_alpha": adapter.scale * adapter.rank,
+                "target_modules": sorted(modules),
+                "bias": "none",
+            }
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
+            save_file(
+                {name: weight.cpu().clone() for name, weight in weights.items()}, f"{folder}/adapter_model.safetensors"
+            )
+            try:
+                self._received = self._manager._load_adapter(LoRARequest("policy", POLICY_ADAPTER, folder))
+            except Exception as error:  # vLLM's reader raises many kinds; the adapter that serves is untouched
+                raise EngineError(f"vLLM rejects the adapter: {error}") from error
+
+    def load(self) -> None:
+        """Replace the adapter that serves by the received one. An exception from here leaves no adapter."""
+        assert self._received is not None, "an update is loaded after it was received"
+        adapters = self._manager._adapter_manager
+        adapters.remove_adapter(POLICY_ADAPTER)
+        if len(adapters) + 1 > adapters.capacity:
+            adapters.remove_oldest_adapter()  # one of the users'
+        adapters.add_adapter(self._received)
+        adapters.activate_adapter(POLICY_ADAPTER)
+        adapters.pin_adapter(POLICY_ADAPTER)  # else vLLM may evict it, and would then look for its folder
+        self._received = None

@@ -16,6 +16,7 @@ import torch
 
 from skyrl_train.inference.engines.vllm.arguments import OWNER_VARIABLE
 from skyrl_train.inference.engines.vllm.weight_loader import WeightLoader
+from skyrl_train.weight_sync.shared_area import machine
 from skyrl_train.weight_sync.update import WeightUpdate
 
 
@@ -27,9 +28,9 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
 
-    def skyrl_pid(self) -> int:
-        """Return this worker's process id."""
-        return os.getpid()
+    def skyrl_process(self) -> tuple[str, int]:
+        """Return the machine of this worker, as :func:`machine` identifies it, and its process id."""
+        return machine(), os.getpid()
 
     def skyrl_held_requests(self) -> int:
         """Return the number of requests in the worker's own batch: those that were scheduled and have not ended."""
@@ -60,6 +61,7 @@ def _end_with(owner: int) -> None:
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
+    # The descriptor becomes readable when the process ends, so this needs neither polling nor the interpreter's main thread.
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
     watch.poll()
