@@ -99,7 +99,7 @@ def test_a_small_change_is_a_small_file_and_an_engine_that_follows_reads_nothing
             assert torch.equal(receiver.open_update(moved)["a"], weights["a"])
 
 
-def test_who_missed_a_version_applies_what_it_missed_and_who_joins_begins_with_the_full_file(
+def test_an_engine_that_missed_a_version_applies_all_missed_deltas_and_a_new_one_begins_with_the_full_file(
     tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:
     transport = DeltaTransport(str(tmp_path), "float32", verify=True)
@@ -189,7 +189,9 @@ class _failing:
 @pytest.mark.parametrize(
     "location", ["", "{}", json.dumps({"id": "x", "links": []}), json.dumps({"id": "x", "links": [[1]]})]
 )
-def test_what_is_no_chain_is_refused(tmp_path: Path, weights: dict[str, torch.Tensor], location: str) -> None:
+def test_a_location_that_is_no_chain_is_rejected(
+    tmp_path: Path, weights: dict[str, torch.Tensor], location: str
+) -> None:
     with closing(DeltaTransport(str(tmp_path))) as transport, closing(WeightReceiver(CPU)) as receiver:
         update = dataclasses.replace(transport.gather(weights.items(), 0), location=location)
         with pytest.raises(EngineError, match="ync the weights again"):

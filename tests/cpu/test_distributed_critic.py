@@ -171,7 +171,9 @@ def test_a_critic_whose_heads_the_policys_ranks_do_not_divide_is_refused(
         beside_policy(folder, str(tmp_path / "one_head"), fsdp__sequence_parallel_size=2)
 
 
-def test_what_its_model_cannot_do_is_named_as_the_critics(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_of_its_model_are_named_as_the_critics(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("skyrl_train.training.layers.GradientCheckpointingLayer", str)  # no layer is one
     trainer = critic_config(critic__gradient_checkpointing=True)
     rank = one_rank(trainer)

@@ -1,4 +1,4 @@
-"""The settings of sharded training: what is refused, what the plan says, and what a death of a worker leads to."""
+"""The settings of sharded training: errors, the plan, and restarts after the death of a worker."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ WORKERS = f"{REFERENCE}.executor=workers"
         (["trainer.device=cuda", KL, WORKERS, f"{REFERENCE}.ray_num_gpus=0.5"], "which NCCL does not allow"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
+def test_impossible_settings_are_rejected_with_a_remedy(overrides: list[str], remedy: str) -> None:
     assert any(remedy in problem for problem in validate(compose("quickstart", overrides)).errors)
 
 
@@ -125,7 +125,7 @@ def test_workers_on_the_cpu_reserve_no_gpus() -> None:
     assert derive.reference_num_gpus(reference) == 0
 
 
-def test_the_plan_says_how_many_ranks_there_are_and_what_each_holds() -> None:
+def test_the_plan_shows_the_ranks_and_the_memory_of_each() -> None:
     plan = resolve(compose("quickstart", [FSDP, "trainer.fsdp.num_workers=4", "trainer.max_restarts=2"]), 512)
     assert plan.memory is not None
     parameters = plan.memory.num_parameters
@@ -171,7 +171,7 @@ def test_the_plan_counts_a_reference_that_lies_where_the_policy_does(device: str
         ([FSDP, COLOCATED], "in the policy's 2 ranks, on cpu, {} of weights"),
     ],
 )
-def test_the_plan_says_where_the_reference_is_and_what_it_holds(overrides: list[str], where: str) -> None:
+def test_the_plan_shows_place_and_memory_of_the_reference(overrides: list[str], where: str) -> None:
     plan = resolve(compose("quickstart", [KL, *overrides]), 512)
     assert plan.memory is not None
     size = f"{plan.memory.num_parameters * 4 / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""A policy on two ranks is trained as on one: the contract of the local backend, its numbers, and what is its own."""
+"""A policy on two ranks is trained as on one: the contract of the local backend, its numbers, and the rules of its own."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ pytestmark = [
 ]
 
 POLICY = Role.policy
-# AdamW moves a weight by up to the rate, whatever the size of its gradient: the last bit of a small one shows in full.
+# AdamW moves a weight by up to the rate, however small its gradient: the last bit of a small one shows in full.
 LIKE_LOCAL = {"policy__optimizer_config__lr": 1e-3, "micro_batch_tokens": 34}
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)  # nine sequences over two ranks, five groups
 
@@ -191,7 +191,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
-def test_settings_mean_on_two_ranks_what_they_mean_on_one(
+def test_settings_mean_the_same_on_two_ranks_as_on_one(
     folder: str, rejoined: Callable[..., RayBackend], changes: dict[str, object]
 ) -> None:
     ours, alone = rejoined(**changes), local(folder, **{k: v for k, v in changes.items() if not k.startswith("fsdp")})
@@ -284,7 +284,7 @@ class TestSequenceParallelism:
             assert shared.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
         assert apart(weights(shared), weights(alone)) < 1e-6
 
-    def test_what_cannot_be_shared_is_refused_as_the_policy_is_built(
+    def test_impossible_sequence_parallelism_is_rejected_as_the_policy_is_built(
         self, folder: str, rejoined: Callable[..., RayBackend], tmp_path: Path
     ) -> None:
         path = tmp_path / "one_head"
@@ -296,7 +296,7 @@ class TestSequenceParallelism:
 
 
 class TestRefusals:
-    def test_what_one_rank_refuses_all_do_and_go_on(self, folder: str, fresh: RayBackend) -> None:
+    def test_an_error_of_one_rank_is_raised_by_all_and_the_group_goes_on(self, folder: str, fresh: RayBackend) -> None:
         alone, batch = local(folder), minibatch(lengths=LENGTHS)
         foreign = [
             dataclasses.replace(s, token_ids=s.token_ids + VOCABULARY) if i == 3 else s
@@ -434,7 +434,7 @@ class TestLora:
 
 
 class ScriptedRank:
-    """Notes in ``calls`` what it is called with, in the order in which that is submitted, after it has done ``first``."""
+    """Records its calls in ``calls`` in the order of their submission, after it has done ``first``."""
 
     def __init__(self, calls: list[str], first: Callable[[str], None] = lambda method: None) -> None:
         self._calls, self._first = calls, first
@@ -505,7 +505,7 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
         ({"device": "cuda", "fsdp__ray_num_gpus": 1.0}, r"num_workers=2, each with 1 GPU, need more than the 0 "),
     ],
 )
-def test_what_the_only_machine_does_not_have_is_refused_without_waiting(
+def test_resources_that_the_only_machine_lacks_are_an_error_without_waiting(
     two_ranks: RayBackend, changes: dict[str, object], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -555,7 +555,7 @@ class TestDeaths:
             two_ranks.snapshot()
 
 
-def test_what_is_staged_in_a_folder_is_gone_when_the_workers_are(folder: str, tmp_path: Path) -> None:
+def test_staged_files_are_removed_when_the_workers_end(folder: str, tmp_path: Path) -> None:
     if not ray.is_initialized():
         ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
     started = RayBackend(folder, settings(fsdp__num_workers=1), total_steps=10, temperature=1.0, seed=0)
@@ -603,7 +603,7 @@ def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_p
 
 
 @pytest.mark.parametrize("fp32_head", [False, True])
-def test_bfloat16_rounds_the_weights_that_compute_and_are_published(folder: str, fp32_head: bool) -> None:
+def test_bfloat16_rounds_the_weights_that_compute_and_are_synced(folder: str, fp32_head: bool) -> None:
     rank = a_rank(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
     alone = local(folder, policy__dtype="bfloat16", policy__fp32_head=fp32_head)
     try:
@@ -625,7 +625,7 @@ def test_a_model_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         worker.leave()
 
 
-# What travels --------------------------------------------------------------------------------------------------------
+# Messages -------------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))

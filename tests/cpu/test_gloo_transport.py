@@ -74,7 +74,7 @@ async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival
     await asyncio.gather(client.teardown(), late.teardown())
 
 
-def test_the_bytes_arrive_whatever_the_bucket(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+def test_the_bytes_arrive_with_any_bucket_size(staged: tuple[GlooTransport, WeightUpdate]) -> None:
     with closing(WeightReceiver(CPU)) as receiver:
         assert torch.equal(receiver.open_update(staged[1])["w"], torch.arange(5000.0))
 
@@ -106,7 +106,7 @@ def test_a_version_that_is_not_staged_any_more_is_refused_and_the_current_one_is
         assert receiver.open_update(current)["w"][0] == 2.0
 
 
-def test_who_does_not_know_the_token_gets_nothing(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+def test_a_client_without_the_token_gets_nothing(staged: tuple[GlooTransport, WeightUpdate]) -> None:
     location = json.loads(staged[1].location)
     for greeting in ({"token": "wrong"}, {"token": None}, {}):
         with socket.create_connection((location["host"], location["port"]), timeout=30) as stranger:

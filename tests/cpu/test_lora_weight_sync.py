@@ -1,4 +1,4 @@
-"""An adapter's way to live engines: they serve what the trainer computes, from a few bytes, beside a base that stays."""
+"""An adapter's way to live engines: they serve the trainer's policy, from a few bytes, beside a base that stays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def policy(folder: str, seed: int, dtype: str = "float32") -> LocalBackend:
-    """A trainer whose adapter is far from where it starts; the base stays what the folder has."""
+    """A trainer whose adapter is far from where it starts; the base stays as in the folder."""
     trainer = backend(folder, policy__model__lora=lora(), policy__dtype=dtype)
     move(trainer, seed)
     return trainer
@@ -73,7 +73,9 @@ def trainer_logprobs(trainer: LocalBackend, tokens: list[int]) -> list[float]:
     return trainer.forward_logprobs([sequence])[0][len(PROMPT) :].tolist()
 
 
-async def publish(engine: InferenceEngineInterface, update: WeightUpdate, mode: PauseMode = PauseMode.KEEP) -> None:
+async def sync_weights(
+    engine: InferenceEngineInterface, update: WeightUpdate, mode: PauseMode = PauseMode.KEEP
+) -> None:
     await engine.receive_weights(update)
     await engine.pause(mode)
     try:
@@ -92,7 +94,7 @@ def agree(trainer: LocalBackend, output: InferenceEngineOutput, version: int, to
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_an_embedded_engine_serves_what_the_trainer_computes(folder: str, tmp_path: Path, name: str) -> None:
+async def test_an_embedded_engine_serves_the_trainers_policy(folder: str, tmp_path: Path, name: str) -> None:
     trainer, transport = policy(folder, 1), TRANSPORTS[name](str(tmp_path), "float32")
     whole = sum(p.nbytes for p in trainer.model.parameters())
     engine = EmbeddedEngine(folder, executor="thread", max_model_len=CONTEXT, max_num_seqs=4, lora=lora())
@@ -104,7 +106,7 @@ async def test_an_embedded_engine_serves_what_the_trainer_computes(folder: str, 
             move(trainer, version)
             update = trainer.stage(transport, version)
             assert update.num_bytes < whole / 2
-            await publish(engine, update)
+            await sync_weights(engine, update)
             assert await engine.served_checksum() == update.checksum
             output = await engine.generate(request(max_tokens=20))
             agree(trainer, output, version)
@@ -112,7 +114,7 @@ async def test_an_embedded_engine_serves_what_the_trainer_computes(folder: str, 
         late = EmbeddedEngine(folder, executor="thread", max_model_len=CONTEXT, max_num_seqs=4, lora=lora())
         await late.start()
         try:
-            await publish(late, update)
+            await sync_weights(late, update)
             assert (await late.generate(request(max_tokens=20)))["response_ids"] == output["response_ids"]
         finally:
             await late.teardown()
@@ -138,7 +140,7 @@ def load(engine: EmbeddedEngineCore, update: WeightUpdate) -> None:
 def test_an_update_moves_the_adapter_and_nothing_else(folder: str) -> None:
     trainer, engine, transport = policy(folder, 1), core(folder), SharedMemoryTransport()
     before = {name: p.clone() for name, p in engine.model.named_parameters()}
-    for version in range(20):  # what an earlier update left would add up
+    for version in range(20):  # leftovers of earlier updates would add up
         move(trainer, version)
         load(engine, trainer.stage(transport, version))
     for name, weight in engine.model.named_parameters():
@@ -199,7 +201,7 @@ async def test_vllm_swaps_adapters_in_flight(folder: str, vllm_adapter: VLLMEngi
         await engine.generate(request())
     first, second = policy(folder, 1), policy(folder, 2)
     update = first.stage(transport, 0)
-    await publish(engine, update)
+    await sync_weights(engine, update)
     output = await engine.generate(request(max_tokens=20))
     agree(first, output, 0)
     with pytest.raises(EngineError, match="no power of 2"):  # the trainer's scale here is 1.5
@@ -210,7 +212,7 @@ async def test_vllm_swaps_adapters_in_flight(folder: str, vllm_adapter: VLLMEngi
         before = (await engine.health()).generated_tokens
         while (await engine.health()).generated_tokens - before < 20:
             pass
-    await publish(engine, second.stage(transport, 1), PauseMode.RECOMPUTE)
+    await sync_weights(engine, second.stage(transport, 1), PauseMode.RECOMPUTE)
     output = await flying
     tokens, versions = output["response_ids"][0], output["response_versions"][0]
     assert (len(tokens), set(versions), versions) == (400, {0, 1}, sorted(versions))
@@ -219,18 +221,18 @@ async def test_vllm_swaps_adapters_in_flight(folder: str, vllm_adapter: VLLMEngi
     assert output["response_logprobs"][0] == pytest.approx(expected, abs=TOLERANCE)
     # Back and forth leaves no trace, and cached prefixes serve no other version.
     for version, trainer in ((2, first), (3, second), (4, first)):
-        await publish(engine, trainer.stage(transport, version))
+        await sync_weights(engine, trainer.stage(transport, version))
         agree(trainer, await engine.generate(request(max_tokens=20)), version)
     transport.close()
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_vllm_refuses_what_is_not_its_adapter(folder: str, vllm_adapter: VLLMEngine) -> None:
+async def test_vllm_rejects_updates_that_are_not_its_adapter(folder: str, vllm_adapter: VLLMEngine) -> None:
     engine, transport = vllm_adapter, SharedMemoryTransport()
     trainer = policy(folder, 1)
     version = engine.policy_version + 1
     good = trainer.stage(transport, version)
-    await publish(engine, good)
+    await sync_weights(engine, good)
     longer = dataclasses.replace(good.tensors[0], shape=(8, 32))
     for change, message in (
         ({"adapter": None}, "a whole model, the engine serves an adapter of rank 4"),
@@ -238,7 +240,7 @@ async def test_vllm_refuses_what_is_not_its_adapter(folder: str, vllm_adapter: V
         ({"tensors": (longer, *good.tensors[1:])}, r"shape \(8, 32\)"),
     ):
         with pytest.raises(EngineError, match=message):
-            await publish(engine, dataclasses.replace(good, **change, version=version + 1))  # type: ignore[arg-type]
+            await sync_weights(engine, dataclasses.replace(good, **change, version=version + 1))  # type: ignore[arg-type]
     agree(trainer, await engine.generate(request(max_tokens=8)), version)
     transport.close()
 
@@ -250,7 +252,7 @@ async def test_vllm_serves_the_adapters_bytes(folder: str, vllm_adapter: VLLMEng
     for seed in range(2):
         move(trainer, seed)
         update = trainer.stage(transport, vllm_adapter.policy_version + 1)
-        await publish(vllm_adapter, update)
+        await sync_weights(vllm_adapter, update)
         assert await served_checksum(vllm_adapter, update) == update.checksum
         agree(trainer, await vllm_adapter.generate(request(max_tokens=8)), update.version)
     transport.close()

@@ -25,7 +25,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("verify", [False, True])
-def test_what_arrives_is_bit_for_bit_the_weights_in_the_engines_dtype(dtype: str, verify: bool) -> None:
+def test_received_weights_are_bit_for_bit_the_trainers_in_the_engines_dtype(dtype: str, verify: bool) -> None:
     transport, receiver = SharedMemoryTransport(dtype, verify), SharedMemoryReceiver()
     update = transport.gather(WEIGHTS.items(), 3)
     assert (update.version, update.transport, update.checksum is not None) == (3, "shared_memory", verify)

@@ -1,4 +1,4 @@
-"""Requests that outlive weight updates, with real vLLM: what comes out is what an uninterrupted request gives."""
+"""Requests that outlive weight updates, with real vLLM: they give the result of an uninterrupted request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine contract with a real vLLM: what comes back, what is refused, and that nothing stays behind."""
+"""The engine contract with a real vLLM: results, rejected requests, and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_alternatives_of_a_sampled_token_are_the_most_likely_ones(vllm: Se
     assert "response_top_logprobs" not in await vllm.engine.generate(request())
 
 
-async def test_what_ends_a_response(vllm: Served) -> None:
+async def test_each_way_in_which_a_response_ends_has_its_stop_reason(vllm: Served) -> None:
     greedy = full_greedy(tiny_model(0), PROMPT, 30)
     stop = next(token for token in greedy if token != greedy[0])
     first = greedy.index(stop)
@@ -162,13 +162,13 @@ async def test_a_lower_priority_is_scheduled_first(vllm: Served) -> None:
         await vllm.engine.generate({**request([5], max_tokens=length), "priority": priority})
         ended.append(name)
 
-    # All 64 seats are taken while the others get in line.
-    seated = [asyncio.create_task(one("seated", 0, 100)) for _ in range(64)]
+    # All 64 batch slots are taken while the others get in line.
+    running = [asyncio.create_task(one("running", 0, 100)) for _ in range(64)]
     await vllm.sampled(64)
     late = [asyncio.create_task(one("late", 9, 8)) for _ in range(64)]
     early = [asyncio.create_task(one("early", 1, 8)) for _ in range(64)]
-    await asyncio.gather(*seated, *late, *early)
-    assert ended == ["seated"] * 64 + ["early"] * 64 + ["late"] * 64
+    await asyncio.gather(*running, *late, *early)
+    assert ended == ["running"] * 64 + ["early"] * 64 + ["late"] * 64
     assert vllm.engine.capabilities.priorities
 
 
@@ -209,7 +209,7 @@ async def test_a_cancelled_call_leaves_nothing_in_vllm(vllm: Served) -> None:
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_abort_generation_returns_what_there_is(vllm: Served, paused: bool) -> None:
+async def test_abort_generation_returns_the_partial_tokens(vllm: Served, paused: bool) -> None:
     stream = vllm.engine.stream(request(max_tokens=LONG))
     call = asyncio.create_task(vllm.engine.generate(request([7], max_tokens=LONG)))
     tokens = list((await anext(stream)).token_ids)
@@ -253,7 +253,7 @@ async def test_health_counts(vllm: Served) -> None:
     await call
 
 
-async def test_what_this_engine_cannot_do_it_says(vllm: Served) -> None:
+async def test_unsupported_calls_are_rejected(vllm: Served) -> None:
     can = vllm.engine.capabilities
     assert (can.max_model_len, can.sleep, can.adapters, can.structured_output) == (CONTEXT, False, False, True)
     assert can.pause_modes == frozenset(PauseMode)

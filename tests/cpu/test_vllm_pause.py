@@ -21,7 +21,7 @@ LENGTH = 200
 
 
 class Reader:
-    """Reads a stream to its end; what has come so far can be looked at."""
+    """Reads a stream to its end; the tokens so far can be looked at."""
 
     def __init__(self, stream: AsyncIterator[TokenChunk]) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ async def test_a_frozen_request_goes_on_under_the_new_weights(vllm: Served, mode
     reader = Reader(vllm.engine.stream(request(max_tokens=LENGTH)))
     company = asyncio.create_task(vllm.engine.generate(request([8] * 11, max_tokens=LENGTH)))
     await reader.read(10)
-    update = await vllm.publish(1, mode)
+    update = await vllm.sync_weights(1, mode)
     assert await vllm.served_checksum(update) == update.checksum
     await reader.read()
     assert reader.versions == sorted(reader.versions)
@@ -101,7 +101,7 @@ async def test_abort_returns_the_partial_tokens_and_leaves_nothing(vllm: Served)
     await vllm.engine.resume()
 
 
-async def test_wait_lets_what_has_begun_end_and_the_rest_wait(vllm: Served) -> None:
+async def test_wait_lets_begun_requests_finish_and_the_others_wait(vllm: Served) -> None:
     old = vllm.version
     calls = [asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=40))) for i in range(80)]
     reader = Reader(vllm.engine.stream(request(max_tokens=40)))
@@ -131,7 +131,7 @@ async def test_resuming_fails_a_wait_that_is_still_draining(vllm: Served) -> Non
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_whatever_arrives_while_paused_waits_and_has_the_new_version(vllm: Served, mode: PauseMode) -> None:
+async def test_requests_that_arrive_while_paused_wait_and_have_the_new_version(vllm: Served, mode: PauseMode) -> None:
     await vllm.engine.pause(mode)
     call = asyncio.create_task(vllm.engine.generate(request()))
     update = await vllm.gather(tiny_model(1))
@@ -153,12 +153,12 @@ async def test_no_cached_prefix_serves_another_version(vllm: Served, mode: Pause
     assert first["response_logprobs"][0] == pytest.approx(
         reference(tiny_model(0), prompt, first["response_ids"][0]), abs=TOLERANCE
     )
-    # Full seats: this one waits in vLLM, without a token, while the weights change.
+    # All batch slots are taken: this one waits in vLLM, without a token, while the weights change.
     others = [asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=LENGTH))) for i in range(64)]
     reader = Reader(vllm.engine.stream(request(max_tokens=LENGTH)))
     queued = asyncio.create_task(vllm.engine.generate(request(prompt)))
     await reader.read(3)
-    await vllm.publish(1, mode)
+    await vllm.sync_weights(1, mode)
     second = await vllm.engine.generate(request(prompt))
     await asyncio.gather(reader.read(), *others)
     for output in (second, await queued):
@@ -187,9 +187,9 @@ async def test_within_a_version_prefixes_are_cached_until_they_are_to_be_forgott
 
 async def test_cached_prefixes_serve_later_versions_where_that_is_wanted(started_vllm: dict[str, Served]) -> None:
     twin, prompt = started_vllm["twin"], [4 + i % 30 for i in range(300)]
-    await twin.publish(0)
+    await twin.sync_weights(0)
     assert await computed(twin, prompt) == 300
-    await twin.publish(1)
+    await twin.sync_weights(1)
     assert await computed(twin, prompt) == 300 - 256
 
 

@@ -46,7 +46,7 @@ def request(*prompts: list[int], **params: object) -> InferenceEngineInput:
     )
 
 
-# What travels ---------------------------------------------------------------------------------------------------------
+# Messages -------------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5), st.data())
@@ -96,7 +96,7 @@ def test_an_extension_that_builds_on_ours_receives_weights_too() -> None:
     assert not any(receives_weights(other) for other in ("", "builtins.dict", "no.such.Extension", "json.dumps"))
 
 
-# Against a server that does what the test says ------------------------------------------------------------------------
+# Against a scripted server --------------------------------------------------------------------------------------------
 
 
 @pytest_asyncio.fixture
@@ -157,7 +157,7 @@ async def test_where_nobody_listens_start_says_so_in_time() -> None:
         await RemoteVLLMEngine(f"http://127.0.0.1:{free_port()}", start_timeout_s=0.3).start()
 
 
-async def test_what_another_trainer_left_does_not_count(fake: FakeServer) -> None:
+async def test_weights_of_another_trainer_do_not_count(fake: FakeServer) -> None:
     fake.facts |= {"weight_version": "7", "paused": True}
     engine = RemoteVLLMEngine(fake.url)
     await engine.start()
@@ -259,7 +259,7 @@ async def test_an_update_that_failed_half_way_needs_another_server(fake: FakeSer
 
 
 class Asking:
-    """Answers what a request asks the server about itself, and counts."""
+    """Answers with spans when a request asks for its own, and counts."""
 
     def __init__(self, *spans: Spans | None) -> None:
         self.spans, self.asked = list(spans), 0
@@ -275,7 +275,7 @@ def a_request() -> RemoteRequest:
     )
 
 
-async def test_without_an_update_a_stream_is_labelled_with_what_the_server_held() -> None:
+async def test_without_an_update_a_stream_has_the_servers_version() -> None:
     ask = Asking()
     chunk = await a_request().label(parse_part(event([5, 6]), 0), loads=4, version=0, ask=ask)
     assert chunk is not None and (chunk.versions, ask.asked) == ([0, 0], 0)
@@ -311,7 +311,7 @@ async def test_tokens_are_held_back_until_their_version_is_known() -> None:
         (2, whole([5], "0"), False),  # it was being sampled
     ],
 )
-async def test_under_keep_no_prompt_is_computed_from_what_old_weights_have_cached(
+async def test_under_keep_no_prompt_is_computed_from_prefixes_cached_under_old_weights(
     fake: FakeServer, faked: RemoteVLLMEngine, sampled: int | None, first: Any, asked_again: bool
 ) -> None:
     await load(faked, 0)
@@ -381,7 +381,7 @@ def weights(folder: str, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
     return [(name, weight.detach() * scale) for name, weight in load_model(folder, "float32", "cpu").named_parameters()]
 
 
-async def publish(
+async def sync_weights(
     engine: RemoteVLLMEngine,
     named: list[tuple[str, torch.Tensor]],
     transport: WeightTransport,
@@ -402,7 +402,7 @@ async def publish(
 async def shared(server: VLLMServer, folder: str, transport: SharedMemoryTransport) -> AsyncIterator[RemoteVLLMEngine]:
     engine = RemoteVLLMEngine(server.url, api_key=KEY, start_timeout_s=280)
     await engine.start()
-    await publish(engine, weights(folder), transport, 0)
+    await sync_weights(engine, weights(folder), transport, 0)
     yield engine
     await engine.teardown()
 
@@ -495,7 +495,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_in_the_server(engine: Remo
 
 
 @on_the_modules_loop
-async def test_abort_generation_returns_what_there_is(engine: RemoteVLLMEngine) -> None:
+async def test_abort_generation_returns_the_partial_tokens(engine: RemoteVLLMEngine) -> None:
     stream = engine.stream(request(max_tokens=LONG))
     first = await anext(stream)
     call = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
@@ -522,7 +522,7 @@ async def test_an_update_in_flight_has_exact_versions_in_every_pause_mode(
     chunks = [await anext(stream)]
     while not whole_answer.done() and (await engine.health()).running < 2:
         pass  # each look is a round trip
-    await publish(engine, weights(folder, 1.0 + 0.1 * new), transport, new, mode)
+    await sync_weights(engine, weights(folder, 1.0 + 0.1 * new), transport, new, mode)
     late = await engine.generate(request(max_tokens=3))
     assert late["response_versions"] == [[new] * 3]
     async for chunk in stream:
@@ -572,7 +572,7 @@ async def test_a_cached_prefix_never_serves_another_version(
     prompt = [3 + i % 8 for i in range(300)]  # more than two blocks of the cache
     model = load_model(folder, "float32", "cpu")
     for version, scale in ((10, 1.0), (11, 1.5), (12, 1.0)):
-        await publish(engine, weights(folder, scale), transport, version, PauseMode.KEEP)
+        await sync_weights(engine, weights(folder, scale), transport, version, PauseMode.KEEP)
         for _ in range(2):
             output = await engine.generate(request(prompt, max_tokens=4, temperature=0.0))
             expected = full_logprobs(scaled(model, scale), prompt, output["response_ids"][0])
@@ -580,7 +580,7 @@ async def test_a_cached_prefix_never_serves_another_version(
 
 
 @on_the_modules_loop
-async def test_nothing_is_sampled_while_paused_and_what_arrives_waits(engine: RemoteVLLMEngine) -> None:
+async def test_nothing_is_sampled_while_paused_and_new_requests_wait(engine: RemoteVLLMEngine) -> None:
     stream = engine.stream(request(max_tokens=LONG))
     await anext(stream)
     await engine.pause(PauseMode.KEEP)
@@ -613,7 +613,7 @@ async def test_a_bad_update_is_refused_and_the_old_weights_stay(
     engine: RemoteVLLMEngine, folder: str, transport: SharedMemoryTransport
 ) -> None:
     version = engine.policy_version
-    served = await publish(engine, weights(folder), transport, version)
+    served = await sync_weights(engine, weights(folder), transport, version)
     update = transport.gather([], version + 1)
     await engine.receive_weights(update)
     with pytest.raises(EngineError, match="pause"):
@@ -631,11 +631,11 @@ async def test_weights_travel_through_a_folder_where_memory_is_not_shared(
 ) -> None:
     on_disk = DiskTransport(str(tmp_path), verify=True)
     for version in (20, 21):
-        await publish(engine, weights(folder), on_disk, version)
+        await sync_weights(engine, weights(folder), on_disk, version)
         assert (await engine.generate(request(max_tokens=2)))["response_versions"] == [[version] * 2]
     on_disk.close()
     assert not await asyncio.to_thread(os.listdir, tmp_path)
-    await publish(engine, weights(folder), transport, 22)
+    await sync_weights(engine, weights(folder), transport, 22)
 
 
 @on_the_modules_loop
@@ -681,7 +681,7 @@ async def test_when_the_server_is_killed_all_calls_fail_at_once(shared: RemoteVL
 
 @pytest.mark.slow
 @on_the_modules_loop
-async def test_a_killed_server_that_is_started_again_is_stale_until_it_is_published_to(
+async def test_a_killed_server_that_is_started_again_is_stale_until_the_next_weight_sync(
     shared: RemoteVLLMEngine, server: VLLMServer, folder: str, transport: SharedMemoryTransport
 ) -> None:
     server.kill()
@@ -691,7 +691,7 @@ async def test_a_killed_server_that_is_started_again_is_stale_until_it_is_publis
         await shared.start()
         assert (shared.policy_version, (await shared.health()).policy_version) == (-1, -1)
         assert (await shared.generate(request(max_tokens=2)))["response_versions"] == [[-1, -1]]
-        await publish(shared, weights(folder), transport, 30)
+        await sync_weights(shared, weights(folder), transport, 30)
         assert (await shared.generate(request(max_tokens=2)))["response_versions"] == [[30, 30]]
     finally:
         await shared.teardown()

@@ -1,4 +1,4 @@
-"""What happens when vLLM's process is killed. The last file that uses the shared engines: the twin does not survive it."""
+"""A killed vLLM process. The last file that uses the shared engines: the twin does not survive it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_the_requests_of_a_killed_engine_go_on_where_one_lives(
     vllm: Served, started_vllm: dict[str, Served]
 ) -> None:
     twin = started_vllm["twin"]
-    await twin.publish(0)
+    await twin.sync_weights(0)
     client, length = client_of(twin, vllm), 300
     stream = twin.engine.stream(request(max_tokens=length))
     await anext(stream)
@@ -62,7 +62,7 @@ async def test_the_requests_of_a_killed_engine_go_on_where_one_lives(
 
 @on_the_session_loop
 async def test_pending_calls_fail_when_an_engine_is_torn_down(tied_vllm: Served) -> None:
-    await tied_vllm.publish(0)
+    await tied_vllm.sync_weights(0)
     await tied_vllm.engine.pause(PauseMode.KEEP)
     waiting = asyncio.create_task(tied_vllm.engine.generate(request(PROMPT)))
     await asyncio.sleep(0)

@@ -26,5 +26,5 @@ def test_the_quickstart_trains_with_vllm_and_updates_its_weights_in_flight(tmp_p
     assert main(["--config-name=quickstart", *settings]) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
-    # The engine's log-probs are the trainer's: what the correction sees of the mismatch is rounding and staleness.
+    # The engine's log-probs are the trainer's: the mismatch that the correction sees is rounding and staleness.
     assert 0 <= rows[0]["off_policy/kl_k3"] < 1e-6

@@ -1,4 +1,4 @@
-"""Publication to a real vLLM: what it serves is what was published, also where vLLM's own reload forgets something."""
+"""Weight syncs to a real vLLM: it serves exactly the sent weights, also where its own reload forgets something."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ async def serves(served: Served, seed: int) -> None:
 async def test_without_weights_there_are_no_answers(tied_vllm: Served) -> None:
     """Runs first of those that use this engine: it was started with load_format="dummy"."""
     if tied_vllm.engine.policy_version >= 0:
-        pytest.skip("a test before this one has published")
+        pytest.skip("a test before this one has synced weights")
     with pytest.raises(RequestError, match="no weights yet"):
         await tied_vllm.engine.generate(request())
 
 
 @pytest.mark.parametrize("seeds", [[1], [2, 3, 2]])
-async def test_what_was_published_is_served_bit_for_bit(vllm: Served, seeds: list[int]) -> None:
+async def test_synced_weights_are_served_bit_for_bit(vllm: Served, seeds: list[int]) -> None:
     for seed in seeds:
-        update = await vllm.publish(seed)
+        update = await vllm.sync_weights(seed)
         assert await vllm.served_checksum(update) == update.checksum
         await serves(vllm, seed)
 
 
 async def test_tied_embeddings_are_served_by_both_their_users(tied_vllm: Served) -> None:
     for seed in (1, 2):
-        update = await tied_vllm.publish(seed)
+        update = await tied_vllm.sync_weights(seed)
         assert "lm_head.weight" not in {spec.name for spec in update.tensors}
         assert await tied_vllm.served_checksum(update) == update.checksum
         await serves(tied_vllm, seed)
 
 
 async def test_the_read_back_sees_one_changed_weight(vllm: Served) -> None:
-    """The checksum is of what is served, not of what was sent: other weights in the same memory do not change it."""
-    update = await vllm.publish(1)
+    """The checksum is of the served weights, not of the sent ones: other weights in the same memory do not change it."""
+    update = await vllm.sync_weights(1)
     vllm.transport.gather(tiny_model(2).named_parameters(), 10_000)
     assert await vllm.served_checksum(update) == update.checksum
     changed = dict(tiny_model(1).named_parameters())
@@ -68,7 +68,7 @@ async def test_the_read_back_sees_one_changed_weight(vllm: Served) -> None:
 
 
 async def test_an_adapter_serves_the_requests_that_name_it(tied_vllm: Served, tmp_path: Path) -> None:
-    await tied_vllm.publish(1)
+    await tied_vllm.sync_weights(1)
     engine = tied_vllm.engine
     base = full_greedy(tiny_model(1, True), PROMPT, 12)
     with pytest.raises(EngineError):
@@ -81,7 +81,7 @@ async def test_an_adapter_serves_the_requests_that_name_it(tied_vllm: Served, tm
     await engine.load_adapter("tuned", save_adapter(tmp_path / "b", seed=1))
     again = (await engine.generate({**request(), "adapter": "tuned"}))["response_ids"][0]
     assert again not in (tuned, base)
-    update = await tied_vllm.publish(2)
+    update = await tied_vllm.sync_weights(2)
     assert await tied_vllm.served_checksum(update) == update.checksum
     await serves(tied_vllm, 2)
     await engine.unload_adapter("tuned")

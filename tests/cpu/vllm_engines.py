@@ -79,7 +79,7 @@ def token_logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequen
 
 
 def greedy_after(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """The reference: what the model would choose at each position of ``tokens``; equal to them if they are greedy."""
+    """The reference: the token that the model would choose at each position of ``tokens``; equal to them if they are greedy."""
     return full_logprobs(model, prompt, tokens).argmax(-1).tolist() if tokens else []
 
 
@@ -100,7 +100,7 @@ def request(*prompts: Sequence[int], **params: Any) -> InferenceEngineInput:
 
 @dataclass(eq=False)
 class Served:
-    """An engine, its folder, and a transport to it; ``version`` counts its publications."""
+    """An engine, its folder, and a transport to it; ``version`` counts its weight syncs."""
 
     engine: VLLMEngine
     folder: str
@@ -114,7 +114,7 @@ class Served:
         await self.engine.receive_weights(update)
         return update
 
-    async def publish(self, seed: int = 0, mode: PauseMode = PauseMode.KEEP) -> WeightUpdate:
+    async def sync_weights(self, seed: int = 0, mode: PauseMode = PauseMode.KEEP) -> WeightUpdate:
         """Publishes ``tiny_model(seed)`` as the next version."""
         update = await self.gather(tiny_model(seed, self.tied))
         await self.engine.pause(mode)
@@ -123,7 +123,7 @@ class Served:
         return update
 
     async def served_checksum(self, update: WeightUpdate) -> str:
-        """Of what vLLM serves, laid out like ``update``, the one loaded last."""
+        """Of the weights that vLLM serves, laid out like ``update``, the one loaded last."""
         return await vllm_read_back.served_checksum(self.engine, update)
 
     async def sampled(self, tokens: int) -> None:
@@ -142,7 +142,7 @@ class Served:
 
 @pytest.fixture(scope="session")
 def reading_back() -> Iterator[None]:
-    """Engines that are started under this fixture can say what they serve."""
+    """Lets engines that are started under this fixture read back the weights that they serve."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "WORKER_EXTENSION", vllm_read_back.EXTENSION)
         yield
@@ -188,7 +188,7 @@ async def started_vllm(
 async def vllm(started_vllm: dict[str, Served]) -> AsyncIterator[Served]:
     """The main engine with the weights of seed 0; a test leaves it alive and empty."""
     served = started_vllm["main"]
-    await served.publish(0)
+    await served.sync_weights(0)
     yield served
     await served.empty()
     health = await served.engine.health()
@@ -197,7 +197,7 @@ async def vllm(started_vllm: dict[str, Served]) -> AsyncIterator[Served]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def tied_vllm(started_vllm: dict[str, Served]) -> AsyncIterator[Served]:
-    """The engine with tied embeddings and adapters; it has no weights until a test publishes some."""
+    """The engine with tied embeddings and adapters; it has none until a test's first weight sync."""
     served = started_vllm["tied"]
     yield served
     await served.empty()

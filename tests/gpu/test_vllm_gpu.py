@@ -1,4 +1,4 @@
-"""vLLM on a GPU, with a Qwen3 of random weights in bf16: continuation, pause modes, publication both ways, sleep.
+"""vLLM on a GPU, with a Qwen3 of random weights in bf16: continuation, pause modes, weight sync both ways, sleep.
 
 ``SKYRL_GPU_MODEL`` picks the shape: "0.6b" (default), "1.7b" or "3b". Latencies are printed and recorded as properties of the
 test report. The variables of ``ENVIRONMENT`` suit installations without FlashInfer and DeepGEMM kernels, too.
@@ -74,7 +74,7 @@ class World:
                     noise = torch.randn(parameter.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
                     parameter.add_(noise, alpha=scale)
 
-    async def publish(self, transport: str, mode: PauseMode) -> dict[str, float]:
+    async def sync_weights(self, transport: str, mode: PauseMode) -> dict[str, float]:
         """Returns the milliseconds of each part."""
         self.version += 1
         times = [time.perf_counter()]
@@ -137,7 +137,7 @@ def save_model(folder: str) -> None:
 @pytest_asyncio.fixture(loop_scope="module")
 async def world(started: World) -> AsyncIterator[World]:
     if started.version < 0:
-        await started.publish("shared_memory", PauseMode.KEEP)
+        await started.sync_weights("shared_memory", PauseMode.KEEP)
     yield started
     health = await started.engine.health()
     assert (health.alive, health.paused, health.waiting) == (True, False, 0)
@@ -165,7 +165,7 @@ async def test_each_pause_mode_swaps_weights_under_requests(
     first = await anext(stream)
     tokens, logprobs, versions = list(first.token_ids), list(first.logprobs), list(first.versions)
     await asyncio.to_thread(world.change, 1e-3)
-    milliseconds = await world.publish(transport, mode)
+    milliseconds = await world.sync_weights(transport, mode)
     async for chunk in stream:
         tokens += chunk.token_ids
         logprobs += chunk.logprobs
