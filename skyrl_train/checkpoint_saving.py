@@ -95,6 +95,7 @@ class CheckpointSaving:
             write_rollout_state(rollout.state, rollout.groups, folder, replay_cache)
 
         self._task = asyncio.create_task(asyncio.to_thread(self._store.write, rollout.step, write), name="checkpoint")
+        # A failed write must wake a trainer that waits for groups.
         self._task.add_done_callback(lambda saved: self._changed.notify())
 
     async def written(self) -> None:
@@ -105,6 +106,7 @@ class CheckpointSaving:
         """
         if self._task is not None:
             try:
+                # Shielded: the thread writes on when this call is cancelled, so the task must stay until it ends.
                 self.step = checkpoint_step(await asyncio.shield(self._task))
             finally:
                 if self._task.done():  # else this call was cancelled, and ended() waits for the writing thread

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.observability.metrics import Metrics, histogram
@@ -24,7 +23,11 @@ class TrainedStep:
 
 
 class StepReports:
-    """Writes each step to the reporter. Totals over the run are reported as the difference to the previous step."""
+    """Writes each step to the reporter. Totals over the run are reported as the difference to the previous step.
+
+    Attributes:
+        untrained_reported: number of prompts in the reports so far, by outcome; part of a checkpoint.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class StepReports:
         self._clock = clock
         self._step_ended_s = clock()
         self._tokens_reported = 0
-        self._untrained_reported: dict[str, int] = {}  # number of prompts, by outcome
+        self.untrained_reported: dict[str, int] = {}
 
     def begin(self) -> None:
         """Start the clock of the first step, so that start-up counts neither as step time nor as idle time."""
@@ -75,8 +78,8 @@ class StepReports:
 
         # The ledger lists are never cleared; report the part that is new since the previous step.
         lists = {"failed": ledger.failed, "filtered": ledger.filtered, "dropped": ledger.dropped}
-        untrained = {name: indices[self._untrained_reported.get(name, 0) :] for name, indices in lists.items()}
-        self._untrained_reported = {name: len(indices) for name, indices in lists.items()}
+        untrained = {name: indices[self.untrained_reported.get(name, 0) :] for name, indices in lists.items()}
+        self.untrained_reported = {name: len(indices) for name, indices in lists.items()}
         self._reporter.step(
             step,
             trained.batch,
@@ -85,14 +88,6 @@ class StepReports:
             untrained=untrained,
             checkpoint_step=checkpoint_step,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-able state for a checkpoint."""
-        return {"reported": self._untrained_reported}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Checkpoints of earlier versions have no such entry."""
-        self._untrained_reported = dict(state.get("reported", {}))
 
 
 def step_metrics(

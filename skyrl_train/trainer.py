@@ -394,7 +394,7 @@ class PPOTrainer:
         """Return the contents of a checkpoint beside the backend's state. No ``await``, so that all of it agrees."""
         state = {
             "global_step": self.global_step,
-            **self.reports.state_dict(),
+            "reported": self.reports.untrained_reported,
             **self.rollout.state_dict(),
             "kl_factor": self.kl_control.factor,
             "nonfinite_in_a_row": self.nonfinite.in_a_row,
@@ -414,9 +414,9 @@ class PPOTrainer:
         await self.training.run(self.components.backend.load, folder / POLICY_FOLDER)
         self.global_step = state["global_step"]
         await self.rollout.restore(state, groups, replay_cache, next_step=self.global_step + 1)
-        self.reports.load_state_dict(state)
         self.saving.step = self.global_step
         # Checkpoints of earlier versions have no such entries.
+        self.reports.untrained_reported = dict(state.get("reported", {}))
         self.kl_control.factor = float(state.get("kl_factor", 1.0))
         self.nonfinite.in_a_row = int(state.get("nonfinite_in_a_row", 0))
 

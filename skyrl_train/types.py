@@ -6,7 +6,7 @@ Imports nothing of this package.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -151,7 +151,13 @@ class RolloutSequence:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RolloutSequence) and _in_lists(self.row()) == _in_lists(other.row())
+        if not isinstance(other, RolloutSequence):
+            return False
+        theirs = other.row()
+        return all(
+            np.array_equal(mine, theirs[name]) if isinstance(mine, np.ndarray) else mine == theirs[name]
+            for name, mine in self.row().items()
+        )
 
     def row(self) -> dict[str, Any]:
         """Return the arguments of :meth:`of_lists`, as arrays instead of lists."""
@@ -222,10 +228,6 @@ class RolloutSequence:
         return int(np.count_nonzero(self.sampled))
 
 
-def _in_lists(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
-
-
 @dataclass(frozen=True)
 class Sample:
     """One trajectory: one sequence, or several if its history was rewritten (a session that branched).
@@ -287,17 +289,14 @@ class RolloutGroup:
     @cached_property
     def oldest_version(self) -> int:
         """Oldest policy version among the sampled tokens; without any, the version at admission."""
-        return min((int(v.min()) for v in self._sampled_versions), default=self.submitted_version)
+        sampled = (sample.sampled_versions for sample in self.samples)
+        return min((int(versions.min()) for versions in sampled if len(versions)), default=self.submitted_version)
 
     @cached_property
     def newest_version(self) -> int:
         """Newest policy version among the sampled tokens."""
-        return max((int(v.max()) for v in self._sampled_versions), default=self.submitted_version)
-
-    @property
-    def _sampled_versions(self) -> Iterator[np.ndarray]:
-        """Versions of each sample that has sampled tokens."""
-        return (versions for sample in self.samples if len(versions := sample.sampled_versions))
+        sampled = (sample.sampled_versions for sample in self.samples)
+        return max((int(versions.max()) for versions in sampled if len(versions)), default=self.submitted_version)
 
     def lag(self, step: int) -> int:
         """Return ``(t - 1) - oldest version``: versions between the oldest token and the policy of step ``t``."""

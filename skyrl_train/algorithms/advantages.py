@@ -43,6 +43,7 @@ class GroupRewards:
         if len(set(counts)) > 1:
             raise ValueError("a group of {} rewards, {} loss masks and {} samples in its baseline".format(*counts))
         for index, rewards in enumerate(self.token_rewards):
+            # One NaN or infinite reward is enough to make the sum so.
             if not math.isfinite(sum(rewards)):
                 raise GeneratorOutputError(
                     f"sample {index} of a group of {counts[0]} has the return {sum(rewards)}; rewards must be finite. Check "
@@ -99,6 +100,7 @@ def rloo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     if _all_equal(compared):
         return group.on_trained_tokens(torch.zeros_like(returns))
     inside = torch.tensor(group.in_baseline) if any(group.in_baseline) else torch.ones(len(returns), dtype=torch.bool)
+    # A sample in the baseline is left out of its own mean; a sample outside of it is compared with the whole baseline.
     others = (compared.sum() - torch.where(inside, returns, 0.0)) / (len(compared) - inside.double())
     return group.on_trained_tokens(returns - others)
 
@@ -121,6 +123,7 @@ def maxrl(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
             f"trainer.algorithm.advantage_estimator=maxrl divides by the mean return, and one of {group.returns.tolist()} is "
             "negative. Use rewards of at least 0 (without penalties for length or KL), or another estimator."
         )
+    # Also covers a mean of 0: without negative returns, all of them are 0 then.
     if _all_equal(compared):
         return group.on_trained_tokens(torch.zeros_like(group.returns))
     return group.on_trained_tokens((group.returns.double() - compared.mean()) / compared.mean())
@@ -190,6 +193,7 @@ def gae(
     known = values.double().tolist()
     next_value = next_advantage = 0.0
     of_trained = rewards_of_trained_tokens(rewards.double().tolist(), mask)
+    # Backwards over the trained tokens: each advantage needs the one after it.
     for place, reward in zip(reversed(mask.nonzero().flatten().tolist()), reversed(of_trained), strict=True):
         delta = reward + gamma * next_value - known[place]
         next_advantage = delta + gamma * lam * next_advantage
@@ -212,6 +216,7 @@ def normalized_over_minibatch(advantages: Sequence[torch.Tensor], masks: Sequenc
     if len(every) == 0 or _all_equal(every):
         return [torch.zeros_like(a) for a in advantages]
     mean, deviation = every.mean(), every.std() + STD_EPSILON
+    # The product with the mask: tokens that are not trained had an advantage of 0, and would get -mean / deviation.
     return [(((a.double() - mean) / deviation) * m).to(a.dtype) for a, m in zip(advantages, masks, strict=True)]
 
 

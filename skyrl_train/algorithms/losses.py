@@ -78,6 +78,7 @@ def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """
     log_ratio = tokens.logprobs.detach() - tokens.proximal_logprobs
     of_sequence = tokens.per_token(tokens.sequence_mean(log_ratio))
+    # The last two terms add 0 to the value, and give the token the gradient of its own log-prob.
     ratio = bounded_exp(of_sequence + tokens.logprobs - tokens.logprobs.detach())
     return _clipped_surrogate(ratio, tokens.advantages, config)
 
@@ -90,6 +91,7 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """
     ratio = bounded_ratio(tokens.logprobs, tokens.proximal_logprobs).detach()
     bounds = config.cispo
+    # The gradient flows through log pi_theta alone, so a clipped token still learns.
     weight = ratio.clamp(1.0 - bounds.cispo_eps_clip_low, 1.0 + bounds.cispo_eps_clip_high)
     return TokenLosses(-weight * tokens.advantages * tokens.logprobs, ratio, weight != ratio)
 
@@ -103,6 +105,7 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """
     ratio = bounded_ratio(tokens.logprobs, tokens.proximal_logprobs)
     positive = tokens.advantages > 0
+    # 4 / tau cancels the slope of the sigmoid at u = 1, which is tau / 4.
     tau = torch.where(positive, ratio.new_tensor(config.sapo.tau_pos), ratio.new_tensor(config.sapo.tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
     return TokenLosses(-gate * tokens.advantages, ratio.detach(), torch.zeros_like(positive))
@@ -161,6 +164,7 @@ def kl_cov_statistics(tokens: MinibatchTokens, config: AlgorithmConfig) -> dict[
     means = _covariance_means(tokens)
     covariance = _covariance(tokens, *means.values())
     count = math.ceil(config.kl_cov.kl_cov_frac * len(covariance))
+    # An infinite threshold is above every covariance: with kl_cov_frac=0, no token is chosen.
     threshold = float(covariance.topk(count).values[-1]) if count else math.inf
     return {**means, "kl_cov_threshold": threshold}
 

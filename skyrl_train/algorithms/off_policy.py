@@ -108,9 +108,11 @@ class OffPolicyCorrection:
             rejections["m2po"] = m2po_rejected(tokens)
         if rejected_by_weight is not None:
             rejections[str(self._settings.tis_ratio_type)] = rejected_by_weight
+        # Rejections are joined here only, so that each rule's count is its own.
         kept = torch.ones_like(truncated)
         for rejected in rejections.values():
             kept = kept & ~rejected
+        # float64: squares of large ratios are added up, and chi2 is a small difference of such sums.
         proximal, behaviour = tokens.proximal_logprobs.double(), tokens.behaviour_logprobs.double()
         ratio = bounded_ratio(proximal, behaviour)
         sums = {
@@ -168,16 +170,14 @@ def truncated_sequence_weights(tokens: PolicyTokens, config: AlgorithmConfig) ->
 
     The unbiased weight for an outcome reward; its spread grows with the length (1.1^100 = 13,780).
     """
-    product = tokens.sequence_sum(tokens.proximal_logprobs.double() - tokens.behaviour_logprobs.double())
-    return _truncated_sequences(tokens, product, config)
+    return _truncated_sequences(tokens, tokens.sequence_sum(log_ratio(tokens)), config)
 
 
 @register_off_policy_correction("geometric")
 def truncated_geometric_weights(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenWeights:
     """``w = min(geometric mean of r over the sequence, C)`` with ``C = sequence_tis_ratio_clip_high``: the sequence's weight
     normalised by length, as in GSPO (arXiv 2507.18071)."""
-    mean = tokens.sequence_mean(tokens.proximal_logprobs.double() - tokens.behaviour_logprobs.double())
-    return _truncated_sequences(tokens, mean, config)
+    return _truncated_sequences(tokens, tokens.sequence_mean(log_ratio(tokens)), config)
 
 
 @register_off_policy_correction("icepop")
@@ -190,8 +190,8 @@ def icepop_weights(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenWeight
     return TokenWeights(torch.where(inside, ratio, 0.0), torch.zeros_like(inside), ~inside)
 
 
-def _truncated_sequences(tokens: PolicyTokens, log_ratio: torch.Tensor, config: AlgorithmConfig) -> TokenWeights:
-    ratio = tokens.per_token(bounded_exp(log_ratio)).to(tokens.proximal_logprobs.dtype)
+def _truncated_sequences(tokens: PolicyTokens, log_weights: torch.Tensor, config: AlgorithmConfig) -> TokenWeights:
+    ratio = tokens.per_token(bounded_exp(log_weights)).to(tokens.proximal_logprobs.dtype)
     cap = config.off_policy_correction.sequence_tis_ratio_clip_high
     return TokenWeights(ratio.clamp(max=cap), ratio > cap)
 
@@ -260,6 +260,7 @@ def keeps_sequence(
         behaviour_logprobs: ``[T]``.
         proximal_logprobs: ``[T]``, used for the current policy too.
     """
+    # With advantages of 0, a rule with away_only would reject nothing: whether an update leads away is not known yet.
     index, zeros = torch.zeros(len(behaviour_logprobs), dtype=torch.int64), torch.zeros(len(behaviour_logprobs))
     tokens = PolicyTokens(proximal_logprobs, proximal_logprobs, behaviour_logprobs, zeros, index, 1)
     about_sequences = [rule for rule in rules if rule.level is not RejectionLevel.token]
@@ -280,6 +281,7 @@ def m2po_statistics(tokens: MinibatchTokens, limit: float) -> dict[str, float]:
     passes; the paper uses the current policy.
     """
     ordered = _second_moment(tokens).sort().values
+    # The running mean of ascending numbers never falls, so the thresholds within the limit are the first ones.
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     last_of_equals = torch.ones_like(means, dtype=torch.bool)
     last_of_equals[:-1] = ordered[1:] > ordered[:-1]
@@ -289,6 +291,7 @@ def m2po_statistics(tokens: MinibatchTokens, limit: float) -> dict[str, float]:
 
 def m2po_rejected(tokens: PolicyTokens) -> torch.Tensor:
     """Return which tokens are above the minibatch's threshold, bool ``[N]``."""
+    # NaN: without statistics of the minibatch, every token is rejected instead of trained without a bound.
     threshold = tokens.minibatch.get(M2PO_THRESHOLD, math.nan)
     return ~(_second_moment(tokens) <= threshold)
 

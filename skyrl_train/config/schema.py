@@ -101,7 +101,7 @@ class TrainingStrategy(StrEnum):
 class OptimizerConfig:
     """AdamW. The gradient norm is the L2 norm over all trained parameters."""
 
-    lr: Positive = 1e-6
+    lr: Annotated[float, Interval(gt=0, lt=math.inf)] = 1e-6
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     adam_eps: Positive = 1e-8
     weight_decay: Annotated[float, Ge(0)] = 0.0

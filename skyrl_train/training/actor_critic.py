@@ -42,6 +42,7 @@ class ActorCritic(TrainingBackend):
     def __init__(self, policy: TrainingBackend, critic: CriticBackend) -> None:
         self._policy = policy
         self._critic = critic
+        # One thread: values are computed between two steps of the critic, never within one.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="critic")
 
     def submit_values(self, sequences: Sequence[TrainingSequence]) -> Future[list[torch.Tensor]]:
@@ -105,6 +106,7 @@ class ActorCritic(TrainingBackend):
                 f"{folder} has no critic: its run used another trainer.algorithm.advantage_estimator than gae. {REMEDY}"
             )
         self._policy.load(folder)
+        # In the critic's thread, after the values that were asked for before.
         self._thread.submit(self._critic.load, folder / CRITIC_FOLDER).result()
 
     def export_hf(self, folder: Path) -> None:
@@ -112,6 +114,7 @@ class ActorCritic(TrainingBackend):
 
     def close(self) -> None:
         """Cancel calls that wait for the critic, and close both backends."""
+        # Before the workers end: the thread may be in a call of theirs.
         self._thread.shutdown(cancel_futures=True)
         try:
             self._critic.close()

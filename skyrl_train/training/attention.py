@@ -54,11 +54,6 @@ class Segments:
     buckets: tuple[Bucket, ...]
     ranks: SequenceRanks | None = None  # the ranks that have a slice of the row each; None: this rank has all of it
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all segments; the rest of the row is padding."""
-        return self.buckets[-1].end if self.buckets else 0
-
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Segments:
         """Build the buckets of segments with ``lengths`` tokens each, in the row's order: longest first."""
@@ -113,12 +108,6 @@ def cheapest_cuts(descending: Sequence[int], *, cost_tokens: int, budget: int | 
     return cuts
 
 
-def keep_caps(model: PreTrainedModel) -> None:
-    """Select eager attention for a model that caps its attention scores (Gemma 2): scaled_dot_product_attention would not."""
-    if _caps_scores(model) and model.config.get_text_config()._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")
-
-
 def use_segments(model: PreTrainedModel) -> bool:
     """Prepare the model for packed rows unless there is a :func:`packing_obstacle`; return whether it did."""
     if packing_obstacle(model) is not None:
@@ -133,7 +122,7 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     A model that supports flash attention passes everything beside a mask to its attention function: windows, scales, caps.
     """
     config = model.config.get_text_config()
-    if _caps_scores(model):
+    if caps_attention_scores(model):
         return "caps its attention scores"
     if config._attn_implementation not in ("sdpa", SEGMENTED):
         return f"runs its attention as {config._attn_implementation!r}, not through scaled_dot_product_attention"
@@ -147,7 +136,8 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _caps_scores(model: PreTrainedModel) -> bool:
+def caps_attention_scores(model: PreTrainedModel) -> bool:
+    """Return whether the model caps its attention scores (Gemma 2), which scaled_dot_product_attention does not."""
     return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
@@ -215,8 +205,9 @@ def segmented_attention(
         outputs.append(flat if bucket.places is None else flat.index_select(0, bucket.places))
     if segments.ranks is None:
         return torch.cat(outputs)[None], None
-    filled = pad(torch.cat(outputs), (0, 0, 0, 0, 0, query.shape[0] - segments.num_tokens))
-    return segments.ranks.all_heads(filled[None]), None
+    # The row was padded to a multiple of the ranks, behind its last segment.
+    filled = pad(torch.cat(outputs), (0, 0, 0, 0, 0, query.shape[0] - segments.buckets[-1].end))
+    return segments.ranks.exchange(filled[None]), None
 
 
 def _batch(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:

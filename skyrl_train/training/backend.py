@@ -56,14 +56,10 @@ class TrainingSequence:
         return self.token_ids.shape[0]
 
     @property
-    def tokens_in_denominator(self) -> int:
-        """The tokens that the reduction of the loss counts: a masked token leaves the numerator only."""
-        return int(self.loss_mask.sum()) if self.counted_tokens is None else self.counted_tokens
-
-    @property
     def counts(self) -> SequenceCounts:
-        """The input of the reduction of the loss."""
-        own = self.tokens_in_denominator
+        """The input of the reduction of the loss. A masked token counts: it leaves the numerator only."""
+        # Without counted_tokens nothing was masked, so the trained tokens are all that count.
+        own = int(self.loss_mask.sum()) if self.counted_tokens is None else self.counted_tokens
         return SequenceCounts(own, own if self.group_tokens is None else self.group_tokens, self.group_sequences)
 
 
@@ -204,6 +200,7 @@ class TrainingThread:
         Raises:
             ConfigError, GeneratorOutputError, StalenessError: found before anything moved; the weights are not in doubt.
         """
+        # Set before the call, so that whatever ends it (also a cancellation) leaves the weights in doubt.
         self.weights_in_doubt = True
         try:
             result = await self.run(function, *args)

@@ -129,6 +129,7 @@ def collate_packed(
 
     Tokens at position 0 are never scored: nothing precedes them.
     """
+    # The last token of a sequence predicts nothing that is scored, so it is no input.
     lengths = [len(sequences[i]) - 1 for i in indices]
     targets, flags, counts = _scored_tokens(sequences, indices, scored)
     return MicroBatch(
@@ -149,6 +150,7 @@ def collate_padded(
 ) -> MicroBatch:
     """Lay each of the sequences at ``indices`` out in a row; ``scored`` as for :func:`collate_packed`."""
     token_ids = pad_sequence([sequences[i].token_ids for i in indices], batch_first=True)
+    # Shifted by one: the output at position t scores token t + 1.
     marked = pad_sequence([scored[i] for i in indices], batch_first=True)[:, 1:]
     lengths = torch.tensor([len(sequences[i]) for i in indices])
     rows, width = marked.shape

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
@@ -83,8 +83,6 @@ class CheckpointStore:
             root: the folder of all checkpoints; the first ``write`` creates it.
             max_to_keep: number of newest checkpoints that a ``write`` keeps, at least 1.
         """
-        if max_to_keep < 1:
-            raise ConfigError(f"trainer.max_ckpts_to_keep must be at least 1, got {max_to_keep}.")
         self._root = root
         self._max_to_keep = max_to_keep
         self._files = file_system or FileSystem()
@@ -94,8 +92,11 @@ class CheckpointStore:
 
         It is the one that the pointer names. If that one is missing or incomplete, it is the complete one of the newest step.
         """
-        name = self._pointer()
-        if name is not None and _FOLDER.fullmatch(name) and is_complete(self._root / name):
+        try:
+            name = (self._root / POINTER).read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+            name = ""
+        if _FOLDER.fullmatch(name) and is_complete(self._root / name):
             return self._root / name
         complete = [folder for folder in self._folders() if is_complete(folder)]
         return max(complete, key=_age_key, default=None)
@@ -114,7 +115,10 @@ class CheckpointStore:
         unfinished, pointer = self._root / f"{_UNFINISHED}{name}", self._root / f"{_UNFINISHED}{POINTER}"
         try:
             self._files.make_folder(self._root)
-            self._remove_leftovers()
+            # A crash may have left unfinished files and folders.
+            for path in sorted(self._root.glob(_UNFINISHED + "*")):
+                remove = self._files.remove_tree if path.is_dir() else self._files.remove_file
+                remove(path)
             self._files.make_folder(unfinished)
             try:
                 writer(unfinished)
@@ -164,14 +168,6 @@ class CheckpointStore:
         self._files.rename(pointer, self._root / POINTER)
         self._files.sync(self._root)
 
-    def _remove_leftovers(self) -> None:
-        """Remove the unfinished files and folders that a crash has left."""
-        for path in sorted(self._root.glob(_UNFINISHED + "*")):
-            if path.is_dir():
-                self._files.remove_tree(path)
-            else:
-                self._files.remove_file(path)
-
     def _remove_old(self, step: int) -> None:
         """Keep the newest ``max_to_keep`` checkpoints up to ``step``, which was just written; remove all others."""
         # Replaced folders and later steps are not kept, even if they are complete.
@@ -198,12 +194,6 @@ class CheckpointStore:
             "are free. Earlier checkpoints are untouched; free space or lower trainer.max_ckpts_to_keep, then run the "
             "same command again."
         )
-
-    def _pointer(self) -> str | None:
-        try:
-            return (self._root / POINTER).read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-            return None
 
     def _folders(self) -> Iterator[Path]:
         if self._root.is_dir():

@@ -6,7 +6,6 @@ rank 1: its share                  ─┼─ all_succeed ─ all_reduce_* ─ al
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,10 +18,11 @@ from skyrl_train.training.sequence_parallel import SequenceRanks
 T = TypeVar("T")
 
 
-class Collectives(ABC):
+class Collectives:
     """Every method is called by all ranks, in the same order; each returns the same decision on all of them.
 
-    A share is the set of sequences that one rank was given, or several ranks that each have a slice of their tokens.
+    This class is for a rank that trains alone, :class:`ProcessGroupCollectives` for several. A share is the set of sequences that
+    one rank was given, or several ranks that each have a slice of their tokens.
 
     Attributes:
         sequence_ranks: the ranks that have this rank's share too; None: no other rank has it.
@@ -30,43 +30,25 @@ class Collectives(ABC):
 
     sequence_ranks: SequenceRanks | None = None
 
-    @abstractmethod
     def all_succeed(self, prepare: Callable[[], T]) -> T:
         """Return the result of this rank's ``prepare`` if it raised on no rank; otherwise raise on all ranks.
 
         For checks before anything moves: a rank that stopped alone would leave the others waiting for it.
         """
-
-    @abstractmethod
-    def all_reduce_max(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
-
-    @abstractmethod
-    def all_gather(self, value: T) -> list[T]:
-        """Return one value per share, in the order of the shares."""
-
-    @abstractmethod
-    def all_reduce_statistics(
-        self, statistics: TokenStatistics, denominators: Sequence[float]
-    ) -> tuple[TokenStatistics, list[float]]:
-        """Return the statistics of the tokens of all shares, and the denominators of all their sequences."""
-
-
-class SingleRank(Collectives):
-    """A rank that trains alone."""
-
-    def all_succeed(self, prepare: Callable[[], T]) -> T:
         return prepare()
 
     def all_reduce_max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
         return number
 
     def all_gather(self, value: T) -> list[T]:
+        """Return one value per share, in the order of the shares."""
         return [value]
 
     def all_reduce_statistics(
         self, statistics: TokenStatistics, denominators: Sequence[float]
     ) -> tuple[TokenStatistics, list[float]]:
+        """Return the statistics of the tokens of all shares, and the denominators of all their sequences."""
         return statistics, list(denominators)
 
 
@@ -100,9 +82,10 @@ class ProcessGroupCollectives(Collectives):
             result = prepare()
         except Exception as raised:  # of any class: the other ranks must not wait for this one
             error = raised
-        errors = [each for each in _all_gather_object(error) if each is not None]
-        if errors:
-            raise AgreedError(errors[0])
+        errors: list[Exception | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        if (first := next((each for each in errors if each is not None), None)) is not None:
+            raise AgreedError(first)
         return result  # type: ignore[return-value]  # nothing was raised here
 
     def all_reduce_max(self, number: int) -> int:
@@ -111,8 +94,10 @@ class ProcessGroupCollectives(Collectives):
         return int(shared)
 
     def all_gather(self, value: T) -> list[T]:
-        ranks_per_share = self.sequence_ranks.size if self.sequence_ranks is not None else 1
-        return _all_gather_object(value)[::ranks_per_share]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        # Ranks of one share are neighbours and have the same value: one of them speaks for the share.
+        return values[:: 1 if self.sequence_ranks is None else self.sequence_ranks.size]
 
     def all_reduce_statistics(
         self, statistics: TokenStatistics, denominators: Sequence[float]
@@ -126,9 +111,3 @@ class ProcessGroupCollectives(Collectives):
             combined.add(TokenStatistics(tokens, {n: named[n] for n in sums}, {n: named[n] for n in maxima}))
             all_denominators += of_share
         return combined, all_denominators
-
-
-def _all_gather_object(value: T) -> list[T]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from skyrl_train.algorithms.losses import value_loss, value_metrics, value_statistics
 from skyrl_train.algorithms.tokens import TokenStatistics
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import ConfigError, GeneratorOutputError, ModelError
+from skyrl_train.errors import GeneratorOutputError, ModelError
 from skyrl_train.training.attention import use_segments
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import (
@@ -29,7 +29,7 @@ from skyrl_train.training.batch import (
 )
 from skyrl_train.training.collectives import Collectives
 from skyrl_train.training.gradient_accumulator import GradientAccumulator, StepPart
-from skyrl_train.training.scorer import compute_device, reshard, scored_hidden
+from skyrl_train.training.scorer import compute_device, reject_needed_packing, reshard, scored_hidden
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.state import Snapshots
 
@@ -76,32 +76,24 @@ class CriticWorker(GradientAccumulator[CriticMicroBatch]):
         super().__init__(model, trainer_config, total_steps, collectives, snapshots, "trainer.critic")
         self._sequence_ranks = sequence_ranks = collectives.sequence_ranks
         packed = trainer_config.packing is not False and can_pack(model, sequence_ranks)
-        if not packed and (trainer_config.packing or sequence_ranks is not None):
-            cause, remedy = "trainer.packing=true", "trainer.packing=null"
-            if sequence_ranks is not None:
-                cause = f"{sequence_ranks.setting}={sequence_ranks.size} needs packed rows"
-                remedy = f"{sequence_ranks.setting}=1"
-            raise ConfigError(
-                f"{cause}: {type(model).__name__}, the critic's model, computes other values for packed sequences than for "
-                f"single ones. Set {remedy}."
-            )
+        if not packed:
+            name = f"{type(model).__name__}, the critic's model,"
+            reason = f"{name} computes other values for packed sequences than for single ones"
+            reject_needed_packing(trainer_config.packing, sequence_ranks, reason)
         self._layout = RowLayout.of(model, packed=packed, micro_batch_tokens=trainer_config.micro_batch_tokens)
 
     def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         """See :meth:`CriticBackend.forward_values`."""
-        with torch.no_grad():  # not inference_mode: weights that a sharded model gathers here are kept for training
-            values = self._score_every_token(sequences, self._values)
+        values = self._score_every_token(sequences)
         reshard(self.model)
         return values
 
     def _loss(self, micro_batch: CriticMicroBatch) -> tuple[torch.Tensor, TokenStatistics]:
-        values = self._values(micro_batch.micro_batch)
+        values = self._scores(micro_batch.micro_batch)
         old_values, returns = micro_batch.old_values, micro_batch.returns
         losses, clipped = value_loss(values, old_values, returns, self._config.algorithm.value_clip)
+        # A sum: the step's scale, 1 / trained tokens, is known once all parts are counted.
         return losses.sum(), value_statistics(losses, clipped, old_values, returns)
-
-    def _empty_pass(self) -> torch.Tensor:
-        return self._values(self._smallest_micro_batch())
 
     def _step_metrics(
         self, statistics: TokenStatistics, denominators: Sequence[float]
@@ -109,7 +101,7 @@ class CriticWorker(GradientAccumulator[CriticMicroBatch]):
         scale = 1.0 / max(math.fsum(denominators), 1.0)
         return value_metrics(statistics, scale), scale
 
-    def _values(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def _scores(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return float32 (or wider) ``[N]``: the value of the state in which each scored token was sampled, which is
         everything before it."""
         head = self.model.get_output_embeddings()
@@ -132,7 +124,7 @@ class CriticWorker(GradientAccumulator[CriticMicroBatch]):
             )
             for micro_batch in self._layout.micro_batches(trained, range(len(trained)), masks)
         ]
-        return StepPart(minibatch.step, micro_batches, [float(s.tokens_in_denominator) for s in minibatch.sequences])
+        return StepPart(minibatch.step, micro_batches, [float(s.counts.tokens) for s in minibatch.sequences])
 
     def _check(self, sequences: Sequence[TrainingSequence]) -> None:
         for index, s in enumerate(sequences):
@@ -168,6 +160,7 @@ def put_value_head(model: PreTrainedModel) -> PreTrainedModel:
     value_head = torch.nn.Linear(head.in_features, 1, device=head.weight.device, dtype=head.weight.dtype)
     torch.nn.init.zeros_(value_head.weight)
     torch.nn.init.zeros_(value_head.bias)
+    # With tied weights, transformers would put the embedding matrix in the head's place again.
     model.config.tie_word_embeddings = False
     model.config.get_text_config().tie_word_embeddings = False
     model.set_output_embeddings(value_head)
@@ -190,6 +183,7 @@ def can_pack(model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None
         return False
     sequences = two_short_sequences(model.config.get_text_config().vocab_size)
     everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
+    # Hidden states instead of values: a new value head is 0, so all values would agree.
     alone = scored_hidden(model, collate_padded(sequences, [0, 1], everything), torch.clone)
     try:
         packed = _apply_to_hidden(model, collate_packed(sequences, [0, 1], everything), torch.clone, sequence_ranks)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -108,6 +108,7 @@ class GradientAccumulator(ABC, Generic[M]):
                 )
             return self._part(minibatch)
 
+        # Everything that can be rejected is rejected before the first pass, on all ranks or on none.
         part = self._with_minibatch_inputs(self._collectives.all_succeed(prepare))
         passes = self._config.update_epochs_per_batch
         outcomes = []
@@ -173,15 +174,16 @@ class GradientAccumulator(ABC, Generic[M]):
         try:
             statistics, denominators = self._collectives.all_reduce_statistics(opened.statistics, opened.denominators)
             metrics, scale = self._step_metrics(statistics, denominators)
-            grad_norm, skipped = 0.0, False
+            grad_norm = 0.0  # of a step without trained tokens, on all ranks: it moves nothing
             if statistics.tokens:
                 self._snapshots.copied()  # a snapshot under way reads the weights and moments
-                outcome = self.optimizer.step(rate, scale) if math.isfinite(metrics[self.loss_metric]) else None
-                grad_norm, skipped = (math.nan, True) if outcome is None else (outcome.grad_norm, not outcome.applied)
+                # A loss that is not finite may have finite gradients, so it is checked as well.
+                grad_norm = self.optimizer.step(rate, scale) if math.isfinite(metrics[self.loss_metric]) else math.nan
         finally:
+            # Also after an error: the gradients may be scaled by then, so the step cannot be finished a second time.
             self.discard()
         metrics[f"{self.role}/grad_norm"] = grad_norm
-        metrics[f"{self.role}/skipped_nonfinite"] = float(skipped)
+        metrics[f"{self.role}/skipped_nonfinite"] = float(not math.isfinite(grad_norm))
         metrics[f"{self.role}/lr"] = rate
         return metrics
 
@@ -201,24 +203,21 @@ class GradientAccumulator(ABC, Generic[M]):
                 of_tokens.backward()
                 opened.statistics.add(statistics)
             for _ in range(missing):
-                (self._empty_pass().sum() * 0.0).backward()
+                # Gradients of 0: the pass only takes part in the collectives of a sharded model.
+                (self._scores(self._smallest_micro_batch()).sum() * 0.0).backward()
         except BaseException:
             self.discard()
             raise
         opened.denominators.extend(part.denominators)
 
-    def _score_every_token(
-        self, sequences: Sequence[TrainingSequence], score: Callable[[MicroBatch], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return one float32 tensor ``[T]`` on the CPU per sequence: the scores of all tokens, 0 for the first.
-
-        Args:
-            score: maps a micro-batch to ``[N]``, one number for each scored token.
-        """
+    @torch.no_grad()  # not inference_mode: weights that a sharded model gathers here are kept for training
+    def _score_every_token(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """Return one float32 tensor ``[T]`` on the CPU per sequence: the scores of all tokens, 0 for the first."""
 
         def prepare() -> list[MicroBatch]:
             self._check(sequences)
             everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
+            # A sequence of one token has nothing to score, and would be an empty row.
             scorable = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
             return list(self._layout.micro_batches(sequences, scorable, everything))
 
@@ -226,12 +225,12 @@ class GradientAccumulator(ABC, Generic[M]):
         micro_batches = self._collectives.all_succeed(prepare)
         missing = self._collectives.all_reduce_max(len(micro_batches)) - len(micro_batches)
         for micro_batch in micro_batches:
-            scores = score(micro_batch).float().cpu()
+            scores = self._scores(micro_batch).float().cpu()
             counts = [len(sequences[index]) - 1 for index in micro_batch.indices]
             for index, of_sequence in zip(micro_batch.indices, scores.split(counts), strict=True):
                 results[index][1:] = of_sequence
         for _ in range(missing):
-            score(self._smallest_micro_batch())
+            self._scores(self._smallest_micro_batch())
         return results
 
     def _smallest_micro_batch(self) -> MicroBatch:
@@ -258,8 +257,8 @@ class GradientAccumulator(ABC, Generic[M]):
         """Return the unscaled loss of a micro-batch (a scalar) and the statistics of its tokens."""
 
     @abstractmethod
-    def _empty_pass(self) -> torch.Tensor:
-        """Return the model's output, with gradient, for the smallest micro-batch."""
+    def _scores(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the log-prob or the value ``[N]`` of each scored token, by one forward pass."""
 
     @abstractmethod
     def _step_metrics(

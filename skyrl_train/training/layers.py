@@ -49,6 +49,7 @@ def checkpoint_activations(model: PreTrainedModel, section: str = "trainer.polic
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Without gradients there is no backward pass that would need the inputs.
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

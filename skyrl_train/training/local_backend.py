@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -24,46 +24,34 @@ from skyrl_train.models.lora import (
     policy_weights,
     write_adapter,
 )
-from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
-from skyrl_train.training.collectives import SingleRank
-from skyrl_train.training.critic_worker import CriticWorker, put_value_head
+from skyrl_train.training.backend import CriticBackend, Training, TrainingBackend
+from skyrl_train.training.collectives import Collectives
+from skyrl_train.training.critic_worker import CriticMicroBatch, CriticWorker, put_value_head
+from skyrl_train.training.gradient_accumulator import GradientAccumulator
 from skyrl_train.training.layers import checkpoint_activations, compile_layers
-from skyrl_train.training.policy_worker import PolicyWorker
-from skyrl_train.training.state import BackendState, Snapshots, copy_of, read_state, write_state
+from skyrl_train.training.policy_worker import PolicyMicroBatch, PolicyWorker
+from skyrl_train.training.state import BackendState, Snapshots, read_state, write_state
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
+M = TypeVar("M")
 
-class LocalTraining(Training):
-    """The common part of policy and critic: a worker on a single rank, and its state.
 
-    Args:
-        worker: trains the model.
-        snapshots: the snapshots that the worker waits for.
+class LocalTraining(GradientAccumulator[M], Training):
+    """The state of a worker that is a training backend by itself, because it is the only rank. Common to policy and critic."""
 
-    Attributes:
-        model: the trained model, live.
-    """
-
-    def __init__(self, worker: PolicyWorker | CriticWorker, snapshots: Snapshots[BackendState]) -> None:
-        self.model: PreTrainedModel = worker.model
-        self._worker = worker
-        self._snapshots = snapshots
-
-    def update(self, minibatch: Minibatch) -> dict[str, float]:
-        return self._worker.update(minibatch)
-
-    def accumulate(self, part: Minibatch) -> None:
-        self._worker.accumulate(part)
-
-    def finish(self, step: int) -> dict[str, float]:
-        return self._worker.finish(step)
-
-    def discard(self) -> None:
-        self._worker.discard()
+    _snapshots: Snapshots[BackendState]
 
     def snapshot(self) -> dict[str, object]:
         """See :meth:`Training.snapshot`; the copies are in main memory, until the next snapshot."""
-        return {"number": self._snapshots.take(lambda buffers: copy_of(self._live_state(), buffers))}
+        live = self._live_state()
+        number = self._snapshots.take(
+            lambda buffers: BackendState(
+                weights=buffers.copy_of_all("weights", live.weights),
+                optimizer=buffers.copy_of_all("optimizer", live.optimizer),
+                rng=buffers.copy_of_all("rng", live.rng),
+            )
+        )
+        return {"number": number}
 
     def save(self, snapshot: dict[str, object], folder: Path) -> None:
         """See :meth:`Training.save`.
@@ -76,13 +64,13 @@ class LocalTraining(Training):
 
     def load(self, folder: Path) -> None:
         # read_state validates everything, so that a rejected checkpoint changes nothing.
-        state = read_state(folder, like=self._live_state(), misfit=self._worker.optimizer.check_state_dict)
+        state = read_state(folder, like=self._live_state(), misfit=self.optimizer.check_state_dict)
         self.discard()
         self._snapshots.copied()  # a snapshot under way still reads the weights
         with torch.no_grad():
             for name, weight in policy_weights(self.model):
                 weight.copy_(state.weights[name])
-        self._worker.optimizer.load_state_dict(state.optimizer)
+        self.optimizer.load_state_dict(state.optimizer)
         torch.set_rng_state(state.rng["cpu"])
         if "cuda" in state.rng and self.model.device.type == "cuda":
             torch.cuda.set_rng_state(state.rng["cuda"], self.model.device)
@@ -92,16 +80,14 @@ class LocalTraining(Training):
         if self.model.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.model.device)
         weights = {name: weight.detach() for name, weight in policy_weights(self.model)} | base_fingerprint(self.model)
-        return BackendState(weights=weights, optimizer=self._worker.optimizer.state_dict(), rng=rng)
+        return BackendState(weights=weights, optimizer=self.optimizer.state_dict(), rng=rng)
 
 
-class LocalBackend(LocalTraining, TrainingBackend):
-    """A HF causal LM and its optimizer; see :class:`PolicyWorker`.
+class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBackend):
+    """A :class:`PolicyWorker` that trains alone.
 
     Same inputs give bit-identical weights on the CPU with a fixed number of threads.
     """
-
-    _worker: PolicyWorker
 
     def __init__(
         self, model_path: str, trainer_config: TrainerConfig, total_steps: int, temperature: float, seed: int
@@ -117,7 +103,6 @@ class LocalBackend(LocalTraining, TrainingBackend):
             ModelError: the model folder cannot be used.
         """
         torch.manual_seed(seed)
-        self._model_path = model_path
         model = load_model(model_path, trainer_config.policy.dtype, trainer_config.device)
         if trainer_config.policy.model.lora.rank:
             add_adapter(model, trainer_config.policy.model.lora, seed=seed)
@@ -125,14 +110,7 @@ class LocalBackend(LocalTraining, TrainingBackend):
             compile_layers(model)
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model)
-        snapshots: Snapshots[BackendState] = Snapshots()
-        super().__init__(
-            PolicyWorker(model, model_path, trainer_config, total_steps, temperature, SingleRank(), snapshots),
-            snapshots,
-        )
-
-    def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        return self._worker.forward_logprobs(sequences)
+        super().__init__(model, model_path, trainer_config, total_steps, temperature, Collectives(), Snapshots())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; tied weights appear once."""
@@ -179,10 +157,8 @@ class LocalBackend(LocalTraining, TrainingBackend):
         return merged
 
 
-class LocalCritic(LocalTraining, CriticBackend):
-    """A value model and its optimizer; see :class:`CriticWorker`."""
-
-    _worker: CriticWorker
+class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):
+    """A :class:`CriticWorker` that trains alone."""
 
     def __init__(self, model_path: str, trainer_config: TrainerConfig, total_steps: int) -> None:
         """
@@ -197,8 +173,4 @@ class LocalCritic(LocalTraining, CriticBackend):
         model = put_value_head(load_model(model_path, trainer_config.policy.dtype, trainer_config.device))
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model, "trainer.critic")
-        snapshots: Snapshots[BackendState] = Snapshots()
-        super().__init__(CriticWorker(model, trainer_config, total_steps, SingleRank(), snapshots), snapshots)
-
-    def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        return self._worker.forward_values(sequences)
+        super().__init__(model, trainer_config, total_steps, Collectives(), Snapshots())

@@ -120,6 +120,7 @@ def _rows(
                     group_tokens=group_tokens,
                     group_sequences=len(sequences),
                     values=of_value,
+                    # The critic's target, from advantages that are not normalised yet.
                     returns=None if of_value is None else of_advantage + of_value,
                 )
             )
@@ -148,6 +149,7 @@ def _shaped_rewards(sample: Sample, group: RolloutGroup, algorithm: AlgorithmCon
     """Return the sample's rewards minus the penalties for length (on the last token) and for KL divergence (on each token)."""
     rewards = sample.rewards
     penalty = overlong_penalty(sum(sequence.num_sampled for sequence in sample.sequences), algorithm.overlong)
+    # A failed sample has no token that could carry the penalty.
     if rewards and penalty:
         rewards[-1] += penalty
     if algorithm.kl_reward_coef == 0 or group.masked:
@@ -186,19 +188,16 @@ def _in_baseline(sample: Sample, algorithm: AlgorithmConfig) -> bool:
         return True
     if algorithm.overlong.filter and was_cut_off(sample):
         return False
+    # One kept sequence is enough: the sample then says something about the policy.
     with_tokens = [sequence for sequence in sample.sequences if sequence.num_sampled]
-    return not with_tokens or any(_kept(sequence, algorithm) for sequence in with_tokens)
-
-
-def _kept(sequence: RolloutSequence, algorithm: AlgorithmConfig) -> bool:
-    if sequence.proximal_logprobs is None:
-        return True
-    mask = torch.from_numpy(sequence.sampled)
-    return keeps_sequence(
-        _float32(sequence.logprob_array)[mask],
-        _float32(sequence.proximal_logprobs)[mask],
-        algorithm.off_policy_correction.rejections,
-    )
+    for sequence in with_tokens:
+        if sequence.proximal_logprobs is None:
+            return True
+        mask = torch.from_numpy(sequence.sampled)
+        behaviour, proximal = _float32(sequence.logprob_array)[mask], _float32(sequence.proximal_logprobs)[mask]
+        if keeps_sequence(behaviour, proximal, correction.rejections):
+            return True
+    return not with_tokens
 
 
 def _training_sequences(rows: Sequence[_SequenceRow]) -> list[TrainingSequence]:

@@ -25,7 +25,6 @@ from skyrl_train.algorithms.off_policy import (
 )
 from skyrl_train.algorithms.reductions import REDUCTIONS, SequenceCounts, Share
 from skyrl_train.algorithms.tokens import MINIBATCH_STATISTICS, MinibatchTokens, PolicyTokens, TokenStatistics
-from skyrl_train.config.derive import clip_bounds
 from skyrl_train.config.schema import AlgorithmConfig, ProximalPolicy
 from skyrl_train.errors import ConfigError
 
@@ -63,22 +62,10 @@ class Objective:
             backward pass.
 
     Raises:
-        ConfigError: (constructor) an unknown name or an impossible number.
+        ConfigError: (constructor) an unknown name.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        where = "trainer.algorithm"
-        low, high = clip_bounds(config)
-        if not 0 <= low < 1:
-            raise ConfigError(f"{where}.eps_clip_low must be in [0, 1), got {low}.")
-        if not 0 <= config.kl_loss_coef < math.inf:
-            raise ConfigError(f"{where}.kl_loss_coef must be >= 0, got {config.kl_loss_coef}.")
-        if not high >= 0:
-            raise ConfigError(f"{where}.eps_clip_high must be >= 0, got {high}.")
-        for name in ("token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high"):
-            clip_high = getattr(config.off_policy_correction, name)
-            if not clip_high > 0:
-                raise ConfigError(f"{where}.off_policy_correction.{name} must be positive, got {clip_high}.")
         self._config = config
         self._policy_loss = POLICY_LOSSES.get(config.policy_loss_type)
         self._reduction = REDUCTIONS.get(config.loss_reduction)
@@ -155,6 +142,7 @@ class Objective:
         # torch.where instead of a product with the mask: a rejected token may have an infinite loss.
         nothing = torch.zeros_like(logprobs)
         policy_loss = torch.where(corrected.kept, losses.loss * corrected.weights, nothing)
+        # The reported losses are weighted like the gradient; both are scaled once the step is complete.
         weights = fields.token_weights.double()
         sums = {
             "policy_loss": weights * policy_loss.detach(),
@@ -168,6 +156,7 @@ class Objective:
             coefficient = fields.kl_factor * self._config.kl_loss_coef
             objective = objective + torch.where(corrected.kept, coefficient * kl * corrected.weights, nothing)
             sums["kl_to_reference"] = kl
+        # The entropy is exact over the vocabulary, not an estimate from the sampled token, so it has no off-policy weight.
         if self.differentiates_entropy:
             objective = objective - torch.where(corrected.kept, self._config.entropy_coef * entropy, nothing)
         statistics = TokenStatistics.of(len(logprobs), {**sums, **corrected.sums}, corrected.maxima)
@@ -178,6 +167,7 @@ class Objective:
         known = current if fields.proximal_logprobs is None else fields.proximal_logprobs
         assert known is not None, "callers check that one of the two is known"
         if self._config.proximal_policy is ProximalPolicy.interpolated:
+            # known: the log-probs at the beginning of the step, between which and the behaviour policy it interpolates.
             return interpolated_logprobs(fields.behaviour_logprobs, known.detach(), fields.lags)
         return known.detach()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -65,14 +64,6 @@ def learning_rate(step: int, *, peak: float, schedule: str, num_warmup_steps: in
     return peak * SCHEDULES.get(schedule)(progress)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """Result of :meth:`PolicyOptimizer.step`."""
-
-    grad_norm: float  # global L2 norm of the gradients after scaling and before clipping
-    applied: bool  # False where the norm was not finite
-
-
 class PolicyOptimizer:
     """AdamW (arXiv 1711.05101), global-norm clipping, and a guard against gradients that are not finite.
 
@@ -84,19 +75,17 @@ class PolicyOptimizer:
         section: the section of the configuration with ``config``, for messages.
 
     Raises:
-        ConfigError: an unknown schedule, an impossible number, or a pattern of ``lr_multipliers`` that matches nothing.
+        ConfigError: a pattern of ``lr_multipliers`` matches nothing.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, section: str = "trainer.policy") -> None:
         self._section = section
-        where = f"{section}.optimizer_config"
-        _check(config, where)
         self._max_grad_norm = config.max_grad_norm
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: _master_of(p) for name, p in self._weights.items()}
         beta1, beta2 = config.adam_betas
         self._adamw = torch.optim.AdamW(
-            _groups(self._masters, config, where),
+            _groups(self._masters, config, f"{section}.optimizer_config"),
             lr=config.lr,
             betas=(beta1, beta2),
             eps=config.adam_eps,
@@ -107,10 +96,12 @@ class PolicyOptimizer:
         """Discard the accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
+    def step(self, learning_rate: float, gradient_scale: float) -> float:
         """Scale the accumulated gradients, clip them by their global norm, and move the weights.
 
-        Weights and moments do not change if a gradient is not finite.
+        Returns:
+            Global L2 norm of the gradients after scaling and before clipping. If it is not finite, weights and moments have not
+            changed.
         """
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -118,7 +109,7 @@ class PolicyOptimizer:
             norm = norm.to(norm.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
         grad_norm = float(norm) * gradient_scale
         if not math.isfinite(grad_norm):
-            return StepOutcome(grad_norm, applied=False)
+            return grad_norm
         # One factor for scale and clipping: each gradient is passed over once.
         clip = min(1.0, self._max_grad_norm / (grad_norm + _NORM_EPSILON))
         for gradient in gradients:
@@ -130,7 +121,7 @@ class PolicyOptimizer:
             for name, weight in self._weights.items():
                 if self._masters[name] is not weight:
                     weight.copy_(self._masters[name])
-        return StepOutcome(grad_norm, applied=True)
+        return grad_norm
 
     def state_dict(self) -> dict[str, Any]:
         """Return moments, and masters where they are not the weights themselves. References, not copies."""
@@ -171,6 +162,7 @@ class PolicyOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict``; betas, eps and decay keep the values of the configuration."""
+        # A resumed run may have other settings; AdamW's own load would bring back the old ones.
         settings = [{k: v for k, v in g.items() if k != "params"} for g in self._adamw.param_groups]
         self._adamw.load_state_dict(state["adamw"])
         for group, own in zip(self._adamw.param_groups, settings, strict=True):
@@ -196,6 +188,7 @@ def _groups(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfi
             groups[pattern, decayed] = {"params": [], "weight_decay": decay, "lr_multiplier": multiplier}
     for name, parameter in parameters.items():
         pattern = next((each for each in config.lr_multipliers if fnmatchcase(name, each)), None)
+        # Norms and biases are the parameters with one axis.
         groups[pattern, parameter.ndim >= 2]["params"].append(parameter)
     for pattern in config.lr_multipliers:
         if not groups[pattern, True]["params"] and not groups[pattern, False]["params"]:
@@ -211,6 +204,7 @@ def _master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
         return weight
     master = torch.nn.Parameter(weight.detach().float())
 
+    # Runs after each backward pass of a micro-batch, so the float32 master adds up what bfloat16 could not.
     def add_to_master(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         # Freed here, so that only the float32 gradient of the master stays in memory.
@@ -220,27 +214,6 @@ def _master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
 
     weight.register_post_accumulate_grad_hook(add_to_master)
     return master
-
-
-def _check(config: OptimizerConfig, where: str) -> None:
-    SCHEDULES.get(config.scheduler, f"{where}.scheduler")
-    if not (math.isfinite(config.lr) and config.lr >= 0):
-        raise ConfigError(f"{where}.lr must be finite and >= 0, got {config.lr}.")
-    if len(config.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.adam_betas):
-        raise ConfigError(f"{where}.adam_betas must be two numbers in [0, 1), got {list(config.adam_betas)}.")
-    if not config.adam_eps > 0:
-        raise ConfigError(f"{where}.adam_eps must be positive, got {config.adam_eps}.")
-    if not config.weight_decay >= 0:
-        raise ConfigError(f"{where}.weight_decay must be >= 0, got {config.weight_decay}.")
-    if not config.max_grad_norm > 0:
-        raise ConfigError(
-            f"{where}.max_grad_norm must be positive (.inf switches clipping off), got {config.max_grad_norm}."
-        )
-    for pattern, factor in config.lr_multipliers.items():
-        if not (math.isfinite(factor) and factor >= 0):
-            raise ConfigError(f"{where}.lr_multipliers[{pattern!r}] must be finite and >= 0, got {factor}.")
-    if config.num_warmup_steps < 0:
-        raise ConfigError(f"{where}.num_warmup_steps must be >= 0, got {config.num_warmup_steps}.")
 
 
 class NonFiniteSteps:

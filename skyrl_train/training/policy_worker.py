@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from skyrl_train.algorithms.reductions import reduction_scale
 from skyrl_train.algorithms.tokens import MinibatchTokens, TokenStatistics
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.models.folder import resolve_dtype
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
@@ -65,11 +65,8 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
             snapshots: of the model and its optimizer: neither moves while one is being copied.
 
         Raises:
-            ConfigError: an unknown name or an impossible number in ``trainer_config``.
+            ConfigError: an unknown name in ``trainer_config``, or a setting that the model does not allow.
         """
-        for name in ("update_epochs_per_batch", "micro_batch_tokens"):
-            if getattr(trainer_config, name) < 1:
-                raise ConfigError(f"trainer.{name} must be at least 1, got {getattr(trainer_config, name)}.")
         super().__init__(model, trainer_config, total_steps, collectives, snapshots, "trainer.policy")
         self._model_path = model_path
         self._objective = Objective(trainer_config.algorithm)
@@ -87,7 +84,7 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         """See :meth:`TrainingBackend.forward_logprobs`."""
-        return self._score_every_token(sequences, self._scorer.logprobs)
+        return self._score_every_token(sequences)
 
     def _loss(self, micro_batch: PolicyMicroBatch) -> tuple[torch.Tensor, TokenStatistics]:
         logprobs, entropies = self._scorer.logprobs_and_entropies(
@@ -95,8 +92,8 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
         )
         return self._objective.loss(logprobs, entropies, micro_batch.fields)
 
-    def _empty_pass(self) -> torch.Tensor:
-        return self._scorer.logprobs_and_entropies(self._smallest_micro_batch(), differentiate_entropy=False)[0]
+    def _scores(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return self._scorer.logprobs_and_entropies(micro_batch, differentiate_entropy=False)[0]
 
     def _step_metrics(
         self, statistics: TokenStatistics, denominators: Sequence[float]
@@ -133,6 +130,7 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
             reference = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
             masks = [s.loss_mask for s in sequences]
             for micro_batch in self._layout.micro_batches(sequences, range(len(sequences)), masks):
+                # The sequence of each scored token, [N].
                 rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.counts)
                 fields = TokenFields(
                     advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
@@ -155,12 +153,14 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
         unscored = [batch for batch in part.micro_batches if batch.fields.proximal_logprobs is None]
         batches = [batch for batch in part.micro_batches if batch.fields.proximal_logprobs is not None]
         missing = self._collectives.all_reduce_max(len(unscored)) - len(unscored)
+        # Before the first backward pass, so that these are log-probs of the policy at the beginning of the step.
         for batch in unscored:
             logprobs = self._scorer.logprobs(batch.micro_batch).clone()
             batches.append(replace(batch, fields=replace(batch.fields, proximal_logprobs=logprobs)))
         for _ in range(missing):
             self._scorer.logprobs(self._smallest_micro_batch())
         if self.needs_whole_minibatch:
+            # A rank without sequences takes part in the exchange with None; the others' numbers need no contribution of it.
             mine = self._objective.minibatch_tokens([batch.fields for batch in batches]) if batches else None
             tokens = [of_rank for of_rank in self._collectives.all_gather(mine) if of_rank is not None]
             if tokens:

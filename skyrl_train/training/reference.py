@@ -86,6 +86,7 @@ class FrozenPolicy:
             logprobs = self._scorer.logprobs(micro_batch).float().cpu()
             counts = [int(masks[index].sum()) for index in micro_batch.indices]
             for index, values in zip(micro_batch.indices, logprobs.split(counts), strict=True):
+                # Scored tokens only were computed: spread them over the response.
                 scores = iter(values.tolist())
                 results[index] = [next(scores) if sampled else 0.0 for sampled in sequences[index].loss_mask]
         return results

@@ -34,7 +34,7 @@ _FOLDER = re.compile(r"global_step_(\d+)(?:\.(\d+))?")
 logger = logging.getLogger(__name__)
 
 
-class _Place(NamedTuple):
+class _RemoteFolder(NamedTuple):
     """The folder of a checkpoint; ordered by age."""
 
     step: int
@@ -78,11 +78,11 @@ class RemoteCheckpointStore:
             CheckpointError: the URL cannot be reached.
         """
         with self._reached("read"):
-            place = self._newest()
-            if place is None:
+            remote = self._newest()
+            if remote is None:
                 return
             theirs = from_yaml(self._text(CONFIG), where=f"{self._url}/{CONFIG}")
-            own = self._is_local(place)
+            own = self._is_local(remote)
         if differing := differences(theirs, self._config):
             raise ConfigError(
                 f"trainer.ckpt_path={self._url} holds checkpoints of another configuration; it differs in "
@@ -101,13 +101,13 @@ class RemoteCheckpointStore:
             CheckpointError: the checkpoint cannot be read. (A run that started from step 0 instead would remove it.)
         """
         with self._reached("read"):
-            place = self._newest()
-            self._known = self._identity(place)
-            if place is None:
+            remote = self._newest()
+            self._known = self._identity(remote)
+            if remote is None:
                 return None
-            if self._is_local(place):
+            if self._is_local(remote):
                 return self._local.latest()
-            return self._local.write(place.step, lambda folder: self._download(place, folder))
+            return self._local.write(remote.step, lambda folder: self._download(remote, folder))
 
     def write(self, step: int, writer: Callable[[Path], None]) -> Path:
         """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces.
@@ -124,12 +124,12 @@ class RemoteCheckpointStore:
         folder = self._local.write(step, identified)
         with self._reached(f"take the checkpoint of step {step}"):
             self._check_alone()
-            places = self._places()
-            place = _Place(step, 1 + max((p.attempt for p in places if p.step == step), default=-1))
-            self._upload(folder, place)
+            folders = self._remote_folders()
+            remote = _RemoteFolder(step, 1 + max((p.attempt for p in folders if p.step == step), default=-1))
+            self._upload(folder, remote)
             self._known = (folder / IDENTITY).read_text("utf-8")
         try:
-            self._remove_old(place)
+            self._remove_old(remote)
         except Exception as error:  # the new one is safe: an old one that stays only costs space
             logger.warning("An old checkpoint in %s could not be removed: %s", self._url, error)
         return folder
@@ -143,9 +143,9 @@ class RemoteCheckpointStore:
                 "or give it another trainer.ckpt_path."
             )
 
-    def _upload(self, folder: Path, place: _Place) -> None:
+    def _upload(self, folder: Path, remote: _RemoteFolder) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
-        there = [self._path(place.name, path.relative_to(folder).as_posix()) for path in paths]
+        there = [self._path(remote.name, path.relative_to(folder).as_posix()) for path in paths]
         for parent in sorted({path.rpartition("/")[0] for path in there}):
             self._files.makedirs(parent, exist_ok=True)
         # Written once: a crash while it is overwritten would make the existing checkpoints unreadable.
@@ -153,78 +153,77 @@ class RemoteCheckpointStore:
             self._files.pipe_file(self._path(CONFIG), to_yaml(self._config).encode())
         self._files.put([str(path) for path in paths], there)
         # The manifest comes after all files that it lists, the pointer after a check of their sizes.
-        self._files.pipe_file(self._path(place.name, MANIFEST), (folder / MANIFEST).read_bytes())
-        if not self._is_complete(place):
-            raise OSError(f"{place.name} is incomplete after its upload")
-        self._files.pipe_file(self._path(POINTER), f"{place.name}\n".encode())
+        self._files.pipe_file(self._path(remote.name, MANIFEST), (folder / MANIFEST).read_bytes())
+        if not self._is_complete(remote):
+            raise OSError(f"{remote.name} is incomplete after its upload")
+        self._files.pipe_file(self._path(POINTER), f"{remote.name}\n".encode())
 
-    def _download(self, place: _Place, folder: Path) -> None:
+    def _download(self, remote: _RemoteFolder, folder: Path) -> None:
         with self._reached("read"):  # otherwise a failed download would be reported as an error of the local disk
-            sizes = {name: size for name, size in self._manifest(place).items() if name != MANIFEST}
+            sizes = {name: size for name, size in self._manifest(remote).items() if name != MANIFEST}
             for name in sizes:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            self._files.get([self._path(place.name, name) for name in sizes], [str(folder / name) for name in sizes])
+            self._files.get([self._path(remote.name, name) for name in sizes], [str(folder / name) for name in sizes])
             if torn := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]:
-                raise OSError(f"{', '.join(torn)} of {place.name} did not arrive complete")
+                raise OSError(f"{', '.join(torn)} of {remote.name} did not arrive complete")
 
-    def _remove_old(self, newest: _Place) -> None:
+    def _remove_old(self, newest: _RemoteFolder) -> None:
         """Keep the newest ``max_ckpts_to_keep`` checkpoints up to ``newest``; remove all others.
 
         Later steps are removed because the run was resumed from an earlier one, so their weights are gone.
         """
-        places = self._places()
-        kept = [p for p in places if p <= newest and self._is_complete(p)][-self._config.trainer.max_ckpts_to_keep :]
-        for place in places:
-            if place not in kept:
+        folders = self._remote_folders()
+        kept = [p for p in folders if p <= newest and self._is_complete(p)][-self._config.trainer.max_ckpts_to_keep :]
+        for remote in folders:
+            if remote not in kept:
                 # Without its manifest the folder is no checkpoint, so a crash during the removal is harmless.
-                manifest = self._path(place.name, MANIFEST)
+                manifest = self._path(remote.name, MANIFEST)
                 if self._files.exists(manifest):
                     self._files.rm_file(manifest)
-                self._files.rm(self._path(place.name), recursive=True)
+                self._files.rm(self._path(remote.name), recursive=True)
 
-    def _newest(self) -> _Place | None:
+    def _newest(self) -> _RemoteFolder | None:
         """Return the checkpoint that the pointer names if it is complete, otherwise the newest complete one."""
-        self._files.invalidate_cache()
-        places = self._places()
+        folders = self._remote_folders()
         try:
-            pointed = _place(self._text(POINTER).strip())
+            pointed = _parse_folder(self._text(POINTER).strip())
         except (FileNotFoundError, UnicodeDecodeError):
             pointed = None
-        candidates = [place for place in places if place == pointed] + places[::-1]
-        return next((place for place in candidates if self._is_complete(place)), None)
+        candidates = [remote for remote in folders if remote == pointed] + folders[::-1]
+        return next((remote for remote in candidates if self._is_complete(remote)), None)
 
-    def _places(self) -> list[_Place]:
+    def _remote_folders(self) -> list[_RemoteFolder]:
         """Return all folders of checkpoints, complete or not, oldest first."""
         self._files.invalidate_cache()
         try:
             entries = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        places = (_place(str(entry).rstrip("/").rpartition("/")[2]) for entry in entries)
-        return sorted(place for place in places if place is not None)
+        folders = (_parse_folder(str(entry).rstrip("/").rpartition("/")[2]) for entry in entries)
+        return sorted(remote for remote in folders if remote is not None)
 
-    def _is_complete(self, place: _Place) -> bool:
+    def _is_complete(self, remote: _RemoteFolder) -> bool:
         try:
-            wanted = self._manifest(place)
+            wanted = self._manifest(remote)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return False
-        found = self._files.find(self._path(place.name), detail=True)
-        return all(found.get(self._path(place.name, name), {}).get("size") == size for name, size in wanted.items())
+        found = self._files.find(self._path(remote.name), detail=True)
+        return all(found.get(self._path(remote.name, name), {}).get("size") == size for name, size in wanted.items())
 
-    def _identity(self, place: _Place | None) -> str:
-        return "" if place is None else self._text(place.name, IDENTITY)
+    def _identity(self, remote: _RemoteFolder | None) -> str:
+        return "" if remote is None else self._text(remote.name, IDENTITY)
 
-    def _is_local(self, place: _Place) -> bool:
+    def _is_local(self, remote: _RemoteFolder) -> bool:
         """Return whether the newest checkpoint on the local disk is this one."""
         folder = self._local.latest()
         try:
-            return folder is not None and (folder / IDENTITY).read_text("utf-8") == self._identity(place)
+            return folder is not None and (folder / IDENTITY).read_text("utf-8") == self._identity(remote)
         except FileNotFoundError:
             return False
 
-    def _manifest(self, place: _Place) -> dict[str, int]:
+    def _manifest(self, remote: _RemoteFolder) -> dict[str, int]:
         """Return the files of a checkpoint with their sizes in bytes."""
-        return dict(json.loads(self._text(place.name, MANIFEST))["files"])
+        return dict(json.loads(self._text(remote.name, MANIFEST))["files"])
 
     def _text(self, *names: str) -> str:
         return str(self._files.cat_file(self._path(*names)), encoding="utf-8")
@@ -246,6 +245,6 @@ class RemoteCheckpointStore:
             ) from error
 
 
-def _place(name: str) -> _Place | None:
+def _parse_folder(name: str) -> _RemoteFolder | None:
     match = _FOLDER.fullmatch(name)
-    return None if match is None else _Place(int(match[1]), int(match[2] or 0))
+    return None if match is None else _RemoteFolder(int(match[1]), int(match[2] or 0))

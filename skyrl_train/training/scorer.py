@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, ModelError
-from skyrl_train.training.attention import keep_caps, packing_obstacle, use_segments
+from skyrl_train.training.attention import caps_attention_scores, packing_obstacle, use_segments
 from skyrl_train.training.batch import MicroBatch, RowLayout, collate_packed, collate_padded, two_short_sequences
 from skyrl_train.training.head import LogitRule, token_scores
 from skyrl_train.training.sequence_parallel import SequenceRanks
@@ -80,16 +80,13 @@ class Scorer:
         self._fp32_head = False
         self._sequence_ranks = sequence_ranks
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
-        keep_caps(model)
+        if caps_attention_scores(model) and model.config.get_text_config()._attn_implementation == "sdpa":
+            model.set_attn_implementation("eager")
         self._method = self._fastest_correct_method(packing, dtype or model.dtype)
         self.packs = self._method.packed
-        if not self.packs and (packing or sequence_ranks is not None):
+        if not self.packs:
             obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"
-            cause, remedy = "trainer.packing=true", "trainer.packing=null"
-            if sequence_ranks is not None:
-                cause = f"{sequence_ranks.setting}={sequence_ranks.size} needs packed rows"
-                remedy = f"{sequence_ranks.setting}=1"
-            raise ConfigError(f"{cause}: {type(model).__name__} {obstacle}. Set {remedy}.")
+            reject_needed_packing(packing, sequence_ranks, f"{type(model).__name__} {obstacle}")
         if fp32_head and not self._method.chunked:
             raise ConfigError(
                 f"trainer.policy.fp32_head=true: {type(model).__name__} is not known to end in a linear head with at most "
@@ -102,17 +99,17 @@ class Scorer:
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return log-probs ``[N]`` of the scored tokens, without gradient."""
-        return self._scores(micro_batch, self._method, differentiate_entropy=False)[0]
+        return self.logprobs_and_entropies(micro_batch, differentiate_entropy=False)[0]
 
     def logprobs_and_entropies(
-        self, micro_batch: MicroBatch, *, differentiate_entropy: bool
+        self, micro_batch: MicroBatch, method: ScoringMethod | None = None, *, differentiate_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs ``[N]`` of the scored tokens, with gradient, and the entropies ``[N]`` of their distributions."""
-        return self._scores(micro_batch, self._method, differentiate_entropy=differentiate_entropy)
+        """Return log-probs ``[N]`` of the scored tokens, with gradient, and the entropies ``[N]`` of their distributions.
 
-    def _scores(
-        self, micro_batch: MicroBatch, method: ScoringMethod, *, differentiate_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        Args:
+            method: None: the one that the constructor chose.
+        """
+        method = method or self._method
         ranks = self._sequence_ranks if method.packed else None
         part, own = (micro_batch, None) if ranks is None else ranks.slice_of(micro_batch)
         if method.chunked:
@@ -136,7 +133,7 @@ class Scorer:
         everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         plain = ScoringMethod(packed=False, chunked=False)
         padded = collate_padded(sequences, [0, 1], everything)
-        expected = self._scores(padded, plain, differentiate_entropy=False)[0]
+        expected = self.logprobs_and_entropies(padded, plain, differentiate_entropy=False)[0]
         tolerance = 0.1 if dtype.itemsize < 4 else 2e-3
         packable = packing is not False and use_segments(self._model)
         # Chunks need a body that ends in hidden states and a linear head on top of it.
@@ -148,12 +145,25 @@ class Scorer:
                 continue
             batch = collate_packed(sequences, [0, 1], everything) if method.packed else padded
             try:
-                scores = self._scores(batch, method, differentiate_entropy=False)[0]
-            except (ModelError, TypeError):
+                scores = self.logprobs_and_entropies(batch, method, differentiate_entropy=False)[0]
+            except (ModelError, TypeError):  # TypeError: a layer does not take the segments
                 continue
             if torch.allclose(scores, expected, atol=tolerance, rtol=0.0):
                 return method
         return plain
+
+
+def reject_needed_packing(packing: bool | None, sequence_ranks: SequenceRanks | None, reason: str) -> None:
+    """For a model that cannot pack: raise if a setting needs packed rows.
+
+    Raises:
+        ConfigError: ``packing`` is True, or there are ``sequence_ranks``; with the reason and the remedy.
+    """
+    if sequence_ranks is not None:
+        setting, size = sequence_ranks.setting, sequence_ranks.size
+        raise ConfigError(f"{setting}={size} needs packed rows: {reason}. Set {setting}=1.")
+    if packing:
+        raise ConfigError(f"trainer.packing=true: {reason}. Set trainer.packing=null.")
 
 
 def compute_device(model: PreTrainedModel) -> torch.device:

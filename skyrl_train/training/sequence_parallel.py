@@ -81,40 +81,31 @@ class SequenceRanks:
         repeats = self.size // math.gcd(self.size, shared_heads)
         if repeats > 1:
             key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
-        return self._all_tokens(query), self._all_tokens(key), self._all_tokens(value)
+        return self.exchange(query), self.exchange(key), self.exchange(value)
 
-    def _all_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        received = self._exchange(states[0].unflatten(0, (self.size, -1)))
+    def exchange(self, states: torch.Tensor) -> torch.Tensor:
+        """Cut ``[1, a * ranks, b, D]`` along the first of its two axes, send part j to rank j, and join the parts that arrive
+        along the other one, in the order of the ranks: ``[1, a, b * ranks, D]``.
+
+        From heads and slices of tokens it makes shares of the heads and all tokens; with the axes swapped, the reverse.
+        """
+        received: torch.Tensor = _Exchange.apply(states[0].unflatten(0, (self.size, -1)), self.group)
         return received.transpose(0, 1).flatten(1, 2)[None]
-
-    def all_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchange ``[1, slice * ranks, heads / ranks, D]`` for ``[1, slice, heads, D]``."""
-        received = self._exchange(states[0].unflatten(0, (self.size, -1)))
-        return received.transpose(0, 1).flatten(1, 2)[None]
-
-    def _exchange(self, states: torch.Tensor) -> torch.Tensor:
-        """Send entry j of ``[ranks, ...]`` to rank j; return the entries received, in the order of the ranks."""
-        received: torch.Tensor = _Exchange.apply(states, self.group)
-        return received
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all, whose gradient is the same exchange: rank i sends back what it got from rank j."""
+    """All-to-all over the first axis. Its gradient is the same exchange: rank i sends back the part that it got from rank j."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _exchanged(states, group)
+        received = torch.empty_like(states, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, states.contiguous(), group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(gradient, ctx.group), None
-
-
-def _exchanged(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    received = torch.empty_like(states, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, states.contiguous(), group=group)
-    return received
+        return _Exchange.forward(ctx, gradient, ctx.group), None
 
 
 class _Join(torch.autograd.Function):

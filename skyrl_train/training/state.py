@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -49,7 +50,7 @@ class Snapshots(Generic[S]):
             arrange: lays the live state out as it will be written, with ``buffers.copy_of(name, tensor)`` for each of its
                 tensors. These must not change until :meth:`copied` has returned.
         """
-        self.copied()
+        self.copied()  # the buffers are about to be overwritten
         self._number += 1
         buffers = Buffers(self._buffers)
         self._state = arrange(buffers)
@@ -89,6 +90,7 @@ class Buffers:
         """Return the main memory to which ``tensor`` (of this process, not sharded) will be copied. Use each name once."""
         source, buffer = tensor.detach(), self._before.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            # Pinned memory lets the copy run beside the computation of the GPU.
             buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
         self.in_use[name] = buffer
         self.copies.append((source, buffer))
@@ -131,15 +133,6 @@ class BackendState:
     rng: dict[str, torch.Tensor]
 
 
-def copy_of(state: BackendState, buffers: Buffers) -> BackendState:
-    """Return the state with its tensors in ``buffers``."""
-    return BackendState(
-        weights=buffers.copy_of_all("weights", state.weights),
-        optimizer=buffers.copy_of_all("optimizer", state.optimizer),
-        rng=buffers.copy_of_all("rng", state.rng),
-    )
-
-
 def write_state(state: BackendState, folder: Path) -> None:
     """Write both files into ``folder``.
 
@@ -174,7 +167,8 @@ def read_state(folder: Path, like: BackendState, misfit: Callable[[dict[str, Any
     weights = _reading(folder / POLICY_FILE, load_file)
     check_weights(folder, weights, like.weights)
     check_base(folder, weights, like.weights)
-    payload = _reading(folder / OPTIMIZER_FILE, _load_payload)
+    load_payload = partial(torch.load, map_location="cpu", weights_only=True)
+    payload: dict[str, Any] = _reading(folder / OPTIMIZER_FILE, load_payload)
     try:
         state = BackendState(weights, payload["optimizer"], dict(payload["rng"]))
         reason = misfit(state.optimizer)
@@ -195,11 +189,6 @@ def _reading(path: Path, read: Callable[[Path], T]) -> T:
         raise CheckpointError(f"{path.parent} is incomplete: {path.name} is missing. {REMEDY}") from error
     except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}). {REMEDY}") from error
-
-
-def _load_payload(path: Path) -> dict[str, Any]:
-    payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return payload
 
 
 def check_weights(folder: Path, saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> None:

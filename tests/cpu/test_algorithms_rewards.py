@@ -89,7 +89,7 @@ def test_a_response_that_was_cut_off_leaves_the_numerator_and_stays_in_denominat
     config = AlgorithmConfig(grpo_norm_by_std=False, overlong=OverlongConfig(filter=True))
     batch = build_minibatch([cut], 1, config)
     assert [int(s.loss_mask.sum()) for s in batch.sequences] == [0, 2, 2]
-    assert [s.tokens_in_denominator for s in batch.sequences] == [3, 2, 2]
+    assert [s.counts.tokens for s in batch.sequences] == [3, 2, 2]
     assert per_sample([cut], config) == pytest.approx([2, 0, -2])
     config.off_policy_correction.baseline_without_rejected = True
     assert per_sample([cut], config)[1:] == pytest.approx([1, -1])

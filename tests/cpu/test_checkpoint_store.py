@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint_worlds import Crash, QuickFileSystem, content, writing
 
-from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.errors import CheckpointError
 from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, is_complete
 
 
@@ -252,8 +252,3 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(
     store.write(2, writing("two"))
     assert content(store.latest()) == "two"
     assert "could not be removed" in caplog.text
-
-
-def test_at_least_one_checkpoint_must_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_ckpts_to_keep"):
-        CheckpointStore(tmp_path, 0)

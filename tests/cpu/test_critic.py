@@ -32,7 +32,7 @@ def brute_force_loss(model: torch.nn.Module, batch: Minibatch, clip: float | Non
     """The documented loss, token by token."""
     total, count = torch.zeros(()).double(), 0
     for s, values in zip(batch.sequences, values_of(batch.sequences, model), strict=True):
-        count += s.tokens_in_denominator
+        count += s.counts.tokens
         for t in s.loss_mask.nonzero().flatten().tolist():
             old, target = s.values[t].double(), s.returns[t].double()
             error = (values[t] - target) ** 2
@@ -54,7 +54,7 @@ def test_what_its_model_cannot_do_is_named_as_the_critics(folder: str, monkeypat
 
 
 def test_a_state_of_another_dtype_is_named_as_the_critics(folder: str) -> None:
-    wide, narrow = (critic(folder, critic__dtype=dtype)._worker.optimizer for dtype in ("float32", "bfloat16"))
+    wide, narrow = (critic(folder, critic__dtype=dtype).optimizer for dtype in ("float32", "bfloat16"))
     assert narrow.check_state_dict(wide.state_dict()) == "other master weights (trainer.critic.dtype differs)"
 
 

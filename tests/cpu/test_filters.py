@@ -154,7 +154,7 @@ def test_a_masked_group_trains_no_token_and_still_counts_in_the_denominator() ->
     assert [g.masked for g in groups] == [True, False]
     minibatch = build_minibatch(groups, 1, algorithm)
     assert [int(s.loss_mask.sum()) for s in minibatch.sequences] == [0, 0, 1, 1]
-    assert [s.tokens_in_denominator for s in minibatch.sequences] == [1, 1, 1, 1]
+    assert [s.counts.tokens for s in minibatch.sequences] == [1, 1, 1, 1]
 
 
 @given(batches)

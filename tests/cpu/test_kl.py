@@ -168,7 +168,7 @@ def with_reference(batch: Minibatch, seed: int = 5) -> Minibatch:
 def gradients_of_one_update(of: LocalBackend, batch: Minibatch) -> dict[str, torch.Tensor]:
     """What accumulates for the batch, scaled as the optimizer step would scale it."""
     of.accumulate(batch)
-    counted = sum(s.tokens_in_denominator for s in batch.sequences)
+    counted = sum(s.counts.tokens for s in batch.sequences)
     grads = {name: p.grad / counted for name, p in of.model.named_parameters() if p.grad is not None}
     of.discard()
     return grads

@@ -146,8 +146,6 @@ class TestRates:
     def test_what_matches_nothing_is_refused(self, folder: str) -> None:
         with pytest.raises(ConfigError, match=r"lr_multipliers.*'\*.lora_C.\*'"):
             adapted(folder, policy__optimizer_config__lr_multipliers={"*.lora_C.*": 2.0})
-        with pytest.raises(ConfigError, match="finite"):
-            adapted(folder, policy__optimizer_config__lr_multipliers={"*.lora_B.*": -1.0})
 
 
 def checks_a_resumed_run(first: TrainingBackend, second: TrainingBackend, path: Path) -> None:

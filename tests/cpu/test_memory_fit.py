@@ -46,7 +46,7 @@ def test_a_backward_pass_is_left_no_more_than_the_formula_says_and_not_much_less
     measured = sum(storage.nbytes() for storage in kept.values())
     shape = model_shape(ModelConfig(path=None, build=LARGER))
     assert shape is not None
-    trainer = alone._worker._config
+    trainer = alone._config
     tokens = sum(len(s) - 1 for s in batch.sequences)
     said = activation_bytes(trainer, shape, tokens)
     # Of a layer that runs again, what it keeps then is not seen here; of all, their inputs are.

@@ -53,13 +53,13 @@ def test_tokens_older_than_the_oldest_trained_version_leave_the_numerator_and_st
     old, new = built(group([3, 3, -1, 4, 5], [5, 5]), oldest_trained_version=4)
     assert trained(old) == [False, False, False, True, True]
     assert trained(new) == [True, True]
-    assert (old.tokens_in_denominator, new.tokens_in_denominator) == (4, 2)
+    assert (old.counts.tokens, new.counts.tokens) == (4, 2)
 
 
 def test_without_an_oldest_version_everything_sampled_is_trained() -> None:
     (only,) = built(group([0, -1, 5]))
     assert trained(only) == [True, False, True]
-    assert only.tokens_in_denominator == 2
+    assert only.counts.tokens == 2
 
 
 def test_masking_changes_neither_baseline_nor_advantages() -> None:
@@ -72,18 +72,18 @@ def test_masking_changes_neither_baseline_nor_advantages() -> None:
 def test_a_group_of_nothing_but_old_tokens_trains_nothing_and_counts() -> None:
     sequences = built(group([0, 0], [1]), oldest_trained_version=2)
     assert not any(bool(s.loss_mask.any()) for s in sequences)
-    assert [s.tokens_in_denominator for s in sequences] == [2, 1]
+    assert [s.counts.tokens for s in sequences] == [2, 1]
 
 
 def test_a_masked_group_trains_nothing_and_counts() -> None:
     sequences = built(group([7, 7], [8], masked=True))
     assert not any(bool(s.loss_mask.any()) for s in sequences)
-    assert [s.tokens_in_denominator for s in sequences] == [2, 1]
+    assert [s.counts.tokens for s in sequences] == [2, 1]
 
 
 def test_a_masked_group_without_a_single_token_counts_nothing() -> None:
     (empty,) = built(group([], masked=True), oldest_trained_version=3)
-    assert empty.tokens_in_denominator == 0
+    assert empty.counts.tokens == 0
 
 
 def test_all_sequences_of_a_sample_are_masked_alike() -> None:
@@ -113,7 +113,7 @@ def test_under_the_mask_policy_a_token_is_trained_exactly_if_its_lag_is_within_t
     sequences = built(group(*samples), manager.oldest_trained_version)
     for versions, made in zip(samples, sequences, strict=True):
         assert trained(made) == [version >= 0 and (step - 1) - version <= bound for version in versions]
-        assert made.tokens_in_denominator == sum(version >= 0 for version in versions)
+        assert made.counts.tokens == sum(version >= 0 for version in versions)
 
 
 @given(st.lists(st.lists(st.integers(-1, 6), max_size=5), min_size=1, max_size=4), st.data())

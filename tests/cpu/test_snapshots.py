@@ -20,7 +20,7 @@ def test_the_policy_moves_only_after_it_is_copied(tmp_path: Path, monkeypatch: p
     trained = backend(build_small_model(tmp_path))
     before = weights(trained)
     may_copy, waiting, moving = threading.Event(), threading.Event(), threading.Event()
-    copy, copied, step = of_snapshots._copy, trained._snapshots.copied, trained._worker.optimizer.step
+    copy, copied, step = of_snapshots._copy, trained._snapshots.copied, trained.optimizer.step
 
     def patient(*arguments: object) -> None:
         assert may_copy.wait(60)
@@ -35,7 +35,7 @@ def test_the_policy_moves_only_after_it_is_copied(tmp_path: Path, monkeypatch: p
         return step(*arguments)
 
     monkeypatch.setattr(of_snapshots, "_copy", patient)
-    monkeypatch.setattr(trained._worker.optimizer, "step", recorded)
+    monkeypatch.setattr(trained.optimizer, "step", recorded)
     snapshot = trained.snapshot()
     monkeypatch.setattr(trained._snapshots, "copied", waits)
     trained.accumulate(minibatch())  # a forward and a backward pass wait for nothing

@@ -23,7 +23,10 @@ from training_worlds import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_train.build.checks import known_names
+from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.validate import validate
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
@@ -312,27 +315,44 @@ def _empty() -> TrainingSequence:
     [
         ("algorithm__policy_loss_type", "ppo_klip"),
         ("algorithm__loss_reduction", "sum"),
-        ("algorithm__eps_clip_low", 1.5),
-        ("algorithm__eps_clip_high", -0.1),
         ("algorithm__off_policy_correction__tis_ratio_type", "sequences"),
-        ("algorithm__off_policy_correction__token_tis_ratio_clip_high", 0.0),
         ("policy__dtype", "float16"),
-        ("policy__optimizer_config__lr", -1.0),
-        ("policy__optimizer_config__scheduler", "step"),
-        ("policy__optimizer_config__max_grad_norm", 0.0),
-        ("policy__optimizer_config__adam_betas", [0.9]),
-        ("policy__optimizer_config__adam_eps", 0.0),
-        ("policy__optimizer_config__weight_decay", -1.0),
-        ("policy__optimizer_config__num_warmup_steps", -1),
-        ("update_epochs_per_batch", 0),
-        ("micro_batch_tokens", 0),
         ("device", "cuda:99"),
         ("device", "gpu"),
     ],
 )
-def test_an_impossible_setting_is_refused_by_name_before_training(folder: str, setting: str, value: object) -> None:
+def test_an_unusable_name_is_refused_before_training(folder: str, setting: str, value: object) -> None:
     with pytest.raises(ConfigError, match=setting.split("__")[-1]):
         backend(folder, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("algorithm.eps_clip_low", "1.5"),
+        ("algorithm.eps_clip_high", "-0.1"),
+        ("algorithm.kl_loss_coef", "-1"),
+        ("algorithm.kl_loss_coef", ".inf"),
+        ("algorithm.off_policy_correction.token_tis_ratio_clip_high", "0"),
+        ("algorithm.off_policy_correction.sequence_tis_ratio_clip_high", "0"),
+        ("policy.optimizer_config.lr", "-1"),
+        ("policy.optimizer_config.lr", ".inf"),
+        ("policy.optimizer_config.scheduler", "step"),
+        ("critic.optimizer_config.scheduler", "step"),
+        ("policy.optimizer_config.max_grad_norm", "0"),
+        ("policy.optimizer_config.adam_betas", "[0.9]"),
+        ("policy.optimizer_config.adam_eps", "0"),
+        ("policy.optimizer_config.weight_decay", "-1"),
+        ("policy.optimizer_config.num_warmup_steps", "-1"),
+        ("policy.optimizer_config.lr_multipliers", "{a: .inf}"),
+        ("update_epochs_per_batch", "0"),
+        ("micro_batch_tokens", "0"),
+        ("max_ckpts_to_keep", "0"),
+    ],
+)
+def test_an_impossible_setting_is_refused_by_name_before_a_model_is_loaded(setting: str, value: str) -> None:
+    errors = validate(compose("quickstart", [f"trainer.{setting}={value}"]), known_names()).errors
+    assert any(f"trainer.{setting}" in error for error in errors), errors
 
 
 class TestBfloat16:

@@ -20,7 +20,7 @@ from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training import head as of_head
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import MicroBatch
-from skyrl_train.training.collectives import SingleRank
+from skyrl_train.training.collectives import Collectives
 from skyrl_train.training.layers import checkpoint_activations
 from skyrl_train.training.policy_worker import PolicyWorker
 from skyrl_train.training.scorer import Scorer
@@ -235,16 +235,16 @@ def sharded(policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 def test_what_bfloat16_rounds_is_not_another_log_prob(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharded policy of that dtype has float32 parameters, and computes in bfloat16."""
-    exact = Scorer._scores
+    exact = Scorer.logprobs_and_entropies
 
     def rounded(self: Scorer, micro_batch: MicroBatch, way: Any, **how: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies = exact(self, micro_batch, way, **how)
         return logprobs + 0.02 * (way.packed or way.chunked), entropies
 
-    monkeypatch.setattr(Scorer, "_scores", rounded)
+    monkeypatch.setattr(Scorer, "logprobs_and_entropies", rounded)
     wide = model("qwen3").float()
     for dtype, packs in (("bfloat16", True), ("float32", False)):
-        trainer = PolicyWorker(wide, "", config(policy__dtype=dtype), 10, 1.0, SingleRank(), Snapshots())
+        trainer = PolicyWorker(wide, "", config(policy__dtype=dtype), 10, 1.0, Collectives(), Snapshots())
         assert trainer._scorer.packs is packs
 
 

@@ -104,7 +104,7 @@ def weights(of: LocalBackend) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(of: LocalBackend) -> dict[str, Any]:
-    return copy.deepcopy(of._worker.optimizer.state_dict())
+    return copy.deepcopy(of.optimizer.state_dict())
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
