@@ -7,6 +7,7 @@ rank 1: its share                  ─┼─ all_succeed ─ all_reduce_* ─ al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from skyrl_train.training.sequence_parallel import SequenceRanks
 T = TypeVar("T")
 
 
+@dataclass
 class Collectives:
     """Every method is called by all ranks, in the same order; each returns the same decision on all of them.
 
@@ -61,14 +63,7 @@ class AgreedError(Exception):
 
 
 class ProcessGroupCollectives(Collectives):
-    """The ranks of the default process group. They agree over its CPU backend (gloo), also where parameters are on GPUs.
-
-    Args:
-        sequence_ranks: the neighbours that share sequences with this rank; None: none.
-    """
-
-    def __init__(self, sequence_ranks: SequenceRanks | None = None) -> None:
-        self.sequence_ranks = sequence_ranks
+    """The ranks of the default process group. They agree over its CPU backend (gloo), also where parameters are on GPUs."""
 
     def all_succeed(self, prepare: Callable[[], T]) -> T:
         """See :meth:`Collectives.all_succeed`.

@@ -190,7 +190,7 @@ class GradientAccumulator(ABC, Generic[M]):
     def discard(self) -> None:
         """See :meth:`Training.discard`."""
         self._open = None
-        self.optimizer.zero_grad()
+        self.optimizer.adamw.zero_grad(set_to_none=True)  # frees the memory of the gradients
 
     def _add(self, part: StepPart[M]) -> None:
         """Add the part's gradients to the gradients of its step; discard everything accumulated if that fails half-way."""

@@ -74,6 +74,9 @@ class PolicyOptimizer:
     Args:
         section: the section of the configuration with ``config``, for messages.
 
+    Attributes:
+        adamw: moves the masters; their accumulated gradients are in ``grad``.
+
     Raises:
         ConfigError: a pattern of ``lr_multipliers`` matches nothing.
     """
@@ -84,17 +87,13 @@ class PolicyOptimizer:
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: _master_of(p) for name, p in self._weights.items()}
         beta1, beta2 = config.adam_betas
-        self._adamw = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             _groups(self._masters, config, f"{section}.optimizer_config"),
             lr=config.lr,
             betas=(beta1, beta2),
             eps=config.adam_eps,
             fused=True,
         )
-
-    def zero_grad(self) -> None:
-        """Discard the accumulated gradients."""
-        self._adamw.zero_grad(set_to_none=True)
 
     def step(self, learning_rate: float, gradient_scale: float) -> float:
         """Scale the accumulated gradients, clip them by their global norm, and move the weights.
@@ -114,9 +113,9 @@ class PolicyOptimizer:
         clip = min(1.0, self._max_grad_norm / (grad_norm + _NORM_EPSILON))
         for gradient in gradients:
             gradient.mul_(gradient_scale * clip)
-        for group in self._adamw.param_groups:
+        for group in self.adamw.param_groups:
             group["lr"] = learning_rate * group["lr_multiplier"]
-        self._adamw.step()
+        self.adamw.step()
         with torch.no_grad():  # the weights are the rounding of their masters
             for name, weight in self._weights.items():
                 if self._masters[name] is not weight:
@@ -126,20 +125,20 @@ class PolicyOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return moments, and masters where they are not the weights themselves. References, not copies."""
         separate = {name: m.detach() for name, m in self._masters.items() if m is not self._weights[name]}
-        return {"adamw": self._adamw.state_dict(), "masters": separate}
+        return {"adamw": self.adamw.state_dict(), "masters": separate}
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return AdamW's state by parameter name: ``exp_avg`` and ``exp_avg_sq`` shaped like the parameter, and ``step``, a
         scalar. References, not copies; empty for a parameter that was never trained.
         """
-        return {name: dict(self._adamw.state.get(master, {})) for name, master in self._masters.items()}
+        return {name: dict(self.adamw.state.get(master, {})) for name, master in self._masters.items()}
 
     @torch.no_grad()
     def make_moments(self) -> None:
         """Create zero moments for parameters that were never trained, as their first step would."""
         for master in self._masters.values():
-            if not self._adamw.state.get(master):
-                self._adamw.state[master] = {
+            if not self.adamw.state.get(master):
+                self.adamw.state[master] = {
                     "step": torch.zeros((), dtype=torch.float32, device=master.device),
                     "exp_avg": torch.zeros_like(master),
                     "exp_avg_sq": torch.zeros_like(master),
@@ -153,7 +152,7 @@ class PolicyOptimizer:
         sizes = [[len(g["params"]) for g in s["adamw"]["param_groups"]] for s in (state, mine)]
         if sizes[0] != sizes[1]:
             return "other parameter groups"
-        shapes = [p.shape for group in self._adamw.param_groups for p in group["params"]]
+        shapes = [p.shape for group in self.adamw.param_groups for p in group["params"]]
         moments = state["adamw"]["state"]
         if any(m[key].shape != shapes[i] for i, m in moments.items() for key in ("exp_avg", "exp_avg_sq")):
             return "moments of other shapes"
@@ -163,9 +162,9 @@ class PolicyOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict``; betas, eps and decay keep the values of the configuration."""
         # A resumed run may have other settings; AdamW's own load would bring back the old ones.
-        settings = [{k: v for k, v in g.items() if k != "params"} for g in self._adamw.param_groups]
-        self._adamw.load_state_dict(state["adamw"])
-        for group, own in zip(self._adamw.param_groups, settings, strict=True):
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in self.adamw.param_groups]
+        self.adamw.load_state_dict(state["adamw"])
+        for group, own in zip(self.adamw.param_groups, settings, strict=True):
             group.update(own)
         for name, master in state["masters"].items():
             self._masters[name].copy_(master)

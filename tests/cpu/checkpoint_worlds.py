@@ -1,4 +1,4 @@
-"""What checkpoints are written of, and what ends a process while it writes one."""
+"""Contents of checkpoints, and the crash of a process while it writes one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def writing(text: str) -> Callable[[Path], None]:
 
 
 def content(folder: Path | None) -> str | None:
-    """What a complete checkpoint holds; fails on a torn one."""
+    """Returns the content of a complete checkpoint; fails on an incomplete one."""
     if folder is None:
         return None
     assert is_complete(folder)

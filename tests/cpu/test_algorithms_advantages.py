@@ -99,7 +99,7 @@ def test_maxrl(samples: list[Sample], data: st.DataObject) -> None:
     check("maxrl", successes, insides(samples, data), lambda i, r, compared: (r[i] - mean(compared)) / mean(compared))
 
 
-def test_maxrl_refuses_negative_returns() -> None:
+def test_maxrl_rejects_negative_returns() -> None:
     with pytest.raises(GeneratorOutputError, match="maxrl divides by the mean return"):
         ADVANTAGE_ESTIMATORS.get("maxrl")(group_of([[(1.0, True)], [(-0.5, True)]]), AlgorithmConfig())
 
@@ -199,11 +199,11 @@ def test_equal_returns_give_exactly_zero(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_is_refused(value: float) -> None:
+def test_a_reward_that_is_no_number_is_rejected(value: float) -> None:
     with pytest.raises(GeneratorOutputError, match=r"sample 1 of a group of 2 has the return (nan|inf)"):
         group_of([[(1.0, True)], [(value, True)]])
 
 
-def test_a_group_that_lost_a_member_is_refused() -> None:
+def test_a_group_that_lost_a_member_is_rejected() -> None:
     with pytest.raises(ValueError, match="3 rewards, 2 loss masks and 3 samples"):
         GroupRewards([[1.0]] * 3, [torch.ones(1)] * 2, [True] * 3)

@@ -100,7 +100,7 @@ class TestReductions:
         exact = sum(map(Fraction, denominators), Fraction(0))
         assert reduction_scale(shuffled) == (1 / float(exact) if denominators else 0.0)
 
-    def test_what_has_no_tokens_has_the_scale_zero(self) -> None:
+    def test_a_step_without_tokens_has_the_scale_zero(self) -> None:
         assert reduction_scale([token_mean(alone(0), ALGORITHM).denominator] * 3) == 0.0
 
     def test_a_registered_one_takes_part_in_the_loss_by_its_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ class TestRegistries:
     ) -> None:
         assert [name for name in registry.names() if name != "modelled"] == known
 
-    def test_an_unknown_name_is_refused_with_the_nearest_and_all_known_ones(self) -> None:
+    def test_an_unknown_name_is_rejected_with_the_nearest_and_all_known_ones(self) -> None:
         with pytest.raises(ConfigError) as caught:
             REDUCTIONS.get("token_maen")
         message = str(caught.value)

@@ -120,7 +120,7 @@ def test_the_divergence_is_taken_from_the_reward_of_each_token(
     assert kl_to_reference([a_group, group(sample(5, 0.0), masked=True)], config) == pytest.approx((4 * kl, 4, 2))
 
 
-def test_a_penalty_without_reference_log_probs_is_refused_and_a_masked_group_needs_none() -> None:
+def test_a_penalty_without_reference_log_probs_is_rejected_and_a_masked_group_needs_none() -> None:
     config = AlgorithmConfig(kl_reward_coef=0.1)
     with pytest.raises(GeneratorOutputError, match="no reference log-probs"):
         build_minibatch([group(sample(1, 1.0))], 1, config)

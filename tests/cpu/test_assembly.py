@@ -1,4 +1,4 @@
-"""What a trainer is put together from: all of it is up, or nothing is left of it."""
+"""The assembly of a trainer: either all parts start, or none is left running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyrl_train.rollout.data.dataset import load_dataset
 
 
 @pytest.mark.parametrize("fails", ["trainer", "backend"])
-async def test_what_was_started_is_stopped_also_if_that_fails_and_the_first_error_is_told(
+async def test_started_parts_are_stopped_also_if_that_fails_and_the_first_error_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     overrides = [f"trainer.run_dir={tmp_path}", "generator.inference_engine.executor=thread", "trainer.trackers=[]"]

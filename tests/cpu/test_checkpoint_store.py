@@ -223,7 +223,7 @@ class TestFullDisk:
         assert content(store.latest()) in {"one", "new"}
 
 
-def test_an_unwritable_place_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match="step 1 cannot be written"):
         CheckpointStore(tmp_path / "checkpoints", 1).write(1, writing("one"))

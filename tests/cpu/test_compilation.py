@@ -17,7 +17,7 @@ from skyrl_train.training.layers import compile_layers
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What has been compiled so far, by a compiler that leaves it as it is."""
+    """The functions compiled so far, by a compiler that returns them unchanged."""
     compiled: list[Any] = []
 
     def as_it_is(graph: Any, inputs: list[Any]) -> Any:
@@ -47,6 +47,6 @@ def test_rows_of_other_lengths_and_segments_compile_nothing_again(
     assert numbers[1:] == numbers[1:2] * 5
 
 
-def test_a_model_without_layers_that_repeat_is_refused() -> None:
+def test_a_model_without_layers_that_repeat_is_rejected() -> None:
     with pytest.raises(ConfigError, match="compile=true: Linear has no layers"):
         compile_layers(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def test_a_pattern_that_matches_nothing_is_named_as_the_critics(folder: str) -> 
         critic(folder, critic__optimizer_config__lr_multipliers={"nowhere": 2.0})
 
 
-def test_what_its_model_cannot_do_is_named_as_the_critics(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_critics_model_name_the_critics_settings(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_train.training.layers.GradientCheckpointingLayer", str)  # no layer is one
     with pytest.raises(ConfigError, match=r"^trainer\.critic\.gradient_checkpointing=true: .* has no layers"):
         critic(folder, critic__gradient_checkpointing=True)
@@ -165,12 +165,12 @@ def test_a_broken_number_moves_nothing_and_is_counted(folder: str) -> None:
     assert same(before, parameters(trained))
 
 
-def test_sequences_without_values_are_refused(folder: str) -> None:
+def test_sequences_without_values_are_rejected(folder: str) -> None:
     with pytest.raises(GeneratorOutputError, match="of 6 training sequences 0 have a value and 0 a return"):
         critic(folder).update(minibatch())
 
 
-def test_a_model_of_another_vocabulary_is_refused(folder: str) -> None:
+def test_a_model_of_another_vocabulary_is_rejected(folder: str) -> None:
     batch = minibatch()
     alien = dataclasses.replace(batch.sequences[0], token_ids=torch.tensor([1, 99]))
     with pytest.raises(GeneratorOutputError, match=r"token id 99 .* trainer\.critic\.model\.path"):
@@ -180,7 +180,7 @@ def test_a_model_of_another_vocabulary_is_refused(folder: str) -> None:
 # Beside the policy ----------------------------------------------------------------------------------------------------
 
 
-def test_both_train_and_the_policy_alone_is_published_and_exported(folder: str, tmp_path: Path) -> None:
+def test_both_train_and_only_the_policy_is_synced_and_exported(folder: str, tmp_path: Path) -> None:
     both, alone, own = actor_critic(folder), LocalBackend(folder, config(), 10, 1.0, 0), critic(folder)
     for step in (1, 2):
         batch = valued_minibatch(step, step)
@@ -194,7 +194,7 @@ def test_both_train_and_the_policy_alone_is_published_and_exported(folder: str, 
     both.close()
 
 
-def test_a_resumed_pair_goes_on_as_if_it_had_never_stopped(folder: str, tmp_path: Path) -> None:
+def test_a_resumed_pair_continues_as_if_it_had_never_stopped(folder: str, tmp_path: Path) -> None:
     first, second = actor_critic(folder), actor_critic(folder)
     first.update(valued_minibatch(1, 1))
     first.save(first.snapshot(), tmp_path)
@@ -208,7 +208,7 @@ def test_a_resumed_pair_goes_on_as_if_it_had_never_stopped(folder: str, tmp_path
     assert same(dict(first.named_weights()), dict(second.named_weights()))
 
 
-def test_a_checkpoint_without_a_critic_is_refused(folder: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_critic_is_rejected(folder: str, tmp_path: Path) -> None:
     alone = LocalBackend(folder, config(), 10, 1.0, 0)
     alone.save(alone.snapshot(), tmp_path)
     both = actor_critic(folder)
@@ -221,7 +221,7 @@ def test_a_checkpoint_without_a_critic_is_refused(folder: str, tmp_path: Path) -
         both.load(tmp_path)
 
 
-def test_what_both_refuse_has_moved_nothing_and_what_one_refuses_says_so(folder: str) -> None:
+def test_a_minibatch_that_both_reject_moves_nothing_and_a_rejection_by_one_says_so(folder: str) -> None:
     both, batch = actor_critic(folder, micro_batch_tokens=17), valued_minibatch()
     before = {name: weight.clone() for name, weight in both.named_weights()}
     long = valued_minibatch(lengths=(18, 2))
@@ -263,7 +263,7 @@ def test_values_are_computed_where_the_model_computes(folder: str, monkeypatch: 
     assert all(map(torch.equal, trained.forward_values(sequences), expected))
 
 
-def test_what_bfloat16_rounds_is_not_another_value(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_rounded_to_bfloat16_count_as_equal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharded critic of that dtype has float32 parameters, and computes in bfloat16."""
 
     def rounded(model: object, micro_batch: MicroBatch, then: object) -> torch.Tensor:

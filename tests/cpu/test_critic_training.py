@@ -210,7 +210,7 @@ def test_returns_are_those_before_advantages_are_normalised_and_old_tokens_keep_
     assert every.mean().item() == pytest.approx(0.0, abs=1e-6) and every.std().item() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_group_without_values_is_refused_and_a_masked_one_needs_none() -> None:
+def test_a_group_without_values_is_rejected_and_a_masked_one_needs_none() -> None:
     with pytest.raises(GeneratorOutputError, match="group 7 has no values"):
         build_minibatch([group()], 4, PPO)
     masked: RolloutGroup = dataclasses.replace(group(), masked=True)
@@ -252,7 +252,7 @@ def test_a_group_without_values_is_refused_and_a_masked_one_needs_none() -> None
         ([*SHARDED, "trainer.critic.placement=worker"], "trainer.critic.placement=worker is unknown"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_remedy(overrides: list[str], remedy: str) -> None:
+def test_impossible_settings_are_rejected_with_a_remedy(overrides: list[str], remedy: str) -> None:
     found = validate(compose("quickstart", overrides)).errors
     assert any(remedy in problem for problem in found), found
 
@@ -277,7 +277,7 @@ def test_a_setting_without_effect_is_a_warning_with_its_reason(overrides: list[s
     assert found.errors == [] and any(remedy in warning for warning in found.warnings), found
 
 
-def test_slices_of_the_tokens_and_the_policys_ranks_are_not_refused_and_make_no_other_run(tmp_path: Path) -> None:
+def test_slices_of_the_tokens_and_the_policys_ranks_are_not_rejected_and_make_no_other_run(tmp_path: Path) -> None:
     slices = "trainer.critic.fsdp.sequence_parallel_size=2"
     assert validate(compose("quickstart", [*SHARDED, slices])).errors == []
     colocated = [*SHARDED, COLOCATED, "trainer.fsdp.sequence_parallel_size=2", "trainer.critic.fsdp.cpu_offload=true"]

@@ -51,7 +51,7 @@ async def test_groups_that_finish_within_the_step_that_was_resumed_are_kept_by_t
 
 
 @pytest.mark.parametrize("what", ["failed", "filtered"])
-async def test_what_ends_between_the_last_row_and_a_stop_is_reported_by_the_resumed_run(
+async def test_groups_that_end_between_the_last_report_and_a_stop_are_reported_by_the_resumed_run(
     tmp_path: Path, what: str
 ) -> None:
     setting = "trainer.failures.max_rollout_retries=0"

@@ -1,4 +1,4 @@
-"""What goes wrong in generation, and what becomes of it (SEMANTICS 4.6)."""
+"""Failures in generation and their consequences (SEMANTICS 4.6)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_what_goes_wrong_once_is_tried_again_with_other_seeds(bad: str) -> None:
+async def test_a_failed_attempt_is_repeated_with_other_seeds(bad: str) -> None:
     play, reason = BAD[bad]
     async with World(rollout_timeout_s=0.05) as w:
         w.generator.plays[2] = [play, fine]
@@ -81,7 +81,7 @@ async def test_a_rollout_that_lost_its_actor_is_the_same_attempt_again_once(loss
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_what_goes_wrong_always_gives_its_seat_to_the_next_prompt(bad: str) -> None:
+async def test_a_prompt_that_always_fails_gives_its_slot_to_the_next_prompt(bad: str) -> None:
     play, reason = BAD[bad]
     async with World(rollout_timeout_s=0.05) as w:
         w.generator.plays[2] = [play]
@@ -116,7 +116,7 @@ async def test_fewer_samples_than_asked_for_stop_the_workers_by_name() -> None:
         assert w.generator.calls.count(1) == 1, "another attempt would not mend it"
 
 
-async def test_what_a_generator_writes_into_its_input_is_nobody_elses() -> None:
+async def test_changes_of_a_generator_to_its_input_stay_local() -> None:
     async with World(prompts=4) as w:
         given: list[object] = []
 
@@ -198,10 +198,10 @@ async def test_with_raise_the_first_failure_stops_the_workers_and_its_prompt_sta
         assert w.loader.ledger.failed == [] and w.loader.ledger.frontier == 0, "a resumed run generates it again"
 
 
-# Failed groups that keep their seat (mask) ----------------------------------------------------------------------------
+# Failed groups that keep their slot (mask) ----------------------------------------------------------------------------
 
 
-async def test_a_masked_failure_keeps_its_seat_without_a_token() -> None:
+async def test_a_masked_failure_keeps_its_slot_without_a_token() -> None:
     async with World(on_rollout_failure=MASK, max_rollout_retries=0) as w:
         w.generator.plays[1] = [fail]
         await w.workers.fill()
@@ -238,7 +238,7 @@ def finished_group(group_index: int = 0) -> RolloutGroup:
     return RolloutGroup(group_index, "v", "test", tuple(samples), 2)
 
 
-def test_a_failed_group_adds_nothing_to_a_minibatch_but_its_place() -> None:
+def test_a_failed_group_adds_nothing_to_a_minibatch_but_its_count() -> None:
     minibatch = build_minibatch([finished_group(), failed_group()], 4, AlgorithmConfig())
     assert minibatch.num_groups == 2
     assert [s.group_index for s in minibatch.sequences] == [0, 0]
@@ -400,7 +400,7 @@ async def test_sessions_are_recorded_by_attempt_and_until_the_group_has_ended() 
         assert replay_cache.calls == [("begin", 0, 0), ("begin", 0, 1), ("begin", 0, 1), ("end", 0)]
 
 
-async def test_a_resumed_group_goes_on_with_the_attempt_that_was_recorded() -> None:
+async def test_a_resumed_group_continues_with_the_attempt_that_was_recorded() -> None:
     async with World(max_rollout_retries=1) as w:
         replay_cache = w.runner._replay_cache = NotedReplayCache()
         replay_cache.begin(0, ["p0@0_0"], 1)
@@ -456,7 +456,7 @@ async def test_a_filtered_run_with_depth_zero_is_the_filtered_synchronous_one(tm
     assert runs[0] == runs[1]
 
 
-async def test_a_batch_trains_copies_in_the_place_of_groups_without_signal_and_all_its_prompts_count(
+async def test_a_batch_trains_copies_instead_of_groups_without_signal_and_all_its_prompts_count(
     tmp_path: Path,
 ) -> None:
     plain = Harness(tmp_path / "plain", "trainer.mode=sync")

@@ -59,7 +59,7 @@ def server() -> Iterator[ForkServer]:
 
 
 def kill_and_finish(server: ForkServer, root: Path, mode: str, steps: int, kills: int, seed: int) -> list[Path]:
-    """Kills at random moments, in every second life only once its loop has trained a step; then lets the run finish.
+    """Kills at random moments, every second process only once its loop has trained a step; then lets the run finish.
 
     A machine may be so fast that a run ends between two kills; the kills then go on in another one. Returns all runs.
     """
@@ -108,7 +108,7 @@ class End:
     most: int
 
     def draw(self, rng: random.Random) -> Fault:
-        """The fault of one life."""
+        """The fault of one process."""
         return Fault(self.place, self.action, rng.randint(1, self.most))
 
 

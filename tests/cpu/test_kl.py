@@ -166,7 +166,7 @@ def with_reference(batch: Minibatch, seed: int = 5) -> Minibatch:
 
 
 def gradients_of_one_update(of: LocalBackend, batch: Minibatch) -> dict[str, torch.Tensor]:
-    """What accumulates for the batch, scaled as the optimizer step would scale it."""
+    """The gradients accumulated for the batch, scaled as the optimizer step would scale them."""
     of.accumulate(batch)
     counted = sum(s.counts.tokens for s in batch.sequences)
     grads = {name: p.grad / counted for name, p in of.model.named_parameters() if p.grad is not None}
@@ -220,7 +220,7 @@ def test_reference_logprobs_change_nothing_where_no_loss_asks_for_them(folder: s
     assert same(weights(one), weights(other))
 
 
-def test_a_kl_term_without_reference_logprobs_is_refused_before_anything_moves(folder: str) -> None:
+def test_a_kl_term_without_reference_logprobs_is_rejected_before_anything_moves(folder: str) -> None:
     trained = backend(folder, algorithm__kl_loss_coef=0.5)
     before = weights(trained)
     with pytest.raises(GeneratorOutputError, match="no reference log-probs"):
@@ -258,7 +258,7 @@ def test_masked_tokens_have_no_kl_term(folder: str) -> None:
         (["kl_loss_coef=-0.1"], "must be at least 0"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_remedy(overrides: list[str], remedy: str) -> None:
+def test_impossible_settings_are_rejected_with_a_remedy(overrides: list[str], remedy: str) -> None:
     keys = [f"trainer.algorithm.{o}".replace("algorithm.../", "") for o in overrides]
     with pytest.raises(ConfigError, match=remedy):
         raise_errors(validate(compose("quickstart", keys)).errors)

@@ -143,7 +143,7 @@ class TestRates:
         moved = {name: (p - before[name]).abs().max().item() for name, p in model.state_dict().items()}
         assert moved == pytest.approx({"a.weight": 0.0, "a.bias": 0.0, "b.weight": 0.2, "b.bias": 0.1}, rel=1e-4)
 
-    def test_what_matches_nothing_is_refused(self, folder: str) -> None:
+    def test_a_pattern_that_matches_nothing_is_rejected(self, folder: str) -> None:
         with pytest.raises(ConfigError, match=r"lr_multipliers.*'\*.lora_C.\*'"):
             adapted(folder, policy__optimizer_config__lr_multipliers={"*.lora_C.*": 2.0})
 
@@ -171,7 +171,7 @@ class TestCheckpoints:
         assert load_file(tmp_path / "one" / "policy.safetensors").keys() == names | {"base_fingerprint"}
         assert all(".lora_" in name for name in names)
 
-    def test_another_base_model_or_scale_is_refused(self, folder: str, tmp_path: Path) -> None:
+    def test_another_base_model_or_scale_is_rejected(self, folder: str, tmp_path: Path) -> None:
         policy = trained(folder)
         policy.save(policy.snapshot(), tmp_path)
         build_model_folder(SMALL, tmp_path / "other", seed=1)

@@ -136,7 +136,7 @@ def test_each_sequence_has_its_stretch_of_what_is_laid_out_for_all_of_a_minibatc
 
 
 @pytest.mark.parametrize("numbers", [1, 4])
-def test_numbers_of_a_stage_that_are_not_one_for_each_token_are_refused(numbers: int) -> None:
+def test_numbers_of_a_stage_that_are_not_one_for_each_token_are_rejected(numbers: int) -> None:
     made = dataclasses.replace(sequence([0, 0, 0]), proximal_logprobs=[-1.0] * numbers)
     with pytest.raises(GeneratorOutputError, match=f"{numbers} numbers to a response of 3 tokens"):
         built(of_sequences([made]))

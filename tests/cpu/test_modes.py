@@ -1,4 +1,4 @@
-"""Every order in which generation, training and publication can follow each other, on scripted parts (issue: modes)."""
+"""Every order in which generation, training and weight syncs can follow each other, on scripted parts (issue: modes)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_one_step_off_generates_while_it_trains_and_publishes_when_nothing
 # Publication every k steps ---------------------------------------------------------------------------------------------
 
 
-async def test_weights_are_published_every_k_steps(tmp_path: Path) -> None:
+async def test_weights_are_synced_every_k_steps(tmp_path: Path) -> None:
     h = Harness(tmp_path, "trainer.fully_async.weight_sync_interval=2", "trainer.fully_async.staleness_policy=wait")
     await h.train()
     assert sorted(h.trained) == list(range(32))
@@ -121,7 +121,7 @@ async def test_a_stop_within_a_streaming_step_leaves_its_groups_to_be_trained_la
     assert sorted(again.trained) == list(range(32))
 
 
-async def test_under_wait_streaming_leaves_room_for_the_straggler(tmp_path: Path) -> None:
+async def test_under_wait_streaming_leaves_room_for_the_slow_group(tmp_path: Path) -> None:
     h = Harness(
         tmp_path,
         STREAMING,
@@ -140,7 +140,7 @@ async def test_under_wait_streaming_leaves_room_for_the_straggler(tmp_path: Path
 
     h.backend.before_update = count
     training = asyncio.ensure_future(h.train())
-    # Step 3 is the straggler's last: the trainer takes three groups of it and keeps a seat.
+    # Step 3 is the slow group's last: the trainer takes three groups of it and keeps a slot.
     await asyncio.wait_for(three_taken.wait(), 60)
     await settle(2000)
     assert h.trainer.global_step == 2 and sum(taken) == 3
@@ -278,7 +278,7 @@ async def test_partial_rollouts_keep_the_bound_under_wait(tmp_path: Path) -> Non
 # While it runs ---------------------------------------------------------------------------------------------------------
 
 
-async def test_depth_and_workers_change_while_the_run_goes_on(tmp_path: Path) -> None:
+async def test_depth_and_workers_change_while_the_run_continues(tmp_path: Path) -> None:
     h = Harness(tmp_path, "trainer.fully_async.generate_ahead_steps=0", "trainer.fully_async.staleness_policy=wait")
     loop = asyncio.get_running_loop()
 
@@ -298,7 +298,7 @@ async def test_depth_and_workers_change_while_the_run_goes_on(tmp_path: Path) ->
     assert sorted(h.trained) == list(range(32))
 
 
-async def test_what_was_changed_while_the_run_went_on_is_so_after_a_resume(tmp_path: Path) -> None:
+async def test_settings_changed_during_the_run_are_restored_by_a_resume(tmp_path: Path) -> None:
     settings = (
         "trainer.fully_async.max_staleness_steps=0",
         "trainer.fully_async.generate_ahead_steps=0",

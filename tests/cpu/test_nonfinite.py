@@ -73,7 +73,7 @@ async def test_a_run_stops_and_keeps_the_checkpoint_from_before(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
-async def test_a_row_goes_on_in_a_run_that_was_stopped_within_it(tmp_path: Path, mode: str) -> None:
+async def test_a_resumed_run_continues_the_count_of_steps_in_a_row(tmp_path: Path, mode: str) -> None:
     settings = [f"trainer.mode={mode}", "trainer.failures.max_nonfinite_steps=2"]
     first = Harness(tmp_path, *settings)
     breaks(first, 4, 8)
@@ -126,7 +126,7 @@ class TestRewards:
         await h.train()
         assert h.trained == list(range(32)) and h.trainer.rollout.group_generator.retries == 2
 
-    async def test_a_resumed_run_goes_on_counting_attempts(self, tmp_path: Path) -> None:
+    async def test_a_resumed_run_continues_counting_attempts(self, tmp_path: Path) -> None:
         first = Harness(tmp_path, "trainer.mode=sync")
         self.spoil(first, {3}, attempts=1)
         finish = first.backend.finish
@@ -143,7 +143,7 @@ class TestRewards:
         await again.train()
         assert again.rows[-1]["async/retries"] == 2
 
-    async def test_else_the_next_prompt_takes_the_seat(self, tmp_path: Path) -> None:
+    async def test_else_the_next_prompt_takes_the_slot(self, tmp_path: Path) -> None:
         h = Harness(tmp_path, "trainer.mode=sync", "trainer.max_steps=4")
         self.spoil(h, {3, 7}, attempts=99)
         await h.train()

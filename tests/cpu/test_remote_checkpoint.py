@@ -68,7 +68,7 @@ def test_the_newest_are_kept_and_a_history_that_was_given_up_is_not(tmp_path: Pa
     assert content(store(tmp_path / "b").latest()) == "9 again"
 
 
-def test_what_lies_there_counts_and_not_the_local_copy(tmp_path: Path) -> None:
+def test_the_remote_state_counts_and_not_the_local_copy(tmp_path: Path) -> None:
     here, elsewhere = store(tmp_path / "a"), store(tmp_path / "b")
     here.write(3, writing("mine"))
     elsewhere.write(3, writing("hers"))  # as long, and of the same step
@@ -190,7 +190,7 @@ def test_a_crash_at_any_instant_leaves_the_configuration(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("outage", ["torn", "out"])
-def test_what_does_not_arrive_whole_is_not_resumed_from(
+def test_an_incomplete_download_is_not_resumed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outage: str
 ) -> None:
     store(tmp_path / "a").write(1, writing("one"))
@@ -223,7 +223,7 @@ def test_two_runs_do_not_remove_each_others(tmp_path: Path) -> None:
     other.write(7, writing("other"))  # in the place of the first one
 
 
-def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_are_rejected(tmp_path: Path) -> None:
     store(tmp_path / "a").check()
     store(tmp_path / "a").write(1, writing("one"))
     store(tmp_path / "b", "trainer.ckpt_interval=9", f"trainer.run_dir={tmp_path}").check()
@@ -244,6 +244,6 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
         ("memory://bucket/run", "gone when this process ends"),
     ],
 )
-def test_what_keeps_no_checkpoints_is_refused(url: str, remedy: str) -> None:
+def test_a_url_that_keeps_no_checkpoints_is_rejected(url: str, remedy: str) -> None:
     (problem,) = validate(compose("quickstart", [f"trainer.ckpt_path={url}"])).errors
     assert remedy in problem

@@ -240,7 +240,7 @@ class TestBetweenTheParts:
             (lambda s: minibatch(lengths=(60,)).sequences[0], ConfigError),  # longer than a micro-batch
         ],
     )
-    def test_a_refused_part_leaves_the_others(
+    def test_a_rejected_part_leaves_the_others(
         self, folder: str, break_it: Callable[..., object], error: type[Exception]
     ) -> None:
         a, b = (backend(folder, micro_batch_tokens=40) for _ in range(2))

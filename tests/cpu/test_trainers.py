@@ -55,11 +55,11 @@ async def test_a_generator_knows_whether_there_is_room_for_more_than_it_was_aske
 ) -> None:
     h = Harness(tmp_path, f"trainer.mode={mode}")
     await h.train()
-    assert all(h.generator.could_begin), "what the trainer asks for has its seat"
+    assert all(h.generator.could_begin), "what the trainer asks for has its slot"
     assert not h.generator.may_begin(), "all that will be trained was generated"
 
 
-async def test_generation_goes_on_while_the_policy_trains(tmp_path: Path) -> None:
+async def test_generation_continues_while_the_policy_trains(tmp_path: Path) -> None:
     h = Harness(tmp_path)
     loop = asyncio.get_running_loop()
 
@@ -77,7 +77,7 @@ async def test_generation_goes_on_while_the_policy_trains(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("policy", "worst"), [("wait", 2), ("accept", 6)])
-async def test_a_straggler_makes_wait_stop_and_accept_go_on(tmp_path: Path, policy: str, worst: int) -> None:
+async def test_a_slow_group_makes_wait_stop_and_accept_continue(tmp_path: Path, policy: str, worst: int) -> None:
     h = Harness(tmp_path, f"trainer.fully_async.staleness_policy={policy}", "trainer.fully_async.max_staleness_steps=2")
     released = asyncio.Event()
 
@@ -96,13 +96,13 @@ async def test_a_straggler_makes_wait_stop_and_accept_go_on(tmp_path: Path, poli
         await h.trainer.changed.wait_until(lambda: h.trainer.global_step == 2)
         for _ in range(2000):
             await asyncio.sleep(0)
-        assert h.trainer.global_step == 2, "step 3 is the straggler's deadline: the trainer may not pass it by"
+        assert h.trainer.global_step == 2, "step 3 is the slow group's deadline: the trainer may not pass it by"
         released.set()
     await training
     assert sorted(h.trained) == list(range(32)), "nothing is dropped"
     trained_in = {o: row["step"] for row in h.rows for o in row["group_indices"]}
     assert trained_in[1] <= 3 if policy == "wait" else trained_in[1] >= 6
-    # The lag counts tokens: this straggler had none before its release, so only its admission binds the schedule.
+    # The lag counts tokens: this group had none before its release, so only its admission binds the schedule.
     assert max(row["staleness/max"] for row in h.rows) <= worst
 
 
@@ -133,7 +133,7 @@ async def test_a_rollout_that_raises_once_is_tried_again(tmp_path: Path, mode: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_rollout_that_always_raises_gives_its_seat_to_the_next_prompt(tmp_path: Path, mode: str) -> None:
+async def test_a_rollout_that_always_raises_gives_its_slot_to_the_next_prompt(tmp_path: Path, mode: str) -> None:
     h = Harness(tmp_path, f"trainer.mode={mode}")
 
     def fail_always(batch: GeneratorInput) -> None:
@@ -228,7 +228,7 @@ async def test_a_failed_weight_sync_stops_the_run_with_the_finished_step_saved(t
     again = Harness(tmp_path, f"trainer.mode={mode}")
     await again.train()
     assert sorted(again.trained) == list(range(32))
-    assert len(again.backend.minibatches) == 5, "the step whose publication failed is not trained again"
+    assert len(again.backend.minibatches) == 5, "the step whose weight sync failed is not trained again"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -328,7 +328,7 @@ async def test_a_resumed_synchronous_run_is_the_uninterrupted_one(tmp_path: Path
         assert all(x.token_ids.equal(y.token_ids) for x, y in zip(a.sequences, b.sequences, strict=True))
 
 
-async def test_the_checkpoint_of_another_data_set_is_refused(tmp_path: Path) -> None:
+async def test_the_checkpoint_of_another_data_set_is_rejected(tmp_path: Path) -> None:
     await Harness(tmp_path, "trainer.max_steps=2").train()
     other = Harness(tmp_path, "data.seed=1")
     with pytest.raises(CheckpointError, match="fingerprint"):
@@ -366,7 +366,7 @@ async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
         assert key in row
 
 
-async def test_an_update_that_is_refused_leaves_its_groups_to_be_trained_after_resuming(tmp_path: Path) -> None:
+async def test_an_update_that_is_rejected_leaves_its_groups_to_be_trained_after_resuming(tmp_path: Path) -> None:
     for mode in MODES:
         h = Harness(tmp_path / mode, f"trainer.mode={mode}")
 
@@ -403,7 +403,7 @@ async def test_a_run_resumed_between_two_weight_sync_keeps_their_rhythm(tmp_path
 
 
 @pytest.mark.parametrize("metrics", [{"mine": 1.0}, {"environment/x": math.nan}, {"environment/x": "a"}])
-async def test_a_metric_that_nobody_can_aggregate_is_refused_before_training(
+async def test_a_metric_that_nobody_can_aggregate_is_rejected_before_training(
     tmp_path: Path, metrics: dict[str, float]
 ) -> None:
     h = Harness(tmp_path)

@@ -268,7 +268,7 @@ class TestNotFinite:
         assert same(before, weights(trained))
         assert str(optimizer_state(trained)) == str(moments)
 
-    def test_training_goes_on_afterwards_as_if_it_had_not_been(self, folder: str) -> None:
+    def test_training_continues_afterwards_as_if_it_had_not_been(self, folder: str) -> None:
         a, b = backend(folder), backend(folder)
         broken = minibatch()
         broken.sequences[1].advantages[broken.sequences[1].loss_mask] = math.inf
@@ -297,7 +297,7 @@ class TestBadSequences:
         with pytest.raises(GeneratorOutputError, match=r"sequence 0 .* is empty"):
             backend(folder).forward_logprobs([_empty()])
 
-    def test_one_longer_than_the_budget_is_refused_before_anything_moves(self, folder: str) -> None:
+    def test_one_longer_than_the_budget_is_rejected_before_anything_moves(self, folder: str) -> None:
         trained = backend(folder, micro_batch_tokens=16)
         before = weights(trained)
         with pytest.raises(ConfigError, match="the longest has 17 tokens"):
@@ -321,7 +321,7 @@ def _empty() -> TrainingSequence:
         ("device", "gpu"),
     ],
 )
-def test_an_unusable_name_is_refused_before_training(folder: str, setting: str, value: object) -> None:
+def test_an_unusable_name_is_rejected_before_training(folder: str, setting: str, value: object) -> None:
     with pytest.raises(ConfigError, match=setting.split("__")[-1]):
         backend(folder, **{setting: value})
 
@@ -350,7 +350,7 @@ def test_an_unusable_name_is_refused_before_training(folder: str, setting: str, 
         ("max_ckpts_to_keep", "0"),
     ],
 )
-def test_an_impossible_setting_is_refused_by_name_before_a_model_is_loaded(setting: str, value: str) -> None:
+def test_an_impossible_setting_is_rejected_by_name_before_a_model_is_loaded(setting: str, value: str) -> None:
     errors = validate(compose("quickstart", [f"trainer.{setting}={value}"]), known_names()).errors
     assert any(f"trainer.{setting}" in error for error in errors), errors
 
@@ -422,7 +422,7 @@ class TestCheckpoint:
             (SMALL, "bfloat16", "float32 there and .* bfloat16 here"),
         ],
     )
-    def test_of_another_model_is_refused_and_changes_nothing(
+    def test_of_another_model_is_rejected_and_changes_nothing(
         self, folder: str, tmp_path: Path, other: BuildModelConfig, dtype: str, message: str
     ) -> None:
         source = backend(folder)
@@ -436,7 +436,7 @@ class TestCheckpoint:
 
     @pytest.mark.parametrize("name", ["policy.safetensors", "optimizer.pt"])
     @pytest.mark.parametrize("damage", ["missing", "truncated", "garbage", "empty"])
-    def test_that_is_broken_is_refused_and_changes_nothing(
+    def test_that_is_broken_is_rejected_and_changes_nothing(
         self, folder: str, tmp_path: Path, name: str, damage: str
     ) -> None:
         source, target = backend(folder), backend(folder)
@@ -457,7 +457,7 @@ class TestCheckpoint:
             target.load(tmp_path)
         assert same(before, weights(target))
 
-    def test_with_other_optimizer_content_is_refused(self, folder: str, tmp_path: Path) -> None:
+    def test_with_other_optimizer_content_is_rejected(self, folder: str, tmp_path: Path) -> None:
         trained = backend(folder)
         trained.save(trained.snapshot(), tmp_path)
         optimizer = optimizer_state(trained)
@@ -489,7 +489,7 @@ def test_the_exported_folder_opens_in_transformers(folder: str, tmp_path: Path) 
     assert AutoTokenizer.from_pretrained(tmp_path / "export")("42").input_ids == [7, 5]
 
 
-def test_a_place_that_cannot_be_exported_to_is_named(folder: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_exported_to_is_named(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot be exported to .*export"):
         backend(folder).export_hf(tmp_path / "file" / "export")

@@ -76,7 +76,7 @@ class TestPaddedRows:
 
 
 @pytest.mark.parametrize("split", [pack_rows, pad_rows])
-def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy(
+def test_a_sequence_longer_than_the_budget_is_rejected_with_the_remedy(
     split: Callable[[list[int], int], list[list[int]]],
 ) -> None:
     with pytest.raises(

@@ -106,7 +106,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("differentiate_entropy", [False, True])
-def test_what_is_held_depends_neither_on_tokens_nor_on_the_vocabulary(
+def test_temporary_memory_depends_neither_on_tokens_nor_on_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, differentiate_entropy: bool
 ) -> None:
     monkeypatch.setattr(of_head, "_BLOCK_COLUMNS", 64)

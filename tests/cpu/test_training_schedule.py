@@ -33,6 +33,6 @@ def test_every_step_learns_and_none_passes_the_peak(schedule: str, warmup: int, 
     assert values[warmup:] == sorted(values[warmup:], reverse=True)
 
 
-def test_an_unknown_schedule_is_refused() -> None:
+def test_an_unknown_schedule_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"scheduler='cosinus' is unknown. Did you mean 'cosine'"):
         learning_rate(1, peak=1.0, schedule="cosinus", num_warmup_steps=0, total_steps=1)

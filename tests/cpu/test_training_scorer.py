@@ -183,7 +183,7 @@ def test_a_model_with_unknown_work_after_its_head_is_scored_by_its_own_logits() 
         Scorer(policy, temperature=1.0, micro_batch_tokens=100, fp32_head=True)
 
 
-def test_a_sequence_beyond_the_positions_of_the_model_is_refused() -> None:
+def test_a_sequence_beyond_the_positions_of_the_model_is_rejected() -> None:
     scorer = Scorer(model("llama"), temperature=1.0, micro_batch_tokens=100)
     with pytest.raises(GeneratorOutputError, match="has 65 tokens, but the model only 64 positions"):
         scores(scorer, sequences((3, 65)))
@@ -233,7 +233,7 @@ def sharded(policy: PreTrainedModel) -> Iterator[PreTrainedModel]:
         dist.destroy_process_group()
 
 
-def test_what_bfloat16_rounds_is_not_another_log_prob(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_rounded_to_bfloat16_count_as_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharded policy of that dtype has float32 parameters, and computes in bfloat16."""
     exact = Scorer.logprobs_and_entropies
 
