@@ -50,9 +50,8 @@ class TokenWeights(NamedTuple):
 
     weights: torch.Tensor
     truncated: torch.Tensor  # bool: the weight is smaller than the ratio, but not 0
-    rejected: torch.Tensor | None = (
-        None  # bool: the token leaves the numerator of the loss; None: the correction rejects nothing
-    )
+    # bool: the token leaves the numerator of the loss; None: the correction rejects nothing
+    rejected: torch.Tensor | None = None
 
 
 # Maps trained tokens to the weight of each token's loss; depends on each sequence alone. ``config.kwargs`` holds the parameters

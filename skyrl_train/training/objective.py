@@ -47,9 +47,8 @@ class TokenFields:
     lags: torch.Tensor  # int64: versions from the one that sampled the token to the one at the beginning of the step
     reference_logprobs: torch.Tensor | None = None  # needed where the loss has a KL term
     kl_factor: float = 1.0  # of the KL coefficient in this step
-    minibatch: Mapping[str, float] = field(
-        default_factory=dict
-    )  # from Objective.minibatch_statistics, where it is needed
+    # From Objective.minibatch_statistics, where it is needed.
+    minibatch: Mapping[str, float] = field(default_factory=dict)
 
 
 class Objective:

@@ -60,9 +60,8 @@ class RemoteCheckpointStore:
         self._url = url.rstrip("/")
         self._config = config
         self._local = local
-        self._known: str | None = (
-            None  # identity of the newest checkpoint that this run has written or found; "": there was none
-        )
+        # Identity of the newest checkpoint that this run has written or found; "": there was none.
+        self._known: str | None = None
         self._files: AbstractFileSystem
         self._root: str
         try:
@@ -123,7 +122,13 @@ class RemoteCheckpointStore:
 
         folder = self._local.write(step, identified)
         with self._reached(f"take the checkpoint of step {step}"):
-            self._check_alone()
+            newest = self._newest()
+            # Another run has written since: each of the two would remove the later steps of the other.
+            if self._known is not None and newest is not None and self._identity(newest) != self._known:
+                raise CheckpointError(
+                    f"trainer.ckpt_path={self._url} has {newest.name} of another run, which is untouched. Stop one of the two, "
+                    "or give it another trainer.ckpt_path."
+                )
             folders = self._remote_folders()
             remote = _RemoteFolder(step, 1 + max((p.attempt for p in folders if p.step == step), default=-1))
             self._upload(folder, remote)
@@ -133,15 +138,6 @@ class RemoteCheckpointStore:
         except Exception as error:  # the new one is safe: an old one that stays only costs space
             logger.warning("An old checkpoint in %s could not be removed: %s", self._url, error)
         return folder
-
-    def _check_alone(self) -> None:
-        """Raise if another run has written since: each of the two would remove the later steps of the other."""
-        newest = self._newest()
-        if self._known is not None and newest is not None and self._identity(newest) != self._known:
-            raise CheckpointError(
-                f"trainer.ckpt_path={self._url} has {newest.name} of another run, which is untouched. Stop one of the two, "
-                "or give it another trainer.ckpt_path."
-            )
 
     def _upload(self, folder: Path, remote: _RemoteFolder) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
