@@ -49,8 +49,7 @@ class Scorer:
     against the model's own forward pass on a few tokens; the ranks of a sharded model construct it together.
 
     Attributes:
-        layout: splits sequences into micro-batches for this model.
-        packs: several sequences share a row.
+        layout: splits sequences into micro-batches for this model, packed if that is correct.
     """
 
     def __init__(
@@ -83,8 +82,7 @@ class Scorer:
         if caps_attention_scores(model) and model.config.get_text_config()._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")
         self._method = self._fastest_correct_method(packing, dtype or model.dtype)
-        self.packs = self._method.packed
-        if not self.packs:
+        if not self._method.packed:
             obstacle = packing_obstacle(model) or "computes other log-probs for packed sequences than for single ones"
             reject_needed_packing(packing, sequence_ranks, f"{type(model).__name__} {obstacle}")
         if fp32_head and not self._method.chunked:
@@ -93,7 +91,7 @@ class Scorer:
                 "a scale and a cap after it. Set it to false."
             )
         self._fp32_head = fp32_head
-        self.layout = RowLayout.of(model, packed=self.packs, micro_batch_tokens=micro_batch_tokens)
+        self.layout = RowLayout.of(model, packed=self._method.packed, micro_batch_tokens=micro_batch_tokens)
 
     # Not inference_mode: weights that a sharded model gathers here for the first time are kept for training.
     @torch.no_grad()

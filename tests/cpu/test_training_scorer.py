@@ -130,7 +130,7 @@ def assert_same(policy: PreTrainedModel, scorer: Scorer, temperature: float, tol
 def test_log_probs_and_gradients_are_those_of_single_sequences(kind: str, packing: bool | None) -> None:
     policy = model(kind, **PACKED[kind])
     scorer = Scorer(policy, temperature=0.8, micro_batch_tokens=40, packing=packing)
-    assert scorer.packs is (packing is None)
+    assert scorer.layout.packed is (packing is None)
     assert_same(policy, scorer, 0.8, tolerance=1e-5 if kind in ROUND_TO_FLOAT32 else 1e-12)
 
 
@@ -138,7 +138,7 @@ def test_log_probs_and_gradients_are_those_of_single_sequences(kind: str, packin
 def test_models_whose_attention_is_not_known_to_keep_sequences_apart_are_padded(kind: str) -> None:
     policy = model(kind, **PADDED[kind])
     scorer = Scorer(policy, temperature=1.0, micro_batch_tokens=60)
-    assert not scorer.packs
+    assert not scorer.layout.packed
     with pytest.raises(ConfigError, match=r"trainer.packing=true: .* Set trainer.packing=null"):
         Scorer(policy, temperature=1.0, micro_batch_tokens=60, packing=True)
 
@@ -177,7 +177,7 @@ def test_a_model_with_unknown_work_after_its_head_is_scored_by_its_own_logits() 
     own = type(policy).forward
     policy.forward = lambda **inputs: _bent(own(policy, **inputs))
     scorer = Scorer(policy, temperature=1.0, micro_batch_tokens=100)
-    assert scorer.packs
+    assert scorer.layout.packed
     assert_same(policy, scorer, 1.0)
     with pytest.raises(ConfigError, match=r"trainer.policy.fp32_head=true: .* Set it to false"):
         Scorer(policy, temperature=1.0, micro_batch_tokens=100, fp32_head=True)
@@ -245,7 +245,7 @@ def test_log_probs_rounded_to_bfloat16_count_as_equal(monkeypatch: pytest.Monkey
     wide = model("qwen3").float()
     for dtype, packs in (("bfloat16", True), ("float32", False)):
         trainer = PolicyWorker(wide, "", config(policy__dtype=dtype), 10, 1.0, Collectives(), Snapshots())
-        assert trainer._scorer.packs is packs
+        assert trainer._scorer.layout.packed is packs
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -258,7 +258,7 @@ def test_a_sharded_model_gives_the_same_numbers(tied: bool, checkpointed: bool) 
         batch, results = sequences(), []
         for each in (policy, other):
             scorer = Scorer(each, temperature=1.0, micro_batch_tokens=40, fp32_head=True)  # refused of full logits
-            assert scorer.packs
+            assert scorer.layout.packed
             micro_batch = next(iter(scorer.layout.micro_batches(batch, [0, 1, 2], [s.loss_mask for s in batch])))
             without_gradient = scorer.logprobs(micro_batch)
             assert all(isinstance(p, DTensor) for p in other.parameters())

@@ -93,7 +93,7 @@ def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_m
             warnings.simplefilter("ignore", UserWarning)
             load_shards(wanted, storage_reader=reader, no_dist=True)
     except (OSError, SafetensorError, CheckpointException, KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be read ({_first_line(error)}). {REMEDY}") from error
+        raise CheckpointError(f"{folder} cannot be read ({first_line(error)}). {REMEDY}") from error
     check_base(folder, wanted, _live(model, optimizer))
     return wanted
 
@@ -141,7 +141,3 @@ def _check(folder: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Sha
     for name, of in saved.items():
         if sum(chunk.sizes.numel() for chunk in of.chunks) != of.size.numel():
             raise CheckpointError(f"{folder} is incomplete: a part of {name!r} is missing. {REMEDY}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
