@@ -44,7 +44,7 @@ LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)
 
 @pytest.fixture(scope="module")
 def two_processes() -> Iterator[WorkerGroup]:
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     group = WorkerGroup(config(fsdp__ray_num_cpus=0.5), FSDP)
     yield group
     group.close()

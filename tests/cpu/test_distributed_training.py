@@ -74,7 +74,7 @@ LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)  # nine sequences over two ranks, five g
 def two_ranks(folder: str) -> Iterator[RayBackend]:
     """One group for all tests here; each begins from :func:`fresh`."""
     if not ray.is_initialized():
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
     started = RayBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
     yield started
     started.close()
@@ -557,7 +557,7 @@ class TestDeaths:
 
 def test_staged_files_are_removed_when_the_workers_end(folder: str, tmp_path: Path) -> None:
     if not ray.is_initialized():
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
     started = RayBackend(folder, settings(fsdp__num_workers=1), total_steps=10, temperature=1.0, seed=0)
     try:
         update = started.stage(DiskTransport(str(tmp_path)), 1)

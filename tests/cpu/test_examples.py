@@ -50,6 +50,7 @@ def assert_trained(run: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2]
 
 
+@pytest.mark.timeout(600)  # four commands, one after the other
 def test_the_resume_example_loses_nothing() -> None:
     command = [sys.executable, str(EXAMPLES / "resume.py"), "generator.n_samples_per_prompt=2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

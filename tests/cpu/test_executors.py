@@ -263,7 +263,7 @@ async def test_an_actor_answers_fails_and_is_replaced_like_a_process() -> None:
     ray = pytest.importorskip("ray")
     from skyrl_train.workers.ray import RayBlockingLink, RayPlacement
 
-    ray.init(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
     by_file = Work(f"{Path(__file__).with_name('stage_worlds.py')}:Obey")  # the actor has another search path
     executor = WorkerPool([RemoteWorker(by_file, lambda: RayBlockingLink(WorkHost, RayPlacement(num_cpus=0)))])
     try:

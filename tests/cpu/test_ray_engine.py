@@ -180,7 +180,7 @@ def transport() -> SharedMemoryTransport:
 
 
 def hosted(folder: str, **placement: Any) -> RayEngine:
-    return RayEngine(EMBEDDED, {"model_path": folder, **SIZES}, RayPlacement(**placement), start_timeout_s=60)
+    return RayEngine(EMBEDDED, {"model_path": folder, **SIZES}, RayPlacement(**placement), start_timeout_s=600)
 
 
 # The actor's process finds the tests' own engine by this.
