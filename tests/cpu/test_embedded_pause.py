@@ -249,7 +249,7 @@ def test_a_sleep_frees_the_cache_and_changes_no_token(mode: PauseMode) -> None:
         driver.step(BEFORE)
     slept.pause(mode)
     slept.core.sleep()
-    assert slept.core.running == 0 and all(not layer.stores for layer in slept.core._runner._cache._slot_layers)
+    assert slept.core.running == 0 and all(not layer.stores for layer in slept.core._runner.cache._slot_layers)
     with pytest.raises(EngineError, match="wake_up"):
         slept.core.resume()
     slept.core.wake_up()
