@@ -81,8 +81,7 @@ def check_import_paths(config: RunConfig) -> None:
     ADVANTAGE_ESTIMATORS.get(trainer.algorithm.advantage_estimator)
     for key in ("trainer.policy.optimizer_config.scheduler", "trainer.critic.optimizer_config.scheduler"):
         SCHEDULES.get(setting(config, key), key)
-    if derive.is_fully_async(config):
-        resolve_staleness_policy(trainer.fully_async.staleness_policy)
+    resolve_staleness_policy(derive.staleness_policy(config))  # the rollout manager has one in every mode
     if reward is not None:
         is_async(reward)
     # Imported, not constructed: the generator needs a client, which does not exist yet.

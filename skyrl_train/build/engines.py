@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config import derive
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import InferenceEngineConfig, LoraConfig, RunConfig
+from skyrl_train.config.schema import InferenceEngineConfig, RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
@@ -70,14 +70,15 @@ def build_engine(
         ConfigError: the backend is unknown, or a package that it needs is not installed.
     """
     engine = config.generator.inference_engine
-    built_in: dict[str, Callable[[], InferenceEngineInterface]] = {
-        "embedded": lambda: _embedded(config, plan, model_path, index, worker),
-        "vllm": lambda: _vllm(config, plan, model_path, index),
-        "vllm_remote": lambda: _vllm_remote(engine, index),
-    }
-    # Functions, so that only the chosen backend is imported.
-    if engine.backend in built_in:
-        return built_in[engine.backend]()
+    # Only the chosen backend is imported.
+    if engine.backend == "embedded":
+        return _embedded(config, plan, model_path, index, worker)
+    if engine.backend == "vllm":
+        return _vllm(config, plan, model_path, index)
+    if engine.backend == "vllm_remote":
+        from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
+
+        return RemoteVLLMEngine(engine.remote_urls[index], api_key=os.environ.get(engine.remote_api_key_variable))
     factory = import_name(engine.backend, "generator.inference_engine.backend")
     built: InferenceEngineInterface = factory(config, plan, model_path, index)
     return built
@@ -86,7 +87,7 @@ def build_engine(
 def _embedded(
     config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None
 ) -> InferenceEngineInterface:
-    engine = config.generator.inference_engine
+    engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     arguments: dict[str, Any] = {
         "device": engine.device,
         "dtype": engine.dtype,
@@ -94,7 +95,7 @@ def _embedded(
         "max_model_len": plan.max_model_len,
         "batch_invariant": engine.batch_invariant,
         "seed": derive_seed(config.trainer.seed, index),
-        "lora": _lora(config),
+        "lora": lora if lora.rank else None,  # the adapter that weight syncs send; None: they send the whole model
     }
     if engine.executor == "ray":
         return _in_ray(engine, EMBEDDED, {"model_path": model_path, "executor": "thread", **arguments})
@@ -102,7 +103,7 @@ def _embedded(
 
 
 def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> InferenceEngineInterface:
-    engine = config.generator.inference_engine
+    engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     # Arguments of VLLMEngine itself; all others in engine_args go to vLLM's AsyncEngineArgs.
     own = {"kv_cache_memory_bytes", "enable_lora", "load_format", "keep_prefix_cache_across_versions", "num_threads"}
     arguments: dict[str, Any] = {
@@ -115,8 +116,8 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> Inferen
         "pipeline_parallel_size": engine.pipeline_parallel_size,
         "data_parallel_size": engine.data_parallel_size,
         # The first weight sync brings all weights; only with an adapter does the engine read the base model from its folder.
-        "load_format": "auto" if _lora(config) else "dummy",
-        "lora_rank": config.trainer.policy.model.lora.rank,
+        "load_format": "auto" if lora.rank else "dummy",
+        "lora_rank": lora.rank,
         **{key: value for key, value in engine.engine_args.items() if key in own},
         "engine_args": {key: value for key, value in engine.engine_args.items() if key not in own},
         "environment": dict(engine.environment),
@@ -126,21 +127,6 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> Inferen
     from skyrl_train.inference.engines.vllm import VLLMEngine
 
     return VLLMEngine(model_path, **arguments)
-
-
-def _lora(config: RunConfig) -> LoraConfig | None:
-    """Return the adapter that weight syncs send, or None if they send the whole model."""
-    lora = config.trainer.policy.model.lora
-    return lora if lora.rank else None
-
-
-def _vllm_remote(engine: InferenceEngineConfig, index: int) -> InferenceEngineInterface:
-    from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
-
-    return RemoteVLLMEngine(
-        engine.remote_urls[index],
-        api_key=os.environ.get(engine.remote_api_key_variable),
-    )
 
 
 def _in_ray(engine: InferenceEngineConfig, factory: str, arguments: dict[str, Any]) -> InferenceEngineInterface:

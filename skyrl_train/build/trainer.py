@@ -73,6 +73,7 @@ async def build_trainer(
         numbers = range(number, number + of_evaluation)
         evaluation = _engine_group(config, plan, tokenizer, model_path, numbers, workers)
     stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed)
+    pause_mode = PauseMode(config.generator.pause_mode)
     clients = [group.client for group in (run, evaluation) if group is not None]
     # Slow to load: the engines in their processes, the backend in a thread. They load at the same time.
     backend = await _start(clients, stages, lambda: build_backend(config, plan, model_path))
@@ -80,12 +81,13 @@ async def build_trainer(
         # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
         evaluation_engines = None
         if evaluation is not None:
-            evaluation_engines = OwnEngines(evaluation.generator, evaluation.client, evaluation.syncer(backend))
+            syncer = WeightSyncer(evaluation.client, evaluation.transport, backend.stage, pause_mode)
+            evaluation_engines = OwnEngines(evaluation.generator, evaluation.client, syncer)
         parts = TrainerComponents(
             client=run.client,
             generator=run.generator,
             backend=backend,
-            syncer=run.syncer(backend),
+            syncer=WeightSyncer(run.client, run.transport, backend.stage, pause_mode),
             dataset=dataset,
             checkpoints=checkpoints,
             reporter=reporter,
@@ -108,10 +110,6 @@ class _EngineGroup:
     client: InferenceEngineClient
     generator: GeneratorInterface
     transport: WeightTransport
-    pause_mode: PauseMode
-
-    def syncer(self, backend: TrainingBackend) -> WeightSyncer:
-        return WeightSyncer(self.client, self.transport, backend.stage, self.pause_mode)
 
 
 def _engine_group(
@@ -125,7 +123,7 @@ def _engine_group(
     """Build the group of the engines with these numbers. Nothing is started."""
     client = build_client(config, plan, tokenizer, model_path, numbers, workers)
     generator = build_generator(config, plan, client, tokenizer, model_path)
-    return _EngineGroup(client, generator, build_transport(config), PauseMode(config.generator.pause_mode))
+    return _EngineGroup(client, generator, build_transport(config))
 
 
 async def _start(

@@ -52,7 +52,11 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             composed = hydra.compose(name, overrides=prepared)
     except MissingConfigException as error:
-        raise _missing_default(error, config_name, config_dir) from error
+        missing = error.missing_cfg_file or ""
+        guess = did_you_mean(missing, [BASE, *recipe_names(config_dir)])
+        raise ConfigError(
+            f"Recipe {config_name!r} builds on {missing!r} in its `defaults`, which does not exist.{guess}"
+        ) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, where=config_name) from error
     except yaml.YAMLError as error:
@@ -108,47 +112,33 @@ def _locate(config_name: str, config_dir: str | None) -> tuple[Path, str]:
     path = Path(config_name)
     if path.suffix in (".yaml", ".yml") or path.parent != Path():
         if not path.is_file():
-            raise ConfigError(
-                f"There is no recipe file {config_name!r}. Give an existing file, or one of: {_listed(None)}."
-            )
+            known = ", ".join(recipe_names())
+            raise ConfigError(f"There is no recipe file {config_name!r}. Give an existing file, or one of: {known}.")
         return path.parent.resolve(), path.name
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"There is no recipe folder {config_dir!r}.")
     if config_name != BASE and config_name not in recipe_names(config_dir):
-        close = nearest(config_name, recipe_names(config_dir))
+        recipes = recipe_names(config_dir)
+        close = nearest(config_name, recipes)
         guess = f" Did you mean {close}?" if close else ""
-        raise ConfigError(f"There is no recipe {config_name!r}.{guess} Recipes: {_listed(config_dir)}.")
+        raise ConfigError(f"There is no recipe {config_name!r}.{guess} Recipes: {', '.join(recipes)}.")
     if config_dir is not None and (Path(config_dir) / f"{config_name}.yaml").is_file():
         return Path(config_dir).resolve(), config_name
     return RECIPES, config_name
 
 
-def _listed(config_dir: str | None) -> str:
-    return ", ".join(recipe_names(config_dir))
-
-
-def _missing_default(error: MissingConfigException, config_name: str, config_dir: str | None) -> ConfigError:
-    missing = error.missing_cfg_file or ""
-    guess = did_you_mean(missing, [BASE, *recipe_names(config_dir)])
-    return ConfigError(f"Recipe {config_name!r} builds on {missing!r} in its `defaults`, which does not exist.{guess}")
-
-
 def _prepare(overrides: Sequence[str]) -> Iterator[str]:
     """Check each override, and let hydra add keys to the free dictionaries without a ``+``."""
     for text in overrides:
-        override = _parse(text)
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            hint = "quote text with spaces or special characters: \"key='value'\"" if "=" in text else "write key=value"
+            raise ConfigError(f"Cannot read the override {text!r}: {hint} ({first_line(error)}).") from error
         _check(override, text)
         # hydra adds a key only behind "+", and replaces one only without; "++" does both.
         adds = in_free_section(override.key_or_group) and not override.is_delete()
         yield "++" + text.lstrip("+") if adds else text.lstrip("+")
-
-
-def _parse(text: str) -> Override:
-    try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        hint = "write key=value" if "=" not in text else "quote text with spaces or special characters: \"key='value'\""
-        raise ConfigError(f"Cannot read the override {text!r}: {hint} ({first_line(error)}).") from error
 
 
 def _check(override: Override, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
@@ -231,21 +230,9 @@ def weight_transport(config: RunConfig) -> str:
     return "shared_memory" if config.generator.weight_folder is None else "disk"
 
 
-def staging_copies(config: RunConfig) -> int:
-    """Return the copies of the weights in the trainer's memory; 2 is assumed for a user's own transport."""
-    transport = TRANSPORTS.get(weight_transport(config))
-    return 2 if transport is None else transport.copies
-
-
 def num_evaluation_engines(config: RunConfig) -> int:
     """Return the number of separate engines for the evaluation; 0 if nothing is ever evaluated."""
     return config.trainer.eval.num_engines if config.trainer.eval.interval > 0 else 0
-
-
-def endpoint_port(config: RunConfig) -> Any:
-    """Return the port that the harness must take; 0 or None if it takes a free one."""
-    endpoint = config.generator.kwargs.get("endpoint")
-    return endpoint.get("port") if isinstance(endpoint, Mapping) else None
 
 
 # ---- training workers and the critic

@@ -7,7 +7,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -24,15 +24,10 @@ def known_keys() -> dict[str, str]:
     return {key: _describe(kind) for key, kind in _types().items()}
 
 
-@cache
-def free_sections() -> tuple[str, ...]:
-    """Return the dictionaries whose keys belong to a user's constructor: any key is allowed below them."""
-    return tuple(key for key, holds in known_keys().items() if holds == "a mapping")
-
-
 def in_free_section(key: str) -> bool:
-    """Return whether ``key`` is a free dictionary or lies in one."""
-    return any(key == section or key.startswith(section + ".") for section in free_sections())
+    """Return whether ``key`` is, or lies in, a dictionary of a user's constructor: any key is allowed below it."""
+    mappings = (known for known, holds in known_keys().items() if holds == "a mapping")
+    return any(key == section or key.startswith(section + ".") for section in mappings)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -123,17 +118,14 @@ def _limit_error(name: str, value: Any, limit: Any) -> str | None:
 
 
 @cache
-def _types() -> dict[str, Any]:
-    return dict(_walk(RunConfig, ""))
-
-
-def _walk(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    kinds = typing.get_type_hints(section, include_extras=True)
-    for field in dataclasses.fields(section):
-        kind = kinds[field.name]
-        yield prefix + field.name, kind
+def _types(section: type = RunConfig, prefix: str = "") -> dict[str, Any]:
+    """Map the dotted names in a section, at any depth, to their types."""
+    found = {}
+    for name, kind in typing.get_type_hints(section, include_extras=True).items():
+        found[prefix + name] = kind
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield from _walk(kind, f"{prefix}{field.name}.")
+            found |= _types(kind, f"{prefix}{name}.")
+    return found
 
 
 def _describe(kind: Any) -> str:

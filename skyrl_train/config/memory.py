@@ -59,12 +59,6 @@ class MemoryEstimate:
     critic_ranks: int = 1  # that share a copy of the critic
 
     @property
-    def trainer_bytes(self) -> int:
-        """The bytes of the training backend, all its ranks together."""
-        state = self.policy_bytes + self.gradient_bytes + self.optimizer_bytes
-        return state + self.reference_bytes + self.staging_bytes + self.critic_bytes
-
-    @property
     def rank_bytes(self) -> int:
         """The bytes of each rank in the memory of the policy's state; the gathered layer it computes with comes on top."""
         state = self.policy_bytes + self.gradient_bytes + self.optimizer_bytes
@@ -75,18 +69,16 @@ class MemoryEstimate:
         """The bytes of each rank in the other memory: the GPU's if the policy's state is in main memory, else main memory."""
         return -(-self.elsewhere_bytes // self.num_ranks)
 
-    @property
-    def engine_bytes(self) -> int:
-        """The bytes of all engines."""
-        return self.engine_weight_bytes + self.kv_cache_bytes
-
 
 def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: int) -> MemoryEstimate | None:
     """Estimate what training and the embedded engines allocate; None if only loading the model would tell its size."""
     trainer, engine, lora = config.trainer, config.generator.inference_engine, config.trainer.policy.model.lora
+    transport = derive.TRANSPORTS.get(derive.weight_transport(config))
+    copies = 2 if transport is None else transport.copies  # 2 is assumed for a user's own transport
     trained = None if shape is None else shape.adapter_parameters(lora) if lora.rank else shape.num_parameters
     if shape is None or trained is None:
         return None
+    kv_elements_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values
     parameters, served = shape.num_parameters, BYTES_PER_ELEMENT[engine.dtype]
     frozen = parameters if lora.rank else 0
     sharded = trainer.strategy is TrainingStrategy.fsdp2
@@ -111,9 +103,9 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         policy_bytes=frozen * BYTES_PER_ELEMENT[trainer.policy.dtype] + trained * weight,
         gradient_bytes=trained * _FLOAT32_BYTES,
         optimizer_bytes=trained * 2 * _FLOAT32_BYTES,
-        staging_bytes=derive.staging_copies(config) * trained * served,
+        staging_bytes=copies * trained * served,
         engine_weight_bytes=engine.num_engines * (frozen + trained) * served,
-        kv_cache_bytes=engine.num_engines * engine.max_num_seqs * max_model_len * shape.kv_elements_per_token * served,
+        kv_cache_bytes=engine.num_engines * engine.max_num_seqs * max_model_len * kv_elements_per_token * served,
         critic_bytes=critic_parameters * critic_weight,
         snapshot_bytes=trained * (weight + 2 * _FLOAT32_BYTES),
         critic_snapshot_bytes=critic_parameters * (critic_weight - _FLOAT32_BYTES),

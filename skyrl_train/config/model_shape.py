@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema import BuildModelConfig, LoraConfig, ModelConfig
+from skyrl_train.config.schema import LoraConfig, ModelConfig
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 NUM_SPECIAL_TOKENS = 3  # <pad>, <eos>, <unk> of the character tokenizer
@@ -55,38 +54,26 @@ class ModelShape:
             return None
         return self.num_layers * lora.rank * sum(ends[name] for name in {*named} - {*lora.exclude_modules})
 
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Elements of the keys and values of one token, in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
     """Return the shape of the configured model, or None if only loading it would tell (for a hub name, say)."""
+    build = model.build
     if model.path is None:
-        return _of_build(model.build)
+        return ModelShape(
+            num_layers=build.num_layers,
+            hidden_size=build.hidden_size,
+            num_heads=build.num_heads,
+            num_kv_heads=build.num_heads,
+            head_dim=build.hidden_size // build.num_heads,
+            intermediate_size=build.intermediate_size,
+            vocab_size=len(set(build.alphabet)) + len(set(build.words)) + NUM_SPECIAL_TOKENS,
+            max_position_embeddings=build.max_position_embeddings,
+            tied_embeddings=False,
+        )
     try:
-        config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return _of_hf_config(config)
-
-
-def _of_build(build: BuildModelConfig) -> ModelShape:
-    return ModelShape(
-        num_layers=build.num_layers,
-        hidden_size=build.hidden_size,
-        num_heads=build.num_heads,
-        num_kv_heads=build.num_heads,
-        head_dim=build.hidden_size // build.num_heads,
-        intermediate_size=build.intermediate_size,
-        vocab_size=len(set(build.alphabet)) + len(set(build.words)) + NUM_SPECIAL_TOKENS,
-        max_position_embeddings=build.max_position_embeddings,
-        tied_embeddings=False,
-    )
-
-
-def _of_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
     # A mixture of experts has other sizes; no estimate is better than a wrong one.
     if any("expert" in key for key in config):
         return None

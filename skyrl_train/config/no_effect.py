@@ -33,13 +33,7 @@ REWARD = "rollout.stages.reward"
 # Settings of trainer.fsdp that also describe the workers of a reference policy.
 _SHARED_WITH_REFERENCE_WORKERS = ("cpu_offload", "reshard_after_forward", "environment", "start_timeout_s")
 
-Warnings = Iterator[str]
-
-
-def no_effect_warnings(config: RunConfig) -> Warnings:
-    """Yield one warning per setting, or per group of settings, that has no effect in this configuration."""
-    for rule in _RULES:
-        yield from rule(config)
+Warnings = Iterator[str]  # one per setting, or per group of settings, that has no effect in this configuration
 
 
 def _schedule(config: RunConfig) -> Warnings:
@@ -303,7 +297,7 @@ def _engines(config: RunConfig) -> Warnings:
         yield f"{names} with {LORA}.rank=0: there is no adapter. Set {LORA}.rank, or leave it out."
 
 
-_RULES: tuple[Callable[[RunConfig], Warnings], ...] = (
+RULES: tuple[Callable[[RunConfig], Warnings], ...] = (
     _schedule,
     _loss,
     _advantages,

@@ -39,21 +39,12 @@ class Plan:
     weight_sync_interval: int  # k
     overlap_weight_sync: bool
     streaming_min_groups: int | None  # None: a step begins with all its groups
+    capacity: int  # groups that may be admitted and untrained at once: (D + k) * B, rounded down
     num_workers: int  # W
     staleness_policy: str
     max_model_len: int  # tokens per request, prompt and response
     memory: MemoryEstimate | None  # None: only loading the model would tell
     warnings: tuple[str, ...] = ()  # one sentence or two for each setting that has no effect
-
-    @property
-    def capacity(self) -> int:
-        """Groups that may be admitted and untrained at once: ``(D + k) * B``, rounded down."""
-        return derive.capacity(self.config)
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Samples that one optimizer step trains on."""
-        return self.policy_mini_batch_size * self.n_samples_per_prompt
 
     def describe(self) -> str:
         """Return a table for ``--dry-run``: one line per fact, in sections."""
@@ -114,6 +105,7 @@ def resolve(
         weight_sync_interval=derive.weight_sync_interval(config),
         overlap_weight_sync=derive.overlap_weight_sync(config),
         streaming_min_groups=derive.streaming_min_groups(config),
+        capacity=derive.capacity(config),
         num_workers=derive.num_workers(config),
         staleness_policy=derive.staleness_policy(config),
         max_model_len=max_model_len,
@@ -283,37 +275,38 @@ def _data_rows(plan: Plan) -> Rows:
         (
             "a step trains on",
             f"B={plan.policy_mini_batch_size} groups of n={plan.n_samples_per_prompt}: "
-            f"{plan.sequences_per_step} samples",
+            f"{plan.policy_mini_batch_size * plan.n_samples_per_prompt} samples",
         ),
     ]
 
 
 def _rollout_rows(plan: Plan) -> Rows:
-    actors = plan.config.rollout.num_actors
-    rows = _schedule_rows(plan)
-    if actors:
-        more = f", and {actors} more for the evaluation's engines" if derive.num_evaluation_engines(plan.config) else ""
-        rows.append(("rollouts", f"in {actors} Ray actors of {plan.config.rollout.ray_num_cpus:g} CPUs each{more}"))
-    return rows
-
-
-def _schedule_rows(plan: Plan) -> Rows:
+    bound, k, actors = plan.max_staleness_steps, plan.weight_sync_interval, plan.config.rollout.num_actors
     if plan.mode is TrainerMode.sync:
-        return [("groups at once", f"{plan.train_batch_size} (trainer.fully_async.* has no effect in this mode)")]
-    bound, k = plan.max_staleness_steps, plan.weight_sync_interval
-    guarantee = _GUARANTEES.get(plan.staleness_policy, f"beyond it, {plan.staleness_policy} decides")
-    rows = [
-        ("depth", f"D={plan.generate_ahead_steps:g} step(s) that generation runs ahead"),
-        ("bound", f"S={bound}; {guarantee}"),
-        ("deadline", f"a group whose oldest token has version v trains by step v + {bound + 1}"),
-        ("workers", f"W={plan.num_workers} groups generated at once"),
-        ("capacity", f"(D + k) * B = {plan.capacity} groups admitted and untrained"),
-        ("weight updates", _weight_sync_row(plan, "after each step (k=1)" if k == 1 else f"every k={k} steps")),
-    ]
+        rows = [("groups at once", f"{plan.train_batch_size} (trainer.fully_async.* has no effect in this mode)")]
+    else:
+        guarantee = _GUARANTEES.get(plan.staleness_policy, f"beyond it, {plan.staleness_policy} decides")
+        meanwhile = {
+            TrainerMode.one_step_off: ", when nothing is in flight",
+            TrainerMode.partial_rollout: ", while all requests are interrupted",
+        }.get(plan.mode, f"; requests in flight: {plan.config.generator.pause_mode}")
+        overlap = "; the next step begins meanwhile" if plan.overlap_weight_sync else ""
+        when = "after each step (k=1)" if k == 1 else f"every k={k} steps"
+        rows = [
+            ("depth", f"D={plan.generate_ahead_steps:g} step(s) that generation runs ahead"),
+            ("bound", f"S={bound}; {guarantee}"),
+            ("deadline", f"a group whose oldest token has version v trains by step v + {bound + 1}"),
+            ("workers", f"W={plan.num_workers} groups generated at once"),
+            ("capacity", f"(D + k) * B = {plan.capacity} groups admitted and untrained"),
+            ("weight updates", f"{when}{meanwhile}{overlap}"),
+        ]
     if plan.streaming_min_groups is not None:
         rows.append(
             ("streaming", f"a step trains on {plan.streaming_min_groups} groups or more as soon as they are there")
         )
+    if actors:
+        more = f", and {actors} more for the evaluation's engines" if derive.num_evaluation_engines(plan.config) else ""
+        rows.append(("rollouts", f"in {actors} Ray actors of {plan.config.rollout.ray_num_cpus:g} CPUs each{more}"))
     return rows
 
 
@@ -324,15 +317,6 @@ _GUARANTEES = {
     "mask": "older tokens are not trained",
     "drop": "an older group is dropped, and the next prompt takes its slot",
 }
-
-
-def _weight_sync_row(plan: Plan, when: str) -> str:
-    if plan.mode is TrainerMode.one_step_off:
-        return f"{when}, when nothing is in flight"
-    if plan.mode is TrainerMode.partial_rollout:
-        return f"{when}, while all requests are interrupted"
-    overlap = "; the next step begins meanwhile" if plan.overlap_weight_sync else ""
-    return f"{when}; requests in flight: {plan.config.generator.pause_mode}{overlap}"
 
 
 def _engine_rows(plan: Plan) -> Rows:
@@ -365,6 +349,8 @@ def _memory_rows(trainer: TrainerConfig, memory: MemoryEstimate | None) -> Rows:
     )
     elsewhere = memory.rank_elsewhere_bytes
     apart = f", and {_mib(elsewhere)} by another cpu_offload of reference or critic" if elsewhere else ""
+    state = memory.policy_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    trainer_bytes = state + memory.reference_bytes + memory.staging_bytes + memory.critic_bytes
     parameters = f"{memory.num_parameters:,}"
     if memory.num_trained != memory.num_parameters:
         parameters += f", and {memory.num_trained:,} of the adapter, which are trained"
@@ -373,7 +359,7 @@ def _memory_rows(trainer: TrainerConfig, memory: MemoryEstimate | None) -> Rows:
         *([("each rank", f"{_mib(memory.rank_bytes)} of {ranks}{apart}")] if ranks > 1 else []),
         (
             "trainer",
-            f"{_mib(memory.trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
+            f"{_mib(trainer_bytes)} (weights {_mib(memory.policy_bytes)}, "
             f"gradients {_mib(memory.gradient_bytes)}, optimizer {_mib(memory.optimizer_bytes)}, "
             f"staging {_mib(memory.staging_bytes)}{beside}){each}",
         ),
@@ -387,7 +373,7 @@ def _memory_rows(trainer: TrainerConfig, memory: MemoryEstimate | None) -> Rows:
         ),
         (
             "engines",
-            f"{_mib(memory.engine_bytes)} (weights {_mib(memory.engine_weight_bytes)}, "
+            f"{_mib(memory.engine_weight_bytes + memory.kv_cache_bytes)} (weights {_mib(memory.engine_weight_bytes)}, "
             f"KV cache {_mib(memory.kv_cache_bytes)})",
         ),
     ]

@@ -20,14 +20,14 @@ from skyrl_train.config import derive
 from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.keys import did_you_mean, known_keys, limit_errors, setting
 from skyrl_train.config.model_shape import model_shape
-from skyrl_train.config.no_effect import no_effect_warnings
+from skyrl_train.config.no_effect import ALGORITHM, CORRECTION, ENGINE, EVAL, FULLY_ASYNC, LORA, REFERENCE
+from skyrl_train.config.no_effect import RULES as NO_EFFECT_RULES
 from skyrl_train.config.schema import (
     ALL_LINEAR,
     DynamicSampling,
     FailurePolicy,
     ModelConfig,
     ProximalPolicy,
-    RejectionConfig,
     RejectionLevel,
     RunConfig,
     SamplingConfig,
@@ -36,14 +36,6 @@ from skyrl_train.config.schema import (
     TrainingStrategy,
 )
 from skyrl_train.errors import ConfigError
-
-ALGORITHM = "trainer.algorithm"
-CORRECTION = f"{ALGORITHM}.off_policy_correction"
-ENGINE = "generator.inference_engine"
-EVAL = "trainer.eval"
-FULLY_ASYNC = "trainer.fully_async"
-LORA = "trainer.policy.model.lora"
-REFERENCE = "rollout.stages.reference"
 
 LORA_INIT_METHODS = ("kaiming", "gaussian")
 VLLM_MAX_LORA_RANK = 512
@@ -75,10 +67,17 @@ def validate(config: RunConfig, known_names: Mapping[str, Collection[str]] | Non
         wrong_keys.append("trainer.mode")
     # The rules see the default of each setting that was found wrong: one mistake gives one error, and no rule has to
     # guard against values outside of their limits.
-    checked = _with_defaults(config, wrong_keys)
+    default, checked = RunConfig(), copy.deepcopy(config)
+    for key in wrong_keys:
+        section, _, name = key.rpartition(".")
+        setattr(setting(checked, section), name, setting(default, key))
     errors += [error for rule in _RULES for error in rule(checked)]
-    errors += _unknown_names(config, known_names or {})
-    return Validation(errors, list(no_effect_warnings(checked)))
+    for key, names in (known_names or {}).items():
+        value = setting(config, key)
+        for name in value if isinstance(value, list) else [value]:
+            if name is not None and name not in names and not is_import_path(name):
+                errors.append(f"{key}={name} is unknown.{did_you_mean(name, names)}")
+    return Validation(errors, [warning for rule in NO_EFFECT_RULES for warning in rule(checked)])
 
 
 def raise_errors(errors: Sequence[str]) -> None:
@@ -87,22 +86,6 @@ def raise_errors(errors: Sequence[str]) -> None:
         raise ConfigError(errors[0])
     if errors:
         raise ConfigError(f"{len(errors)} settings cannot work:\n" + "\n".join(f"  - {error}" for error in errors))
-
-
-def _with_defaults(config: RunConfig, keys: Sequence[str]) -> RunConfig:
-    default, replaced = RunConfig(), copy.deepcopy(config)
-    for key in keys:
-        section, _, name = key.rpartition(".")
-        setattr(setting(replaced, section), name, setting(default, key))
-    return replaced
-
-
-def _unknown_names(config: RunConfig, known_names: Mapping[str, Collection[str]]) -> Errors:
-    for key, names in known_names.items():
-        value = setting(config, key)
-        for name in value if isinstance(value, list) else [value]:
-            if name is not None and name not in names and not is_import_path(name):
-                yield f"{key}={name} is unknown.{did_you_mean(name, names)}"
 
 
 # ---- batches and staleness
@@ -386,7 +369,15 @@ def _rejections(config: RunConfig) -> Errors:
         )
     seen: set[tuple[str, str]] = set()
     for index, rule in enumerate(correction.rejections):
-        yield from _rejection_bounds(rule, f"{CORRECTION}.rejections[{index}]")
+        key = f"{CORRECTION}.rejections[{index}]"
+        if rule.low is not None and rule.high is not None and not rule.low <= rule.high:
+            yield f"{key}: low={rule.low} is above high={rule.high}, so everything would be rejected. Exchange them."
+        if rule.away_only and rule.level is not RejectionLevel.token:
+            yield f"{key}: away_only is about single tokens, whose update leads further away or back. Set level=token."
+        if rule.statistic in ("ratio", "k2", "k3") and rule.high is not None and not rule.high > 0:
+            yield (
+                f"{key}: high={rule.high} with statistic={rule.statistic}, which is above 0, rejects every token. Raise it."
+            )
         if (rule.statistic, rule.level) in seen:
             yield (
                 f"{CORRECTION}.rejections has two rules about {rule.statistic} by {rule.level}, which have the same name in the "
@@ -410,15 +401,6 @@ def _rejections(config: RunConfig) -> Errors:
         )
 
 
-def _rejection_bounds(rule: RejectionConfig, key: str) -> Errors:
-    if rule.low is not None and rule.high is not None and not rule.low <= rule.high:
-        yield f"{key}: low={rule.low} is above high={rule.high}, so everything would be rejected. Exchange them."
-    if rule.away_only and rule.level is not RejectionLevel.token:
-        yield f"{key}: away_only is about single tokens, whose update leads further away or back. Set level=token."
-    if rule.statistic in ("ratio", "k2", "k3") and rule.high is not None and not rule.high > 0:
-        yield f"{key}: high={rule.high} with statistic={rule.statistic}, which is above 0, rejects every token. Raise it."
-
-
 # ---- engines, weight transport, adapter
 
 
@@ -430,7 +412,8 @@ def _engines(config: RunConfig) -> Errors:
             f"{ENGINE}.remote_urls names {len(engine.remote_urls)} servers for {ENGINE}.num_engines={engine.num_engines}"
             f"{beside}: give one URL per engine{', the last ones for the evaluation' if of_evaluation else ''}."
         )
-    port = derive.endpoint_port(config)
+    endpoint = config.generator.kwargs.get("endpoint")
+    port = endpoint.get("port") if isinstance(endpoint, Mapping) else None  # of the harness; 0 or None: a free one
     if config.generator.name == "harness" and config.rollout.num_actors > 1 and port:
         yield (
             f"generator.kwargs.endpoint.port={port} with rollout.num_actors={config.rollout.num_actors}: each actor has its own "
@@ -677,16 +660,16 @@ def _evaluation(config: RunConfig) -> Errors:
 
 
 def _evaluation_sampling(config: RunConfig) -> Errors:
-    key, overrides, ours = (
-        f"{EVAL}.sampling_params",
-        config.trainer.eval.sampling_params,
-        config.generator.sampling_params,
-    )
-    known, errors = dataclasses.asdict(ours), []
+    key, ours = f"{EVAL}.sampling_params", config.generator.sampling_params
+    overrides, known, errors = config.trainer.eval.sampling_params, dataclasses.asdict(ours), []
     for name, value in overrides.items():
         if name not in known:
             errors.append(f"{key}.{name} is unknown.{did_you_mean(name, known)}")
-        elif not _has_type_of(value, known[name]):
+            continue
+        kind: Any = type(known[name])
+        # A bool is an int in Python, but no number of a setting; a number may be written without a decimal point.
+        fits = isinstance(value, int | float if kind is float else kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
             errors.append(f"{key}.{name}={value}: must be {known_keys()[f'generator.sampling_params.{name}']}.")
     if errors:
         yield from errors
@@ -705,12 +688,6 @@ def _evaluation_sampling(config: RunConfig) -> Errors:
             f"{config.generator.max_input_length} into the {length} tokens that a request may have. Lower it, or set "
             f"{ENGINE}.max_model_len={needed}, if the model has as many positions."
         )
-
-
-def _has_type_of(value: Any, example: Any) -> bool:
-    if isinstance(example, bool) or isinstance(value, bool):
-        return isinstance(example, bool) and isinstance(value, bool)
-    return isinstance(value, int | float if isinstance(example, float) else type(example))
 
 
 _RULES: tuple[Callable[[RunConfig], Errors], ...] = (

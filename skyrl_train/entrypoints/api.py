@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def train(
     generator: type[GeneratorInterface] | Callable[..., GeneratorInterface] | None = None,
     reward_fn: Callable[..., Any] | None = None,
     config_dir: str | Path | None = None,
+    strict: bool = False,
     quiet: bool = False,
 ) -> Run:
     """Train, and return the run. Blocks until training has ended; works in a script and in a notebook cell.
@@ -56,6 +58,8 @@ def train(
         reward_fn: scores each finished group, see :mod:`skyrl_train.rollout.stages`; sets
             ``rollout.stages.reward.function``.
         config_dir: a folder with further recipes.
+        strict: an error, instead of a warning, if a setting has no effect or this machine's memory does not suffice; the
+            ``--strict`` of the command line.
         quiet: print nothing.
 
     Raises:
@@ -69,8 +73,18 @@ def train(
     config = _compose(recipe_or_config, [*_as_list(overrides), *_as_list(settings)], config_dir)
     console = Console(quiet=quiet)
     inputs = load_inputs(config)
-    print_warnings(inputs, console)
-    result = _train_in_this_thread(inputs, console) if _no_loop_runs() else _train_in_a_thread(inputs, console)
+    print_warnings(inputs, console, strict=strict)
+    try:
+        asyncio.get_running_loop()
+        loop_runs = True
+    except RuntimeError:
+        loop_runs = False
+    if loop_runs:
+        result = _train_in_a_thread(inputs, console)
+    else:
+        in_main_thread = threading.current_thread() is threading.main_thread()  # only there may signal handlers change
+        with sigterm_as_ctrl_c() if in_main_thread else nullcontext():
+            result = train_inputs(inputs, console)
     run = load_run(result.path)
     if not result.finished:
         console.print("Stopped with a checkpoint; the same call continues the run.", highlight=False)
@@ -169,21 +183,6 @@ def _literal(value: Any) -> str:
     if isinstance(value, Sequence):
         return "[" + ",".join(map(_literal, value)) + "]"
     raise ConfigError(f"A setting cannot hold {value!r}: give a number, text, true or false, a list or a mapping.")
-
-
-def _no_loop_runs() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _train_in_this_thread(inputs: RunInputs, console: Console) -> RunResult:
-    if threading.current_thread() is not threading.main_thread():
-        return train_inputs(inputs, console)
-    with sigterm_as_ctrl_c():
-        return train_inputs(inputs, console)
 
 
 def _train_in_a_thread(inputs: RunInputs, console: Console) -> RunResult:

@@ -65,15 +65,6 @@ class RunInputs:
     plan: Plan
     memory: MemoryWarnings
 
-    @property
-    def warnings(self) -> list[str]:
-        """Settings without effect, and what this machine's memory does not, or may not, suffice for."""
-        return [
-            *self.plan.warnings,
-            *(f"memory does not suffice: {warning}" for warning in self.memory.insufficient),
-            *(f"memory may not suffice: {warning}" for warning in self.memory.tight),
-        ]
-
 
 @dataclass(frozen=True)
 class RunResult:
@@ -94,22 +85,21 @@ class RunResult:
 
 
 class StopRequest:
-    """Asks a run to stop after its current step, with a checkpoint. Usable from any thread, before and during the run."""
+    """Asks a run to stop after its current step, with a checkpoint. Usable from any thread, before and during the run.
+
+    Attributes:
+        requested: whether the run was asked to stop.
+    """
 
     def __init__(self) -> None:
+        self.requested = False
         self._lock = threading.Lock()
-        self._requested = False
         self._on_request: Callable[[], object] | None = None
-
-    @property
-    def requested(self) -> bool:
-        """Whether the run was asked to stop."""
-        return self._requested
 
     def request(self) -> None:
         """Stop the run after its current step."""
         with self._lock:
-            self._requested = True
+            self.requested = True
             # Called after the lock is released: the function may take other locks.
             on_request = self._on_request
         if on_request is not None:
@@ -121,7 +111,7 @@ class StopRequest:
         loop = asyncio.get_running_loop()
         with self._lock:
             self._on_request = functools.partial(loop.call_soon_threadsafe, stop)
-            requested = self._requested
+            requested = self.requested
         if requested:
             stop()
         try:
@@ -150,10 +140,21 @@ def load_inputs(config: RunConfig) -> RunInputs:
     return RunInputs(config, dataset, evaluation_prompts, plan, memory)
 
 
-def print_warnings(inputs: RunInputs, console: Console) -> None:
-    """Print each warning on a line, before training begins."""
-    for warning in inputs.warnings:
+def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None:
+    """Print settings without effect, and what this machine's memory does not, or may not, suffice for; a line each.
+
+    Raises:
+        ConfigError: with ``strict``, if a setting has no effect or the memory does not suffice.
+    """
+    warnings = [
+        *inputs.plan.warnings,
+        *(f"memory does not suffice: {warning}" for warning in inputs.memory.insufficient),
+        *(f"memory may not suffice: {warning}" for warning in inputs.memory.tight),
+    ]
+    for warning in warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+    if strict:
+        raise_errors([*inputs.plan.warnings, *inputs.memory.insufficient])
 
 
 def check_implementations(config: RunConfig) -> None:
@@ -195,16 +196,11 @@ def train(
     """
     if not _running.acquire(blocking=False):
         raise ConfigError("A run is under way in this process. Wait for it, or start this one in another process.")
-    try:
-        now = time.monotonic() if started is None else started
-        return _train_in_folder(inputs, console, StopRequest() if stop is None else stop, now)
-    finally:
-        _running.release()
-
-
-def _train_in_folder(inputs: RunInputs, console: Console, stop: StopRequest, started: float) -> RunResult:
-    config = inputs.config
-    with engine_workers(config) as workers:  # first: their imports take as long as the ones here
+    began = time.monotonic() if started is None else started
+    request, config = StopRequest() if stop is None else stop, inputs.config
+    with ExitStack() as stack:
+        stack.callback(_running.release)
+        workers = stack.enter_context(engine_workers(config))  # first: their imports take as long as the ones here
         console.print("Starting: libraries, model, engines.", highlight=False)
         check_implementations(config)
         abandoned = left_behind(config)  # before the folder of the new run exists
@@ -215,23 +211,24 @@ def _train_in_folder(inputs: RunInputs, console: Console, stop: StopRequest, sta
         if abandoned and not choice.resuming and config.trainer.run_dir is None:
             console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
         # The folder stays locked over all restarts.
-        with closing(RunFolder(choice.path, config)) as run_folder, log_file(run_folder.logs / "train.log"):
-            finished, start_step = train_restarting(
-                lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, stop)),
-                config,
-                lambda: Reporter(config, run_folder, console, inputs.plan.total_steps),
-                workers,
-                console,
-                stop,
-            )
-            # Read from the file: earlier commands have written some of the steps.
-            rows = list(read_jsonl(run_folder.metrics.path))
-            summary = summarize(rows)
-            if finished:
-                # From now on the same command starts a new run.
-                replace_file(run_folder.path / FINISHED, json.dumps(asdict(summary), indent=2) + "\n")
-            seconds = spent_s(rows, start_step, time.monotonic() - started)
-            return RunResult(run_folder.path, finished, was_finished=False, summary=summary, seconds=seconds)
+        run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
+        stack.enter_context(log_file(run_folder.logs / "train.log"))
+        finished, start_step = train_restarting(
+            lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, request)),
+            config,
+            lambda: Reporter(config, run_folder, console, inputs.plan.total_steps),
+            workers,
+            console,
+            request,
+        )
+        # Read from the file: earlier commands have written some of the steps.
+        rows = list(read_jsonl(run_folder.metrics.path))
+        summary = summarize(rows)
+        if finished:
+            # From now on the same command starts a new run.
+            replace_file(run_folder.path / FINISHED, json.dumps(asdict(summary), indent=2) + "\n")
+        seconds = spent_s(rows, start_step, time.monotonic() - began)
+        return RunResult(run_folder.path, finished, was_finished=False, summary=summary, seconds=seconds)
 
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:

@@ -78,27 +78,20 @@ class StopSignals:
             self._asked_at = time.monotonic()
             threading.Thread(target=self._insist, args=(number,), name="stop", daemon=True).start()
             assert self._loop is not None, "handlers are installed on entering"
-            self._loop.call_soon_threadsafe(self._hear)
+            # Two callbacks in this order: a stop that raises must not look like a loop that does not respond.
+            self._loop.call_soon_threadsafe(self._heard.set)
+            self._loop.call_soon_threadsafe(self._stop)
         elif time.monotonic() - self._asked_at >= min(SAME_SIGNAL_S, self._limit_s):
             self._before_end()
             # The default handler ends the process with the exit status of this signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _hear(self) -> None:
-        self._heard.set()
-        self._stop()
-
     def _insist(self, number: int) -> None:
         if not self._heard.wait(self._limit_s):
-            logger.error(
-                "the run cannot stop, because a call blocks its event loop; the process ends now. %s",
-                self._blocking_call(),
-            )
+            assert self._loop is not None, "handlers are installed on entering"
+            call = blocking_call(self._loop, threading.main_thread().ident or 0)
+            logger.error("the run cannot stop, because a call blocks its event loop; the process ends now. %s", call)
             os.kill(os.getpid(), number)  # handled like a second signal
             if not self._heard.wait(LAST_LIMIT_S):
                 os.kill(os.getpid(), signal.SIGKILL)
-
-    def _blocking_call(self) -> str:
-        assert self._loop is not None, "handlers are installed on entering"
-        return blocking_call(self._loop, threading.main_thread().ident or 0)

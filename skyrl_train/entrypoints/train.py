@@ -16,7 +16,6 @@ from rich.console import Console
 
 from skyrl_train.config.compose import compose, recipe_names
 from skyrl_train.config.import_path import forget_files
-from skyrl_train.config.validate import raise_errors
 from skyrl_train.entrypoints.run import check_implementations, load_inputs, print_warnings, train
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
@@ -52,10 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.dry_run:
             check_implementations(config)
             console.print(inputs.plan.describe(), markup=False, highlight=False, soft_wrap=True)
-        print_warnings(inputs, console)
         # After the plan is printed, so that --dry-run --strict shows both.
-        if options.strict:
-            raise_errors([*inputs.plan.warnings, *inputs.memory.insufficient])
+        print_warnings(inputs, console, strict=options.strict)
         if options.dry_run:
             return 0
         with sigterm_as_ctrl_c():

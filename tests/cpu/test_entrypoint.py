@@ -8,6 +8,8 @@ import math
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -233,6 +235,11 @@ def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
         ("generator.name", [], "package.module:Class or file.py:Class"),
         ("environment.env_class", ["data.train_data=[prompts.jsonl]"], "package.module:Class or file.py:Class"),
         ("trainer.fully_async.staleness_policy", [], "package.module:Class or file.py:Class"),
+        (
+            "trainer.fully_async.staleness_policy",
+            ["trainer.mode=partial_rollout"],
+            "package.module:Class or file.py:Class",
+        ),
         ("rollout.stages.reward.function", [], "package.module:function or file.py:function"),
         ("+generator.kwargs.agent", ["generator.name=harness"], "package.module:function or file.py:function"),
     ],
@@ -255,6 +262,16 @@ def test_what_is_not_where_a_setting_says_is_refused_before_there_is_a_run_folde
     assert f"{setting.lstrip('+')}='mine.py:Nothing' cannot be imported" in text
     assert message in text
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("mode", ["nowhere:Trainer", "json:JSONDecoder", "json:loads", "fully_asinc"])
+def test_a_trainer_mode_that_names_no_trainer_is_an_error_before_torch_is_imported(tmp_path: Path, mode: str) -> None:
+    code = (
+        "import sys; from skyrl_train.entrypoints.train import main;"
+        f"print(main(['--dry-run', 'trainer.runs_dir={tmp_path}', 'trainer.mode={mode}']), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "False"] and "trainer.mode" in done.stderr
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import skyrl_train
+from skyrl_train.config.memory import Machine
 from skyrl_train.entrypoints.run import StopRequest, load_inputs
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.errors import ConfigError
@@ -173,6 +174,18 @@ def test_a_wrong_argument_is_an_error_that_names_it(tmp_path: Path, arguments: d
     with pytest.raises(ConfigError) as raised:
         train(tmp_path, **arguments)
     assert message in str(raised.value)
+
+
+def test_strict_is_that_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_effect = {"trainer.fsdp.num_workers": 4, "trainer.max_steps": 1}
+    with pytest.raises(ConfigError, match=r"trainer\.fsdp\.num_workers"):
+        train(tmp_path, overrides=no_effect, strict=True)
+    assert not list(tmp_path.iterdir())
+    assert train(tmp_path / "warned", overrides=no_effect).finished
+    assert train(tmp_path / "plain", overrides={"trainer.max_steps": 1}, strict=True).finished
+    monkeypatch.setattr("skyrl_train.entrypoints.run.this_machine", lambda gpus: Machine(2**20))
+    with pytest.raises(ConfigError, match="Training on cpu"):
+        train(tmp_path / "small", strict=True)
 
 
 @pytest.mark.parametrize("overrides", ["trainer.max_steps=3", [3]])
