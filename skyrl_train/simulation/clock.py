@@ -13,6 +13,7 @@ import math
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, TypeVar
 
 from skyrl_train.errors import SimulationError
@@ -75,25 +76,23 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Call ``func`` at once; the future is done when the modelled time of the call has passed."""
         starts_at = self.time() if executor is None else max(self.time(), self._free_at.get(executor, 0.0))
         future: asyncio.Future[T] = self.create_future()
-        outer, self._spent_s = self._spent_s, 0.0
-        deliver: Callable[[], None]
+        settle: Callable[[], None]
+        outer, self._spent_s = self._spent_s, 0.0  # the call may start another one
         try:
-            result = func(*args)
-            deliver = lambda: _unless_cancelled(future, future.set_result, result)  # noqa: E731
+            settle = partial(future.set_result, func(*args))
         except Exception as error:
-            failure = error
-            deliver = lambda: _unless_cancelled(future, future.set_exception, failure)  # noqa: E731
+            settle = partial(future.set_exception, error)
         finally:
             ends_at, self._spent_s = starts_at + self._spent_s, outer
         if executor is not None:
             self._free_at[executor] = ends_at
+
+        def deliver() -> None:
+            if not future.done():  # its caller may have been cancelled
+                settle()
+
         self.call_at(ends_at, deliver)
         return future
-
-
-def _unless_cancelled(future: asyncio.Future[T], settle: Callable[[Any], None], outcome: object) -> None:
-    if not future.done():
-        settle(outcome)
 
 
 def run_in_virtual_time(main: Callable[[VirtualTimeLoop], Coroutine[Any, Any, T]]) -> T:

@@ -54,7 +54,7 @@ class EngineSpeed:
 
 
 @dataclass(eq=False)
-class _Request:
+class _ModelledRequest:
     prompt_tokens: int
     max_tokens: int
     done: asyncio.Future[StopReason]
@@ -78,9 +78,9 @@ class ModelledEngine(InferenceEngineInterface):
         self._alive = True
         self._steps = 0.0  # decode steps since the start, fractions included
         self._looked_at = 0.0  # the time of that count
-        self._running: set[_Request] = set()
-        self._ends: list[tuple[float, int, _Request]] = []  # heap; entries of requests that left are skipped
-        self._waiting: list[tuple[int, int, _Request]] = []  # heap: by priority, then arrival
+        self._running: set[_ModelledRequest] = set()
+        self._ends: list[tuple[float, int, _ModelledRequest]] = []  # heap; entries of requests that left are skipped
+        self._waiting: list[tuple[int, int, _ModelledRequest]] = []  # heap: by priority, then arrival
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -103,15 +103,23 @@ class ModelledEngine(InferenceEngineInterface):
             raise EngineDeadError("the modelled engine was torn down")
         (prompt,) = engine_input.get("prompt_token_ids") or ()
         params = SamplingParams.parse(engine_input.get("sampling_params"))
-        request = _Request(len(prompt), params.max_tokens, asyncio.get_running_loop().create_future())
+        request = _ModelledRequest(len(prompt), params.max_tokens, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, (engine_input.get("priority") or 0, next(self._arrivals), request))
         self._update_slots()
         try:
             reason = await request.done
         except asyncio.CancelledError:
-            self._withdraw(request)
+            if request.in_slot:
+                self._advance()
+                self._leave(request, StopReason.ABORT)
+                self._update_slots()
             raise
-        return output_of([self._chunk(request, reason)])
+        count = request.sampled
+        versions: list[int] = []
+        for (begin, version), following in itertools.zip_longest(request.marks, request.marks[1:]):
+            end = count if following is None else following[0]
+            versions += [version] * (min(end, count) - begin)
+        return output_of([TokenChunk([_TOKEN] * count, [_LOGPROB] * count, versions, reason)])
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
         yield only_chunk(await self.generate(engine_input))
@@ -125,20 +133,6 @@ class ModelledEngine(InferenceEngineInterface):
                 request.done.set_result(StopReason.ABORT)
         self._waiting.clear()
         self._update_slots()
-
-    def _withdraw(self, request: _Request) -> None:
-        if request.in_slot:
-            self._advance()
-            self._leave(request, StopReason.ABORT)
-            self._update_slots()
-
-    def _chunk(self, request: _Request, reason: StopReason) -> TokenChunk:
-        count = request.sampled
-        versions: list[int] = []
-        for (begin, version), following in itertools.zip_longest(request.marks, request.marks[1:]):
-            end = count if following is None else following[0]
-            versions += [version] * (min(end, count) - begin)
-        return TokenChunk([_TOKEN] * count, [_LOGPROB] * count, versions, reason)
 
     # The clock of decode steps ------------------------------------------------------------------------------------
 
@@ -163,8 +157,13 @@ class ModelledEngine(InferenceEngineInterface):
                 self._leave(request, StopReason.LENGTH)
         while self._waiting and self._paused is None and self._sampling and len(self._running) < self.speed.slots:
             request = heapq.heappop(self._waiting)[2]
-            if not request.done.done():
-                self._enter(request)
+            if request.done.done():  # cancelled while it waited
+                continue
+            request.in_slot = True
+            request.entered = self._steps + request.prompt_tokens * self.speed.prefill_steps_per_token
+            request.marks = [(0, self._version)]
+            self._running.add(request)
+            heapq.heappush(self._ends, (request.entered + request.max_tokens, next(self._arrivals), request))
         if self._drained is not None and not self._running and not self._drained.done():
             self._drained.set_result(None)
         self._set_timer()
@@ -179,18 +178,11 @@ class ModelledEngine(InferenceEngineInterface):
             wait_s = (self._ends[0][0] - self._steps) / self.speed.steps_per_s(len(self._running))
             self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._update_slots)
 
-    def _enter(self, request: _Request) -> None:
-        request.in_slot = True
-        request.entered = self._steps + request.prompt_tokens * self.speed.prefill_steps_per_token
-        request.marks = [(0, self._version)]
-        self._running.add(request)
-        heapq.heappush(self._ends, (request.entered + request.max_tokens, next(self._arrivals), request))
-
-    def _sampled(self, request: _Request) -> int:
+    def _sampled(self, request: _ModelledRequest) -> int:
         now = int(self._steps - request.entered + _SMALL)
         return max(request.marks[-1][0], min(request.max_tokens, now))  # fewer only while its cache is recomputed
 
-    def _leave(self, request: _Request, reason: StopReason) -> None:
+    def _leave(self, request: _ModelledRequest, reason: StopReason) -> None:
         request.sampled = self._sampled(request)
         request.in_slot = False
         self._running.discard(request)
@@ -214,17 +206,14 @@ class ModelledEngine(InferenceEngineInterface):
     async def resume(self) -> None:
         self._advance()
         if self._paused is PauseMode.RECOMPUTE:
-            self._recompute()
+            # Frozen requests are delayed by the recomputation of their KV caches.
+            self._ends.clear()
+            for request in self._running:
+                have = request.prompt_tokens + self._sampled(request)
+                request.entered += have * self.speed.prefill_steps_per_token
+                heapq.heappush(self._ends, (request.entered + request.max_tokens, next(self._arrivals), request))
         self._paused = None
         self._update_slots()
-
-    def _recompute(self) -> None:
-        """Delay frozen requests by the recomputation of their KV caches."""
-        self._ends.clear()
-        for request in self._running:
-            have = request.prompt_tokens + self._sampled(request)
-            request.entered += have * self.speed.prefill_steps_per_token
-            heapq.heappush(self._ends, (request.entered + request.max_tokens, next(self._arrivals), request))
 
     async def receive_weights(self, update: WeightUpdate) -> None:
         await asyncio.sleep(self.speed.transfer_s)

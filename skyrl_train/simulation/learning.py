@@ -20,7 +20,7 @@ from statistics import fmean
 
 from skyrl_train.build.engines import build_transport
 from skyrl_train.build.rollout import build_generator
-from skyrl_train.build.trainer import prepare_model, trainer_class
+from skyrl_train.build.trainer import prepare_model
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.schema import RunConfig
@@ -38,14 +38,10 @@ from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.simulation.clock import VirtualTimeLoop, run_in_virtual_time
 from skyrl_train.simulation.engine import EngineSpeed
 from skyrl_train.simulation.lengths import Lengths
-from skyrl_train.simulation.run import PROBE_INTERVAL_S, StepLog, Steps
-from skyrl_train.simulation.training import ModelledBackend, Spend, TrainedTokens, TrainingSpeed
-from skyrl_train.trainer import TrainerComponents
+from skyrl_train.simulation.run import CLIENT_SETTINGS, Steps, settings_of_virtual_time, train_in_virtual_time
+from skyrl_train.simulation.training import ModelledBackend, Spend, TrainingSpeed
 from skyrl_train.training.backend import Minibatch
-from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.training.local_backend import LocalBackend
-from skyrl_train.types import PauseMode
-from skyrl_train.weight_sync.syncer import WeightSyncer
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
 from skyrl_train.workers.messages import Call, Message, Result
@@ -92,21 +88,15 @@ def learn(task: LearningTask, *overrides: str, edge: int = 0) -> LearningOutcome
         SimulationError: a deadlock.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = compose(task.recipe, [*_settings(task, Path(folder)), *task.settings, *overrides])
+        settings = [
+            *settings_of_virtual_time(folder),
+            f"generator.inference_engine.max_num_seqs={task.engine.slots}",
+            "rollout.replay=false",
+        ]
+        config = compose(task.recipe, [*settings, *task.settings, *overrides])
         dataset = load_dataset(config.data, config.environment)
         plan = resolve(config, dataset.num_prompts)
         return run_in_virtual_time(lambda loop: _learn(task, config, plan, dataset, Path(folder), loop, edge))
-
-
-def _settings(task: LearningTask, folder: Path) -> list[str]:
-    return [
-        f"trainer.run_dir={folder}",
-        "trainer.ckpt_interval=0",
-        "trainer.trackers=[]",
-        "trainer.failures.stuck_after_s=1e9",  # the virtual-time loop detects deadlocks at once; virtual hours are normal
-        f"generator.inference_engine.max_num_seqs={task.engine.slots}",
-        "rollout.replay=false",
-    ]
 
 
 async def _learn(
@@ -125,32 +115,15 @@ async def _learn(
         [TimedEngine(config, plan, model_path, task.engine)],
         tokenizer,
         model_path,
-        pause_timeout_s=float("inf"),
-        engine_wait_timeout_s=float("inf"),
-        probe_interval_s=PROBE_INTERVAL_S,
+        **CLIENT_SETTINGS,
         replay=config.rollout.replay,
         clock=loop.time,
     )
     client.tools_s = task.tools_s
     backend = TimedBackend(model_path, config, plan, task.training, loop.spend)
-    log = StepLog(config, folder, plan.total_steps, loop.time)
-    parts = TrainerComponents(
-        client=client,
-        generator=build_generator(config, plan, client, tokenizer, model_path),
-        backend=backend,
-        syncer=WeightSyncer(
-            client, build_transport(config), backend.stage, PauseMode(config.generator.pause_mode), clock=loop.time
-        ),
-        dataset=dataset,
-        checkpoints=CheckpointStore(folder.checkpoints, max_to_keep=1),
-        reporter=log,
-        clock=loop.time,
-    )
-    try:
-        await client.start()
-        await trainer_class(config.trainer.mode)(config, plan, parts).train()
-    finally:
-        folder.close()
+    generator = build_generator(config, plan, client, tokenizer, model_path)
+    transport = build_transport(config)
+    log = await train_in_virtual_time(config, plan, folder, dataset, client, generator, backend, transport, loop)
     return LearningOutcome(log.records, backend.steps, log.began_s, edge, plan)
 
 
@@ -249,6 +222,7 @@ class TimedBackend(LocalBackend):
         self._speed = speed
         self._spend = spend
         self._modelled = ModelledBackend(speed, spend)
+        self.steps = self._modelled.steps  # the trained tokens of each step
         super().__init__(
             model_path,
             config.trainer,
@@ -256,11 +230,6 @@ class TimedBackend(LocalBackend):
             config.generator.sampling_params.temperature,
             config.trainer.seed,
         )
-
-    @property
-    def steps(self) -> list[TrainedTokens]:
-        """The trained tokens of each step."""
-        return self._modelled.steps
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         self._modelled.update(minibatch)

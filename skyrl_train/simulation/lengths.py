@@ -50,21 +50,13 @@ def log_normal(count: int, mean: float, tail: float, seed: int) -> Lengths:
     """Log-normal lengths; the longest is ``tail`` times the mean."""
     normal = NormalDist()
     scores = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
-
-    def shape(spread: float) -> np.ndarray:
-        return np.exp(spread * scores)
-
-    return _of_shape("log-normal", shape, (0.0, 8.0), mean, tail, seed)
+    return _of_shape("log-normal", lambda spread: np.exp(spread * scores), (0.0, 8.0), mean, tail, seed)
 
 
 def pareto(count: int, mean: float, tail: float, seed: int) -> Lengths:
     """Pareto lengths (a power law above a minimum); the longest is ``tail`` times the mean."""
     survival = np.array([1 - (i + 0.5) / count for i in range(count)])
-
-    def shape(spread: float) -> np.ndarray:
-        return survival ** (-spread)  # spread = 1 / alpha
-
-    return _of_shape("pareto", shape, (0.0, 4.0), mean, tail, seed)
+    return _of_shape("pareto", lambda spread: survival ** (-spread), (0.0, 4.0), mean, tail, seed)  # spread: 1 / alpha
 
 
 def rare_tail(count: int, mean: float, tail: float, seed: int, *, share: float = 0.01, spread: float = 0.5) -> Lengths:

@@ -30,14 +30,21 @@ from skyrl_train.simulation.clock import VirtualTimeLoop, run_in_virtual_time
 from skyrl_train.simulation.engine import EngineSpeed, ModelledEngine
 from skyrl_train.simulation.lengths import Lengths
 from skyrl_train.simulation.training import ESTIMATOR, ModelledBackend, ModelledTransport, TrainedTokens, TrainingSpeed
-from skyrl_train.trainer import PPOTrainer, TrainerComponents
+from skyrl_train.trainer import TrainerComponents
+from skyrl_train.training.backend import TrainingBackend
 from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.types import GeneratorInput, GeneratorOutput, PauseMode, RolloutGroup, TrajectoryID
 from skyrl_train.weight_sync.syncer import WeightSyncer
+from skyrl_train.weight_sync.update import WeightTransport
 
 _PROMPTS = 4096
-PROBE_INTERVAL_S = 1e6  # engines do not die here
 _PROMPT = [5]
+# Of clients in virtual time, where engines do not die.
+CLIENT_SETTINGS: Mapping[str, Any] = {
+    "pause_timeout_s": float("inf"),
+    "engine_wait_timeout_s": float("inf"),
+    "probe_interval_s": 1e6,
+}
 
 
 @dataclass(frozen=True)
@@ -54,20 +61,14 @@ class Workload:
     samples: int = 1
 
     @property
-    def generation_tokens_per_s(self) -> float:
-        """Sampling rate of all engines with every slot in use."""
-        return self.engines * self.engine.slots * self.engine.steps_per_s(self.engine.slots)
-
-    @property
-    def training_tokens_per_s(self) -> float:
-        """Training rate without waiting, for steps of mean size."""
-        tokens = self.batch_groups * self.samples * self.lengths.mean
-        return tokens / (self.training.per_step_s + self.training.per_token_s * tokens)
-
-    @property
     def tokens_per_s(self) -> float:
-        """The lower of the two rates: no schedule is faster, unless it trains less than it samples."""
-        return min(self.generation_tokens_per_s, self.training_tokens_per_s)
+        """The lower one of the sampling rate with every slot in use and of the training rate without waiting.
+
+        No schedule is faster, unless it trains less than it samples.
+        """
+        generation = self.engines * self.engine.slots * self.engine.steps_per_s(self.engine.slots)
+        tokens = self.batch_groups * self.samples * self.lengths.mean  # of a step of mean size
+        return min(generation, tokens / (self.training.per_step_s + self.training.per_token_s * tokens))
 
 
 @dataclass(frozen=True)
@@ -233,73 +234,80 @@ def simulate(workload: Workload, *overrides: str, edge: int = 0) -> Outcome:
         SimulationError: a deadlock.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = compose("quickstart", [*_settings(workload, Path(folder)), *overrides])
+        settings = [
+            *settings_of_virtual_time(folder),
+            f"trainer.policy_mini_batch_size={workload.batch_groups}",
+            f"trainer.max_steps={workload.steps}",
+            f"trainer.algorithm.advantage_estimator={ESTIMATOR}",
+            f"generator.n_samples_per_prompt={workload.samples}",
+            f"data.generate={_PROMPTS}",
+        ]
+        config = compose("quickstart", [*settings, *overrides])
         plan = resolve(config, _PROMPTS)
-        return run_in_virtual_time(lambda loop: _Simulation(workload, config, plan, Path(folder), loop).run(edge))
+        return run_in_virtual_time(lambda loop: _simulate(workload, config, plan, Path(folder), loop, edge))
 
 
-def _settings(workload: Workload, folder: Path) -> list[str]:
+async def _simulate(
+    workload: Workload, config: RunConfig, plan: Plan, folder: Path, loop: VirtualTimeLoop, edge: int
+) -> Outcome:
+    engines = [ModelledEngine(workload.engine) for _ in range(workload.engines)]
+    client = _Client(engines, character_tokenizer("0123456789"), **CLIENT_SETTINGS, clock=loop.time)
+    backend = ModelledBackend(workload.training, loop.spend)
+    log = await train_in_virtual_time(
+        config,
+        plan,
+        RunFolder(folder, config),
+        PromptDataset(_records()),
+        client,
+        ModelledGenerator(client, workload.lengths),
+        backend,
+        ModelledTransport(workload.training.gather_s, loop.spend),
+        loop,
+    )
+    busy_slot_s = sum(engine.busy_slot_s for engine in engines)
+    return Outcome(log.records, backend.steps, log.began_s, edge, workload, plan, busy_slot_s)
+
+
+def settings_of_virtual_time(folder: str) -> list[str]:
+    """Return the settings of every run in virtual time: one process, one attempt, nothing to look at."""
     return [
-        f"trainer.policy_mini_batch_size={workload.batch_groups}",
-        f"trainer.max_steps={workload.steps}",
         f"trainer.run_dir={folder}",
         "trainer.ckpt_interval=0",
         "trainer.trackers=[]",
         "trainer.failures.stuck_after_s=1e9",  # the virtual-time loop detects deadlocks at once; virtual hours are normal
-        f"trainer.algorithm.advantage_estimator={ESTIMATOR}",
-        f"generator.n_samples_per_prompt={workload.samples}",
-        f"data.generate={_PROMPTS}",
     ]
 
 
-class _Simulation:
-    """One run: its components, and the outcome read from them."""
-
-    def __init__(self, workload: Workload, config: RunConfig, plan: Plan, folder: Path, loop: VirtualTimeLoop) -> None:
-        self.workload = workload
-        self.plan = plan
-        self.folder = RunFolder(folder, config)
-        self.engines = [ModelledEngine(workload.engine) for _ in range(workload.engines)]
-        client = _Client(
-            self.engines,
-            character_tokenizer("0123456789"),
-            pause_timeout_s=float("inf"),
-            engine_wait_timeout_s=float("inf"),
-            probe_interval_s=PROBE_INTERVAL_S,
-            clock=loop.time,
-        )
-        self.backend = ModelledBackend(workload.training, loop.spend)
-        self.log = StepLog(config, self.folder, plan.total_steps, loop.time)
-        transport = ModelledTransport(workload.training.gather_s, loop.spend)
-        parts = TrainerComponents(
-            client=client,
-            generator=ModelledGenerator(client, workload.lengths),
-            backend=self.backend,
-            syncer=WeightSyncer(
-                client, transport, self.backend.stage, PauseMode(config.generator.pause_mode), clock=loop.time
-            ),
-            dataset=PromptDataset(_records()),
-            checkpoints=CheckpointStore(self.folder.checkpoints, max_to_keep=1),
-            reporter=self.log,
-            clock=loop.time,
-        )
-        self.trainer: PPOTrainer = trainer_class(config.trainer.mode)(config, plan, parts)
-
-    async def run(self, edge: int) -> Outcome:
-        try:
-            await self.trainer.components.client.start()
-            await self.trainer.train()
-        finally:
-            self.folder.close()
-        return Outcome(
-            workload=self.workload,
-            plan=self.plan,
-            records=self.log.records,
-            trained=self.backend.steps,
-            began_s=self.log.began_s,
-            busy_slot_s=sum(engine.busy_slot_s for engine in self.engines),
-            edge=edge,
-        )
+async def train_in_virtual_time(
+    config: RunConfig,
+    plan: Plan,
+    folder: RunFolder,
+    dataset: PromptDataset,
+    client: InferenceEngineClient,
+    generator: GeneratorInterface,
+    backend: TrainingBackend,
+    transport: WeightTransport,
+    loop: VirtualTimeLoop,
+) -> StepLog:
+    """Train with the real trainer on the running ``loop``; return the record of each step, and close ``folder``."""
+    log = StepLog(config, folder, plan.total_steps, loop.time)
+    pause_mode = PauseMode(config.generator.pause_mode)
+    parts = TrainerComponents(
+        client=client,
+        generator=generator,
+        backend=backend,
+        syncer=WeightSyncer(client, transport, backend.stage, pause_mode, clock=loop.time),
+        dataset=dataset,
+        checkpoints=CheckpointStore(folder.checkpoints, max_to_keep=1),
+        reporter=log,
+        clock=loop.time,
+    )
+    try:
+        await client.start()
+        await trainer_class(config.trainer.mode)(config, plan, parts).train()
+    finally:
+        folder.close()
+    return log
 
 
 @lru_cache

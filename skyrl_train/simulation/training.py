@@ -63,9 +63,19 @@ class ModelledBackend(TrainingBackend):
 
     def accumulate(self, part: Minibatch) -> None:
         """Count the tokens of some of a step's groups."""
-        sampled_before = self._step.sampled if self._step is not None else 0
-        self._step = _add(part.step, self._step, part)
-        self.spend(self.speed.per_token_s * (self._step.sampled - sampled_before))
+        versions = torch.cat([sequence.versions for sequence in part.sequences])
+        trained = versions[torch.cat([sequence.loss_mask for sequence in part.sequences])]
+        sampled = int((versions >= 0).sum())
+        max_lag = part.step - 1 - int(trained.min()) if len(trained) else -1
+        before = self._step or TrainedTokens(part.step, groups=0, sampled=0, trained=0, max_lag=-1)
+        self._step = TrainedTokens(
+            step=part.step,
+            groups=before.groups + part.num_groups,
+            sampled=before.sampled + sampled,
+            trained=before.trained + len(trained),
+            max_lag=max(before.max_lag, max_lag),
+        )
+        self.spend(self.speed.per_token_s * sampled)
 
     def finish(self, step: int) -> dict[str, float]:
         """Record the step over all parts."""
@@ -93,28 +103,6 @@ class ModelledBackend(TrainingBackend):
 
     def export_hf(self, folder: Path) -> None:
         return None
-
-
-def _add(step: int, before: TrainedTokens | None, part: Minibatch) -> TrainedTokens:
-    """Return the tokens of a step including ``part``."""
-    versions = torch.cat([sequence.versions for sequence in part.sequences])
-    trained = versions[torch.cat([sequence.loss_mask for sequence in part.sequences])]
-    now = TrainedTokens(
-        step=step,
-        groups=part.num_groups,
-        sampled=int((versions >= 0).sum()),
-        trained=len(trained),
-        max_lag=step - 1 - int(trained.min()) if len(trained) else -1,
-    )
-    if before is None:
-        return now
-    return TrainedTokens(
-        step=step,
-        groups=before.groups + now.groups,
-        sampled=before.sampled + now.sampled,
-        trained=before.trained + now.trained,
-        max_lag=max(before.max_lag, now.max_lag),
-    )
 
 
 class ModelledTransport(WeightTransport):
