@@ -49,7 +49,7 @@ RULES = "off_policy_correction.rejections"
         (["kl_reward_coef=-1"], "must be at least 0"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: list[str], remedy: str) -> None:
+def test_settings_that_cannot_work_are_errors(settings: list[str], remedy: str) -> None:
     keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
     with pytest.raises(ConfigError, match=remedy):
         raise_errors(validate(compose("quickstart", keys)).errors)

@@ -1,4 +1,4 @@
-"""Composition: recipes and overrides become typed settings; every mistake is named together with what was meant."""
+"""Composition: recipes and overrides become typed settings; each error names the nearest known setting."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_free_dictionaries_take_any_key(plus: str, recipes: Path) -> None:
     assert config.generator.kwargs == {"x": 1}
 
 
-def test_what_a_recipe_has_in_a_free_dictionary_can_be_removed(recipes: Path) -> None:
+def test_a_key_of_a_recipe_in_a_free_dictionary_can_be_removed(recipes: Path) -> None:
     assert compose("mine", ["~environment.kwargs.a"], str(recipes)).environment.kwargs == {}
     assert "name the keys in it" in refusal("base", "~environment.kwargs")
 
@@ -134,7 +134,7 @@ def test_an_unknown_key_in_a_recipe_is_named_too(recipes: Path) -> None:
         ("trainer=3", "trainer (in the command line) must be a section of settings, got 3"),
     ],
 )
-def test_a_value_of_another_type_is_named_with_the_key_and_what_it_must_be(override: str, expected: str) -> None:
+def test_a_value_of_another_type_is_named_with_the_key_and_the_expected_type(override: str, expected: str) -> None:
     assert expected in refusal("base", override)
 
 
@@ -201,7 +201,7 @@ def test_the_same_run_may_live_elsewhere_and_be_watched_differently() -> None:
         "generator.inference_engine.fleet.wait_timeout_s=9",
     ],
 )
-def test_a_run_goes_on_with_what_it_is_told_to_change(override: str) -> None:
+def test_a_run_resumes_with_changed_settings_that_do_not_change_learning(override: str) -> None:
     assert not differences(compose("quickstart"), compose("quickstart", [override]))
 
 

@@ -1,4 +1,4 @@
-"""The plan: what is derived, and what is refused together with its remedy."""
+"""The plan: derived values, and errors with their remedies."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_bound_of_zero_leaves_no_depth() -> None:
     assert (plan.max_staleness_steps, plan.generate_ahead_steps, plan.num_workers) == (0, 0, 16)
 
 
-def test_sync_has_neither_bound_nor_depth_whatever_the_asynchronous_settings_say() -> None:
+def test_sync_ignores_the_asynchronous_settings_for_bound_and_depth() -> None:
     plan = resolve(settings("trainer.mode=sync", f"{BOUND}=4", f"{DEPTH}=2", f"{WORKERS}=99"), dataset_len=100)
     assert (plan.mode, plan.max_staleness_steps, plan.generate_ahead_steps) == (TrainerMode.sync, 0, 0)
     assert plan.num_workers == plan.train_batch_size == plan.policy_mini_batch_size
@@ -125,7 +125,7 @@ def test_requests_are_as_long_as_the_limits_allow_within_the_model() -> None:
         ([UNCORRECTED], "allow_uncorrected=true"),
     ],
 )
-def test_what_asynchronous_training_cannot_do(overrides: list[str], expected: str) -> None:
+def test_asynchronous_settings_that_cannot_work_are_errors(overrides: list[str], expected: str) -> None:
     assert expected in the_error(fully_async(*overrides))
 
 
@@ -196,7 +196,7 @@ def test_a_setting_without_effect_in_asynchronous_training_is_a_warning(override
         (["data.generate=0"], "data.generate=0"),
     ],
 )
-def test_what_no_mode_can_do(overrides: list[str], expected: str) -> None:
+def test_settings_that_work_in_no_mode_are_errors(overrides: list[str], expected: str) -> None:
     assert expected in the_error(settings(*overrides))
 
 
@@ -236,7 +236,7 @@ def test_temperature_zero_is_fine_where_nothing_is_compared() -> None:
 
 
 @pytest.mark.parametrize("overrides", [[], [f"{BOUND}=0", UNCORRECTED], ["generator.sampling_params.top_p=0.9"]])
-def test_what_is_corrected_or_on_policy_is_allowed(overrides: list[str]) -> None:
+def test_corrected_or_on_policy_training_is_allowed(overrides: list[str]) -> None:
     assert validate(fully_async(*overrides)) == Validation([], [])
 
 
@@ -253,7 +253,7 @@ def test_all_problems_come_in_one_message() -> None:
         assert key in str(error.value)
 
 
-def test_names_of_registries_are_checked_against_what_is_registered() -> None:
+def test_names_of_registries_are_checked_against_the_registered_ones() -> None:
     names = {
         "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
         "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
@@ -326,7 +326,7 @@ def test_the_tightest_sizes_that_work_are_allowed(overrides: list[str]) -> None:
         ([f"{BOUND}=-1"], "must be at least 0"),
     ],
 )
-def test_what_partial_rollouts_cannot_do(overrides: list[str], expected: str) -> None:
+def test_settings_that_cannot_work_with_partial_rollouts_are_errors(overrides: list[str], expected: str) -> None:
     assert expected in the_error(settings("trainer.mode=partial_rollout", *overrides))
 
 
@@ -339,7 +339,7 @@ def test_what_partial_rollouts_cannot_do(overrides: list[str], expected: str) ->
     overlap=st.booleans(),
     streaming=st.integers(0, 70) | st.none(),
 )
-def test_what_is_not_refused_is_what_the_staleness_manager_can_work_with(
+def test_the_staleness_manager_works_with_every_valid_configuration(
     minibatch: int,
     bound: int,
     depth: float | None,
@@ -463,7 +463,7 @@ def test_the_description_of_sync_says_that_the_asynchronous_settings_do_not_coun
     assert "S=" not in text
 
 
-def test_the_plan_shows_what_is_done_about_older_tokens() -> None:
+def test_the_plan_shows_the_correction_of_older_tokens() -> None:
     correction = "trainer.algorithm.off_policy_correction"
     assert "weights token: ratios up to 2" in described()[1]
     rules = f"{correction}.rejections=[{{statistic: ratio, level: sequence_mean, low: 0.5}}]"
@@ -472,7 +472,7 @@ def test_the_plan_shows_what_is_done_about_older_tokens() -> None:
     assert "within [1 - 0.0003, 1 + 0.0004]" in described("trainer.algorithm.policy_loss_type=gspo")[1]
 
 
-def test_the_description_says_what_gives_way() -> None:
+def test_the_description_names_the_staleness_policys_guarantee() -> None:
     assert "trained all the same, corrected and counted" in described("trainer.fully_async.staleness_policy=accept")[1]
     assert "never exceeded" in described("trainer.fully_async.staleness_policy=wait")[1]
 

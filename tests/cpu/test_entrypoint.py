@@ -245,7 +245,7 @@ def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
     ],
 )
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["plan", "run"])
-def test_what_is_not_where_a_setting_says_is_refused_before_there_is_a_run_folder(
+def test_an_import_path_that_leads_nowhere_is_an_error_before_there_is_a_run_folder(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -29,7 +29,7 @@ def test_a_file_that_failed_is_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["datasets", "yaml", "random"])
-def test_a_file_does_not_take_the_name_of_what_others_import(name: str, tmp_path: Path) -> None:
+def test_a_file_does_not_take_the_name_of_an_installed_module(name: str, tmp_path: Path) -> None:
     file = tmp_path / f"{name}.py"
     file.write_text("class One: ...\n")
     before = sys.modules.get(name)

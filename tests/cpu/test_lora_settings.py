@@ -1,4 +1,4 @@
-"""LoRA in a configuration: what is refused with which remedy, what the plan says, and a whole run."""
+"""LoRA in a configuration: errors with their remedies, the plan, and a whole run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENGINE = "generator.inference_engine"
         (["trainer.critic.optimizer_config.lr_multipliers={a: -1}"], "critic.optimizer_config.lr_multipliers['a']=-1"),
     ],
 )
-def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> None:
+def test_settings_that_cannot_work_are_errors(overrides: list[str], expected: str) -> None:
     found = validate(compose("quickstart", [f"{LORA}.rank=8", *overrides])).errors
     assert any(expected in problem for problem in found), found
 

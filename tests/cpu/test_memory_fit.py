@@ -107,7 +107,7 @@ def test_ten_gib_of_state_and_five_of_activations(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_snapshot_takes_what_the_plan_says(dtype: str, tmp_path: Path) -> None:
+def test_a_snapshot_has_the_planned_size(dtype: str, tmp_path: Path) -> None:
     plan = planned(f"trainer.policy.dtype={dtype}")
     assert plan.memory is not None
     build_model_folder(plan.config.trainer.policy.model.build, tmp_path / "model", seed=0)
@@ -208,7 +208,7 @@ def test_a_critic_in_the_policys_ranks_counts_in_the_memory_that_its_state_is_in
         ),
     ],
 )
-def test_what_a_critic_adds_has_to_fit(overrides: list[str], short_by: int, remedy: str | None) -> None:
+def test_the_memory_of_a_critic_has_to_fit(overrides: list[str], short_by: int, remedy: str | None) -> None:
     """On GPUs with room for exactly that which stays there."""
     four = [] if "trainer.critic.placement=workers" not in overrides else ["trainer.critic.fsdp.num_workers=4"]
     plan = planned(*RANKS, GAE, COLOCATED, *overrides, *four)
@@ -284,7 +284,7 @@ STAGE = "rollout.stages.reference.{}"
         ([*RANKS[1:], KL], None, (16 + 12) / 4 + 4, "The reference policy and a rank"),
     ],
 )
-def test_each_memory_holds_what_computes_there_and_main_memory_the_snapshots(
+def test_each_memory_holds_its_models_and_main_memory_the_snapshots(
     overrides: list[str], gpu: float | None, main: float, whose: str
 ) -> None:
     """On machines with room for exactly that, and for a byte less."""

@@ -41,7 +41,7 @@ def config_of(runs_dir: Path, *, seed: int = 0, run_dir: Path | None = None, res
 
 
 def run(config: RunConfig, *, finish: bool = False) -> RunChoice:
-    """What a command does to the disk, in short; without ``finish`` it was killed."""
+    """Do to the disk the same as a command; without ``finish`` it was killed."""
     choice = choose_run_folder(config)
     with closing(RunFolder(choice.path, config)) as folder:
         if finish:
@@ -147,7 +147,7 @@ def test_a_given_folder_in_which_a_run_died_before_it_began_is_a_new_run(tmp_pat
     assert run(config) == (tmp_path / "here", False, False)
 
 
-def test_a_given_folder_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_a_given_folder_of_another_run_is_an_error_that_names_the_difference(tmp_path: Path) -> None:
     run(config_of(tmp_path, run_dir=tmp_path / "here"))
     with pytest.raises(ConfigError, match=r"differs in trainer\.seed"):
         run(config_of(tmp_path, run_dir=tmp_path / "here", seed=1))
@@ -185,7 +185,7 @@ def test_a_place_that_cannot_be_written_is_refused_with_the_remedy(tmp_path: Pat
         run(config_of(tmp_path, run_dir=tmp_path / "file" / "run"))
 
 
-# What is in it ----------------------------------------------------------------------------------------------------
+# Contents --------------------------------------------------------------------------------------------------------
 
 
 def test_the_folder_has_the_configuration_and_its_places(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_line_is_readable_as_soon_as_it_was_appended(tmp_path: Path) -> None:
         assert [row["response"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["ä\n", ""]
 
 
-def test_resuming_forgets_the_steps_after_the_checkpoint_and_goes_on(tmp_path: Path) -> None:
+def test_resuming_removes_the_steps_after_the_checkpoint_and_continues(tmp_path: Path) -> None:
     with closing(RunFolder(tmp_path, RunConfig())) as folder:
         for step in (1, 2, 3, 4):
             folder.metrics.append({"step": step, "loss/policy": 0.0})
@@ -331,7 +331,7 @@ def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
         assert list(read_jsonl(folder.metrics.path)) == [{"step": 1}]
 
 
-def test_an_unfinished_run_that_is_not_continued_is_spoken_of(tmp_path: Path) -> None:
+def test_an_unfinished_run_that_is_not_continued_is_mentioned(tmp_path: Path) -> None:
     first, second = (RunConfig(trainer=TrainerConfig(runs_dir=str(tmp_path), seed=seed)) for seed in (0, 1))
     assert left_behind(first) == ""
     with closing(RunFolder(choose_run_folder(first).path, first)) as folder:

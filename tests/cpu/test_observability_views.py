@@ -1,4 +1,4 @@
-"""What a run shows: a panel, plain lines, curves, trackers and the last line."""
+"""The output of a run: a panel, plain lines, curves, trackers and the last line."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_an_unknown_tracker_is_refused(tmp_path: Path, name: str, message: str) 
 # The last line ----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_learned_is_the_mean_of_the_first_and_the_last_twentieth() -> None:
+def test_the_summary_has_the_mean_rewards_of_the_first_and_the_last_twentieth() -> None:
     rows = [{"step": step, "reward/mean": step / 100} for step in range(1, 101)]
     summary = summarize([*rows[:-1], {**rows[-1], "time/step": 61.0}])
     assert summary.steps == 100
@@ -405,7 +405,7 @@ def test_steps_without_a_reward_do_not_count() -> None:
     assert summarize(rows) == RunSummary(4, 0.25, 0.25, 0.25, 0.0)
 
 
-def test_the_last_line_says_what_was_learned_where_it_is_and_how_to_go_on() -> None:
+def test_the_last_line_has_the_rewards_the_folder_and_the_next_command() -> None:
     command = train_command("skyrl_train.entrypoints.train", ["--config-name=quickstart", "trainer.run_name=a b"])
     assert shlex.split(command)[-1] == "trainer.run_name=a b"
     summary = RunSummary(300, 0.01, 0.95, 0.97, 61.0)
@@ -431,7 +431,7 @@ def test_a_run_has_taken_the_time_of_this_command_and_the_steps_of_those_before_
     assert spent_s(rows, 2, 12.0) == 32.0
 
 
-def test_the_command_that_resumes_names_the_run_and_drops_what_would_start_another() -> None:
+def test_the_command_that_resumes_names_the_run_and_drops_conflicting_settings() -> None:
     given = ["--config-name=quickstart", "trainer.resume=never", "trainer.seed=1", "trainer.run_dir=elsewhere"]
     assert train_command("a.b", given, "./uvw run", run_dir="runs/x-1") == (
         "./uvw run python -m a.b --config-name=quickstart trainer.seed=1 trainer.run_dir=runs/x-1"

@@ -247,7 +247,7 @@ def schedule(outcome: Outcome) -> list[tuple[float, tuple[int, ...]]]:
     return [(record.ended_s, record.lags) for record in outcome.records]
 
 
-def test_a_synchronous_run_of_equal_lengths_takes_what_paper_says_and_an_asynchronous_one_half() -> None:
+def test_a_synchronous_run_of_equal_lengths_takes_the_calculated_time_and_an_asynchronous_one_half() -> None:
     equal = work(constant(64, 32), steps=8)
     assert simulate(equal, "trainer.mode=sync").total_s == pytest.approx(8 * (32 + 32))
     one_ahead = simulate(equal, *bounded("accept", 1, 1), "trainer.fully_async.num_parallel_generation_workers=16")

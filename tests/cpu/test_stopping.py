@@ -1,4 +1,4 @@
-"""A run ends when it is asked to, whatever a generator does."""
+"""A run ends when it is asked to, also with a generator that ignores its cancellation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_closing_does_not_wait_for_a_generator_that_ignores_its_cancellati
         assert not any(t.get_name().startswith("group-1") for t in asyncio.all_tasks()), "asyncio.run would wait for it"
 
 
-async def test_only_what_ignores_its_cancellation_is_left_behind() -> None:
+async def test_only_tasks_that_ignore_their_cancellation_are_left_behind() -> None:
     tidied = False
 
     async def tidy() -> None:
