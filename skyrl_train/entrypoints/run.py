@@ -194,10 +194,10 @@ def train(
         ConfigError: a run is under way in this process, or the run folder cannot be used.
         SkyRLError: the run failed; its last checkpoint stands.
     """
-    if not _running.acquire(blocking=False):
-        raise ConfigError("A run is under way in this process. Wait for it, or start this one in another process.")
     began = time.monotonic() if started is None else started
     request, config = StopRequest() if stop is None else stop, inputs.config
+    if not _running.acquire(blocking=False):
+        raise ConfigError("A run is under way in this process. Wait for it, or start this one in another process.")
     with ExitStack() as stack:
         stack.callback(_running.release)
         workers = stack.enter_context(engine_workers(config))  # first: their imports take as long as the ones here
