@@ -24,6 +24,7 @@ class Slow(ScriptedEngine):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(free_running=True, **kwargs)
         self.blocked: dict[str, asyncio.Event] = {}
+        self.fail_after_block: EngineError | None = None
 
     def block(self, phase: str) -> asyncio.Event:
         self.blocked[phase] = asyncio.Event()
@@ -33,6 +34,8 @@ class Slow(ScriptedEngine):
         await super()._phase(name)
         if name in self.blocked:
             await self.blocked.pop(name).wait()
+            if self.fail_after_block is not None:
+                raise self.fail_after_block
             if not self.alive:
                 raise EngineDeadError("scripted death")
 
@@ -178,6 +181,24 @@ async def test_a_death_from_before_a_restart_does_not_count_against_the_restarte
     slow_a.set()
     await transfer
     assert client.engine_states[1] is EngineState.HEALTHY
+
+
+async def test_an_error_from_before_the_only_engines_restart_fails_the_sync_with_its_reason() -> None:
+    a = Slow()
+    client, clock = fleet_of(a)
+    await publish(client, 0)
+    slow = a.block("receive")
+    a.fail_after_block = EngineError("scripted: the connection was reset")
+    transfer = asyncio.create_task(client.receive_weights(scripted_update(1)))
+    await settle()
+    a.die()
+    await client.health()
+    await after(client, clock, 1.0)
+    assert client.engine_states[0] is EngineState.HEALTHY, "restarted while the call is pending"
+    slow.set()
+    with pytest.raises(WeightSyncError, match="receive failed on every engine: scripted: the connection was reset"):
+        await transfer
+    assert client.engine_states[0] is EngineState.HEALTHY
 
 
 @pytest.mark.parametrize("phase", ["start", "health"])

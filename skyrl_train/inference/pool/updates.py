@@ -327,8 +327,9 @@ class FleetUpdates:
                 outcome.dead[number] = error
                 self._pool.died(number, str(error), restart_count)
             except EngineError as error:
-                if records[number].restart_count == restart_count:
-                    outcome.rejected[number] = error
+                # An error of a process that has been replaced meanwhile says nothing about the engine that serves now.
+                same_process = records[number].restart_count == restart_count
+                (outcome.rejected if same_process else outcome.dead)[number] = error
             except TimeoutError:
                 outcome.unclear[number] = EngineError(
                     f"engine {number} did not {phase} within {self._phase_timeout_s:g} s"
