@@ -26,7 +26,7 @@ ROOMS = {
     "models": ("models",),
     "observability": ("observability",),
     "project": ("project", "walks"),
-    "rollout": ("buffer", "filters", "workers", "dispatcher", "rollout_checkpoint", "group"),
+    "rollout": ("buffer", "filters", "dispatcher", "rollout_checkpoint", "group"),
     "runtime": ("concurrency", "gc_tuning", "watchdog"),
     "sessions": ("sessions",),
     "simulation": ("simulation",),

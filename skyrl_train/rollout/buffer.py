@@ -27,7 +27,6 @@ import numpy as np
 import orjson
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.staleness.policies import FinishedGroup
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 logger = logging.getLogger(__name__)
@@ -40,55 +39,23 @@ _BYTES_PER_SEQUENCE = 1024
 
 
 class SpilledGroup:
-    """A group on disk. The file is removed with this object, so a snapshot stays readable after its groups are trained."""
+    """A group on disk, in the file ``path`` as :func:`encode_group` encodes it.
+
+    The file is removed with this object, so a snapshot stays readable after its groups are trained.
+    """
 
     def __init__(self, group: RolloutGroup, path: Path) -> None:
         """Write the file. Blocking."""
         self.group_index = group.group_index
         self.oldest_version = group.oldest_version
-        self._path = path
+        self.path = path
         weakref.finalize(self, _remove_file, path)  # before the write: a full disk leaves half a file
         path.write_bytes(encode_group(group))
-
-    def encoded(self) -> bytes:
-        """Return the group as :func:`encode_group` encodes it. Blocking."""
-        return self._path.read_bytes()
-
-    def read(self) -> RolloutGroup:
-        """Return the group. Blocking."""
-        return decode_group(self.encoded())
 
 
 def _remove_file(path: Path) -> None:
     with contextlib.suppress(OSError):  # the folder may have been removed first
         path.unlink()
-
-
-class SpillFolder:
-    """The folder for spilled groups. Blocking; used by one buffer and one thread at a time.
-
-    Files that a killed process left there are removed before the first group is written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._numbers = itertools.count()
-        # Groups of an earlier folder object may still exist and unlink their files, so names must differ.
-        self._mark = secrets.token_hex(4)
-
-    def write(self, group: RolloutGroup) -> SpilledGroup:
-        """Write a group to disk.
-
-        Raises:
-            OSError: the disk is full, or the folder is not writable.
-        """
-        number = next(self._numbers)
-        if number == 0:
-            self._path.mkdir(parents=True, exist_ok=True)
-            # This object has written no file yet, so all of them are from an earlier process.
-            for stale in self._path.glob("group-*.json"):
-                stale.unlink(missing_ok=True)
-        return SpilledGroup(group, self._path / f"group-{group.group_index}-{self._mark}-{number}.json")
 
 
 BufferedGroup: TypeAlias = RolloutGroup | SpilledGroup
@@ -112,7 +79,10 @@ class RolloutBuffer:
         if memory_bytes is not None and folder is None:
             raise ValueError("a memory limit needs a folder for the groups beyond it")
         self._limit = memory_bytes
-        self._folder = SpillFolder(folder) if folder is not None else None
+        self._folder = folder
+        self._file_numbers = itertools.count()
+        # Groups of an earlier buffer may still exist and unlink their files, so names must differ.
+        self._file_mark = secrets.token_hex(4)
         self._groups: dict[int, BufferedGroup] = {}
         self.memory_bytes = 0
         self._latest: list[tuple[int, int]] = []  # heap of (-version, -group index); may contain groups that have left
@@ -126,15 +96,10 @@ class RolloutBuffer:
     def __iter__(self) -> Iterator[BufferedGroup]:
         return iter(self._groups.values())
 
-    @property
-    def num_spilled(self) -> int:
-        """Number of groups on disk."""
-        return sum(isinstance(group, SpilledGroup) for group in self)
-
     def put(self, group: RolloutGroup) -> None:
         """Add a finished group. Above the limit, start to write the groups with the latest deadlines to disk."""
         self._add(group)
-        if self._folder is None or self._limit is None:
+        if self._limit is None:
             return
         # Groups with the latest deadlines train last. Those that are being written count as gone, or they would be chosen again.
         while self.memory_bytes - sum(self._leaving.values()) > self._limit:
@@ -145,7 +110,7 @@ class RolloutBuffer:
             # The result travels in a list: a future of a thread is cyclic garbage, which would keep the file alive until the
             # next garbage collection.
             spilled: list[SpilledGroup] = []
-            write = partial(_write, self._folder, latest, spilled)
+            write = partial(self._write, latest, spilled)
             writing = asyncio.get_running_loop().run_in_executor(self._thread, write)
             self._writes.add(writing)
             writing.add_done_callback(partial(self._on_written, latest, spilled))
@@ -159,9 +124,26 @@ class RolloutBuffer:
         if error is not None:  # the group stays in _leaving, so that it is not tried again and again
             logger.error("group %d cannot be written to disk and stays in memory: %s", group.group_index, error)
         elif self._leaving.pop(group.group_index, None) is not None:  # None: the group was taken meanwhile
-            self._replace(spilled.pop())
+            self.take([group])
+            self._groups[group.group_index] = spilled.pop()
 
-    async def load(self, chosen: Iterable[FinishedGroup]) -> list[RolloutGroup]:
+    def _write(self, group: RolloutGroup, spilled: list[SpilledGroup]) -> None:
+        """Write a group to disk and append it to ``spilled``. Blocking; in one thread at a time.
+
+        Raises:
+            OSError: the disk is full, or the folder is not writable.
+        """
+        assert self._folder is not None, "a buffer with a limit has one"
+        number = next(self._file_numbers)
+        if number == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # This buffer has written no file yet, so all of them are from a killed process.
+            for stale in self._folder.glob("group-*.json"):
+                stale.unlink(missing_ok=True)
+        name = f"group-{group.group_index}-{self._file_mark}-{number}.json"
+        spilled.append(SpilledGroup(group, self._folder / name))
+
+    async def load(self, chosen: Iterable[BufferedGroup]) -> list[RolloutGroup]:
         """Return the groups in the given order, read from disk where needed. They stay in the buffer."""
         groups = [self._groups[handle.group_index] for handle in chosen]
         # Most runs never spill; a thread would only cost them time.
@@ -169,38 +151,43 @@ class RolloutBuffer:
         if len(in_memory) == len(groups):
             return in_memory
         return await asyncio.to_thread(
-            lambda: [group.read() if isinstance(group, SpilledGroup) else group for group in groups]
+            lambda: [
+                decode_group(group.path.read_bytes()) if isinstance(group, SpilledGroup) else group for group in groups
+            ]
         )
 
-    def take(self, groups: Iterable[FinishedGroup]) -> None:
+    def take(self, groups: Iterable[BufferedGroup]) -> None:
         """Remove groups that were trained or dropped."""
         for group in groups:
-            self._remove(group.group_index)
+            taken = self._groups.pop(group.group_index)
+            if isinstance(taken, RolloutGroup):
+                self.memory_bytes -= size_bytes(taken)
+            # If it is being written, its file is removed as soon as it is complete.
             self._leaving.pop(group.group_index, None)
 
-    async def restore(self, groups: Iterable[RolloutGroup]) -> None:
-        """Replace the contents, before anything is put. ``groups`` is iterated in a thread.
+    def restore(self, groups: Iterable[RolloutGroup]) -> None:
+        """Replace the contents, before anything is put. Blocking: call it in a thread.
 
         Raises:
             StalenessError: two groups have the same group index.
         """
-        await asyncio.to_thread(self._read_in, groups)
-
-    def _read_in(self, groups: Iterable[RolloutGroup]) -> None:
         self._groups, self._latest, self.memory_bytes = {}, [], 0
         # Spill while reading: the groups of a checkpoint together may exceed the memory.
         limit = self._limit
         for group in groups:
             self._add(group)
-            while self._folder is not None and limit is not None and self.memory_bytes > limit:
-                latest = self._pop_latest()
+            while limit is not None and self.memory_bytes > limit:
+                latest, spilled = self._pop_latest(), list[SpilledGroup]()
                 try:
-                    self._replace(self._folder.write(latest))
+                    self._write(latest, spilled)
                 except OSError as error:
                     heapq.heappush(self._latest, (-latest.oldest_version, -latest.group_index))
                     logger.error("finished groups cannot be written to disk and stay in memory: %s", error)
                     # The next write would fail in the same way.
                     limit = None
+                else:
+                    self.take([latest])
+                    self._groups[latest.group_index] = spilled.pop()
 
     async def flushed(self) -> None:
         """Wait until no file is being written."""
@@ -231,19 +218,6 @@ class RolloutBuffer:
             group = self._groups.get(-heapq.heappop(self._latest)[1])
             if isinstance(group, RolloutGroup):
                 return group
-
-    def _replace(self, spilled: SpilledGroup) -> None:
-        self._remove(spilled.group_index)
-        self._groups[spilled.group_index] = spilled
-
-    def _remove(self, group_index: int) -> None:
-        group = self._groups.pop(group_index)
-        if isinstance(group, RolloutGroup):
-            self.memory_bytes -= size_bytes(group)
-
-
-def _write(folder: SpillFolder, group: RolloutGroup, spilled: list[SpilledGroup]) -> None:
-    spilled.append(folder.write(group))
 
 
 def size_bytes(group: RolloutGroup) -> int:

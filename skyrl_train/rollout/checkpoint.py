@@ -37,7 +37,7 @@ def write_rollout_state(
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:
             # A spilled group is copied as it is: decoding it would hold the interpreter lock and all rollouts with it.
-            file.write((group.encoded() if isinstance(group, SpilledGroup) else encode_group(group)) + b"\n")
+            file.write((group.path.read_bytes() if isinstance(group, SpilledGroup) else encode_group(group)) + b"\n")
     with (folder / RECORDINGS_FILE).open("wb") as file:
         for recording in replay_cache:
             file.write(to_line(recording) + b"\n")
@@ -45,11 +45,11 @@ def write_rollout_state(
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
-def read_rollout_state(folder: Path) -> tuple[dict[str, Any], StoredGroups]:
+def read_rollout_state(folder: Path) -> tuple[dict[str, Any], Iterator[RolloutGroup]]:
     """Read the output of :func:`write_rollout_state`, also of earlier versions, without the replay cache. Blocking.
 
     Returns:
-        The state and the groups. The groups are read when they are iterated, which may raise the same errors.
+        The state and the finished groups, which are read one by one when they are iterated; that may raise the same errors.
 
     Raises:
         CheckpointError: the files are missing or broken, or have a newer format.
@@ -63,7 +63,13 @@ def read_rollout_state(folder: Path) -> tuple[dict[str, Any], StoredGroups]:
             )
         if state["format_version"] < 3:
             state = _to_format_3(state)
-    return state, StoredGroups(folder)
+    return state, _read_groups(folder)
+
+
+def _read_groups(folder: Path) -> Iterator[RolloutGroup]:
+    with _as_checkpoint_error(folder), (folder / GROUPS_FILE).open("rb") as lines:
+        for line in lines:
+            yield decode_group(line)
 
 
 def read_replay_cache(folder: Path) -> list[dict[str, Any]]:
@@ -75,18 +81,6 @@ def read_replay_cache(folder: Path) -> list[dict[str, Any]]:
     path = folder / RECORDINGS_FILE
     with _as_checkpoint_error(folder):
         return [from_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-
-
-class StoredGroups:
-    """The finished groups of a checkpoint, read one by one. Blocking; raises CheckpointError if the file is broken."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __iter__(self) -> Iterator[RolloutGroup]:
-        with _as_checkpoint_error(self._folder), (self._folder / GROUPS_FILE).open("rb") as lines:
-            for line in lines:
-                yield decode_group(line)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from skyrl_train.config.schema import FailureConfig, FailurePolicy
 from skyrl_train.errors import RolloutError
@@ -47,7 +47,8 @@ class Dispatcher:
     Attributes:
         error: the error that stopped the dispatcher.
         exhausted: whether the prompts have ended and all of them were admitted.
-        failed_and_masked: groups that failed and train as samples without tokens (``on_rollout_failure=mask``).
+        failed_and_masked: groups that failed and train as samples without tokens (``on_rollout_failure=mask``): the part of
+            the failure budget that no other count contains. Checkpoints store it.
         slots: busy and available generation slots over time.
     """
 
@@ -104,17 +105,16 @@ class Dispatcher:
         while not self._stopped:
             self._admit_all()
             # A released slot (failed or filtered group) is refilled before the last group ends.
-            if not self._tasks and not self._waits_for_row:
+            if not self._tasks and not self._has_capacity:
                 return
+            # With capacity and no row, the next row comes or the prompts end.
             await self.changed.wait_until(
-                lambda: self._stopped or self._can_admit or not (self._tasks or self._waits_for_row)
+                lambda: self._stopped or self._can_admit or not (self._tasks or self._has_capacity)
             )
 
     async def idle(self) -> None:
         """Wait until no group runs and none is about to start, or the dispatcher has stopped."""
-        await self.changed.wait_until(
-            lambda: self._stopped or not (self._tasks or self._can_admit or self._waits_for_row)
-        )
+        await self.changed.wait_until(lambda: self._stopped or not (self._tasks or self._has_capacity))
 
     def stop_admitting(self) -> None:
         """Admit no more groups. Running groups continue until :meth:`close`."""
@@ -139,13 +139,13 @@ class Dispatcher:
     # Admission --------------------------------------------------------------------------------------------------------
 
     @property
-    def _can_admit(self) -> bool:
-        return not (self._stopped or self.exhausted) and self._prompts.ready and self._staleness.capacity() > 0
+    def _has_capacity(self) -> bool:
+        """True if another group may start as soon as its row is there."""
+        return not (self._stopped or self.exhausted) and self._staleness.capacity() > 0
 
     @property
-    def _waits_for_row(self) -> bool:
-        """True if there is capacity, but the data loader is still reading the next row."""
-        return not (self._stopped or self.exhausted or self._prompts.ready) and self._staleness.capacity() > 0
+    def _can_admit(self) -> bool:
+        return self._prompts.ready and self._has_capacity
 
     async def _admit_forever(self) -> None:
         while not self.exhausted:
@@ -182,7 +182,7 @@ class Dispatcher:
             else:  # no signal: release the slot to the next prompt
                 del self._running[group_index]
                 self._prompts.settle([group_index], "filtered", [group])
-                self._staleness.filter(group_index)
+                self._staleness.release(group_index, "filtered")
                 self._filter.check()
         # Every outcome is progress for the watchdog, a failure too.
         self._on_group_end()
@@ -205,7 +205,7 @@ class Dispatcher:
         else:
             del self._running[group_index]
             self._prompts.settle([group_index], "failed")
-            self._staleness.fail(group_index)
+            self._staleness.release(group_index, "failed")
             consequence = "the next prompt takes its slot"
         # Masked groups count too: the limit is on failed rollouts, whether or not they keep their slots.
         failed, allowed = self._staleness.counts.failed + self.failed_and_masked, self._failures.max_failed_rollouts
@@ -252,7 +252,7 @@ class Dispatcher:
                 # Removed first, so that _group_ended does not take the cancellation for one from outside.
                 self._running.pop(group_index).cancel()
             self._prompts.settle([group_index], "dropped")
-            self._staleness.drop(group_index)
+            self._staleness.release(group_index, "dropped")
         if dropped:
             logger.info("dropped groups %s: they would exceed max_staleness_steps", dropped)
             self.slots.set_busy(len(self._running))
@@ -268,7 +268,7 @@ class Dispatcher:
             state = "no more groups are admitted"
         elif self.exhausted:
             state = "the prompts have ended"
-        elif self._waits_for_row:
+        elif capacity and not self._prompts.ready:
             state = f"capacity for {capacity} more, which wait for the next rows of the data set"
         else:
             state = f"capacity for {capacity} more"
@@ -277,11 +277,3 @@ class Dispatcher:
             f"{state}",
             *self._group_generator.describe(),
         ]
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the part of the failure budget that no other count contains."""
-        return {"failed_and_masked": self.failed_and_masked}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore :meth:`state_dict`."""
-        self.failed_and_masked = state["failed_and_masked"]

@@ -95,7 +95,8 @@ def groups_to_train(
     if algorithm.dynamic_sampling is DynamicSampling.replace:
         groups = replace_without_signal(groups, derive_seed(seed, step))
     if algorithm.zero_variance_filter:
-        groups = mask_without_signal(groups)
+        # Masked tokens leave the numerator of the loss, but stay in the denominator.
+        groups = [group if has_signal(group) else replace(group, masked=True) for group in groups]
     return groups
 
 
@@ -120,8 +121,3 @@ def replace_without_signal(batch: Sequence[RolloutGroup], seed: int) -> list[Rol
             drawn = rng.sample(with_signal, len(with_signal))
         result.append(drawn.pop())
     return result
-
-
-def mask_without_signal(batch: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Mask every group without signal: its tokens leave the numerator of the loss, but stay in the denominator."""
-    return [group if has_signal(group) else replace(group, masked=True) for group in batch]

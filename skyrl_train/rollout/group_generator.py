@@ -66,12 +66,7 @@ class _Attempt:
 
 
 class _AttemptFailed(Exception):
-    """An attempt failed, and another one may succeed."""
-
-    def __init__(self, reason: str, cause: BaseException | None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.cause = cause
+    """An attempt failed, and another one may succeed. The message is the reason; its cause is the attempt's own error."""
 
 
 class GroupGenerator:
@@ -188,16 +183,16 @@ class GroupGenerator:
             # Without a serving engine no attempt can succeed, so the prompt is not the reason.
             if not self._client.serving:
                 raise NoEngineError(f"a rollout exceeded {limit} while no engine served")
-            raise _AttemptFailed(f"it exceeded {limit}", None)
+            raise _AttemptFailed(f"it exceeded {limit}")
         try:
             return task.result()
         except (GeneratorOutputError, EngineError):
             raise
         except RolloutError as error:
-            raise _AttemptFailed(str(error), error) from None
+            raise _AttemptFailed(str(error)) from error
         # This CancelledError is the attempt's own: a cancelled group has left through the handler above.
         except (Exception, asyncio.CancelledError) as error:
-            raise _AttemptFailed(f"it raised {error!r}", error) from None
+            raise _AttemptFailed(f"it raised {error!r}") from error
 
     async def _generate(self, attempt: _Attempt) -> RolloutGroup:
         """Call the generator once and check its output."""
@@ -243,16 +238,15 @@ class GroupGenerator:
         Raises:
             RolloutError: no attempts are left.
         """
-        self._on_failure(f"group {attempt.group_index}", failure.reason)
+        reason, cause = str(failure), failure.__cause__
+        self._on_failure(f"group {attempt.group_index}", reason)
         # The same attempt runs again after it lost its actor once. A second loss may be caused by the attempt itself.
-        same = isinstance(failure.cause, RolloutActorError) and not attempt.lost_actor
+        same = isinstance(cause, RolloutActorError) and not attempt.lost_actor
         if attempt.number >= 1 + self._failures.max_rollout_retries and not same:
             raise RolloutError(
-                f"the rollout of prompt {attempt.record.uid!r} failed {attempt.number} times; the last time: {failure.reason}"
-            ) from failure.cause
-        logger.warning(
-            "group %d: attempt %d failed (%s), retrying", attempt.group_index, attempt.number, failure.reason
-        )
+                f"the rollout of prompt {attempt.record.uid!r} failed {attempt.number} times; the last time: {reason}"
+            ) from cause
+        logger.warning("group %d: attempt %d failed (%s), retrying", attempt.group_index, attempt.number, reason)
         self.retries += 1
         if same:
             attempt.lost_actor = True

@@ -9,6 +9,7 @@ Runs on the trainer's event loop. The trainer reports updates and weight syncs; 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -172,7 +173,7 @@ class RolloutManager:
         """Return the JSON-able state for a checkpoint, without groups and replay cache."""
         return {
             "prompts": self.prompts.state_dict(),
-            "workers": self.dispatcher.state_dict(),
+            "workers": {"failed_and_masked": self.dispatcher.failed_and_masked},
             "retries": self.group_generator.retries,
             "counts": self.staleness.state_dict(),
         }
@@ -196,10 +197,10 @@ class RolloutManager:
             CheckpointError: the checkpoint belongs to another data set or seed.
         """
         # Groups first: the ledger and the counts below need to know which group indices are buffered.
-        await self.buffer.restore(groups)
+        await asyncio.to_thread(self.buffer.restore, groups)
         self._client.replay_cache.load(replay_cache)
         self.prompts.load_state_dict(state["prompts"], buffered=[group.group_index for group in self.buffer])
-        self.dispatcher.load_state_dict(state["workers"])
+        self.dispatcher.failed_and_masked = state["workers"]["failed_and_masked"]
         self.group_generator.retries = state.get("retries", 0)  # absent in checkpoints of earlier versions
         self.staleness.load_state_dict(state["counts"], next_step, self.buffer)
         self.dispatcher.slots.set_capacity(self.staleness.max_running)

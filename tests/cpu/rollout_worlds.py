@@ -1,4 +1,4 @@
-"""The generation side of a trainer without the trainer: real loader, rules, buffer and workers, a scripted generator."""
+"""The rollout side without a trainer: real loader, staleness manager, buffer and dispatcher; a scripted generator."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class World:
         )
         self.failed_attempts: list[tuple[str, str]] = []
         self.now = 0.0
-        self.runner = GroupGenerator(
+        self.group_generator = GroupGenerator(
             self.generator,
             self.loader,
             self.engines,
@@ -152,8 +152,8 @@ class World:
             cancel_grace_s=0.05,
         )
         self.ended = 0
-        self.workers = Dispatcher(
-            self.runner,
+        self.dispatcher = Dispatcher(
+            self.group_generator,
             self.loader,
             self.staleness,
             self.buffer,
@@ -174,7 +174,7 @@ class World:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.workers.close()
+        await self.dispatcher.close()
         await self.loader.aclose()
 
     async def step(self, *, fill: bool = False) -> list[int]:
@@ -184,10 +184,10 @@ class World:
         def ready() -> bool:
             nonlocal batch
             batch = self.staleness.select(self.buffer)
-            return batch is not None or self.workers.error is not None
+            return batch is not None or self.dispatcher.error is not None
 
         if fill:
-            await self.workers.fill()
+            await self.dispatcher.fill()
         await self.changed.wait_until(ready)
         self.raise_if_failed()
         assert batch is not None
@@ -204,8 +204,8 @@ class World:
         return self.batches[-1]
 
     def raise_if_failed(self) -> None:
-        if self.workers.error is not None:
-            raise self.workers.error
+        if self.dispatcher.error is not None:
+            raise self.dispatcher.error
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         await asyncio.wait_for(self.changed.wait_until(predicate), 30)

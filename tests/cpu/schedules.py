@@ -172,7 +172,7 @@ class Run:
         self.events: list[tuple[float, int, Callable[[], str | None]]] = []
         self.scheduled = 0
         self.running: dict[int, Running] = {}
-        self.taken: list[Finished] = []  # groups with a seat in the current step
+        self.taken: list[Finished] = []  # groups with a slot in the current step
         self.delivering = False
         self.lacks: int | None = None  # groups that the trainer waits for
         self.trainer_is = "ready"  # or "waiting" for a notification, or "busy" for some time
@@ -295,7 +295,7 @@ class Run:
             del self.buffer[group.group_index]
         for group_index in [*overdue.running, *(group.group_index for group in overdue.buffered)]:
             self._settle(group_index, "dropped")
-            self.m.drop(group_index)
+            self.m.release(group_index, "dropped")
 
     # The trainer --------------------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class Run:
         wanted = self.world.b - len(self.taken) if at_least is None else at_least
         if chosen is None and len(free) >= wanted:
             assert self.sizes.policy in ("wait", "wait_batched", "drop"), (
-                "nothing waits for a straggler under the other policies"
+                "nothing waits for a slow group under the other policies"
             )
             self.waits += 1
         if chosen is not None:
@@ -356,7 +356,9 @@ class Run:
                 assert self.m.oldest_trained_version is not None
                 trained = [version for version in group.versions if version >= self.m.oldest_trained_version]
                 assert all((self.m.step - 1) - version <= self.m.max_staleness_steps for version in trained)
-                assert len(trained) == len(group.versions) or lag > self.m.max_staleness_steps, "only what is too old"
+                assert len(trained) == len(group.versions) or lag > self.m.max_staleness_steps, (
+                    "only tokens that are too old"
+                )
                 self.partly_masked += 0 < len(trained) < len(group.versions)
                 self.wholly_masked += not trained
 

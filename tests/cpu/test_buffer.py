@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.buffer import RolloutBuffer, SpilledGroup, SpillFolder, size_bytes
+from skyrl_train.rollout.buffer import RolloutBuffer, SpilledGroup, size_bytes
 from skyrl_train.rollout.checkpoint import read_rollout_state, write_rollout_state
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
@@ -78,8 +78,8 @@ async def test_memory_stays_bounded_however_many_groups_wait(tmp_path: Path) -> 
     assert buffer.memory_bytes <= limit
     # The samples of a group share a sequence here, which counts three times; the estimate is of groups that do not.
     assert held < limit
-    assert peak < limit + 3 * one, "what is being written, and its text"
-    assert (len(buffer), buffer.num_spilled) == (30, 26)
+    assert peak < limit + 3 * one, "one group being written, and its text"
+    assert (len(buffer), len(buffer) - len(in_memory(buffer))) == (30, 26)
     await buffer.aclose()
 
 
@@ -95,19 +95,21 @@ def test_the_size_of_a_group_is_estimated_well_enough() -> None:
     assert 0.7 * held < sum(map(size_bytes, groups)) < 1.3 * held
 
 
-async def test_a_slow_disk_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
-    write = SpillFolder.write
+    write = RolloutBuffer._write
 
-    def slow(self: SpillFolder, group: RolloutGroup) -> SpilledGroup:
+    def slow(self: RolloutBuffer, group: RolloutGroup, spilled: list[SpilledGroup]) -> None:
         assert may_write.wait(60)
-        return write(self, group)
+        write(self, group, spilled)
 
-    monkeypatch.setattr(SpillFolder, "write", slow)
+    monkeypatch.setattr(RolloutBuffer, "_write", slow)
     buffer = RolloutBuffer(0, tmp_path)
     for group_index in range(3):
         buffer.put(group(group_index))
-    assert await buffer.load(list(buffer)) == [group(0), group(1), group(2)], "what is being written is still there"
+    assert await buffer.load(list(buffer)) == [group(0), group(1), group(2)], (
+        "groups that are being written are still there"
+    )
     buffer.take([group(1)])
     may_write.set()
     await buffer.flushed()
@@ -135,7 +137,7 @@ async def test_groups_of_a_checkpoint_that_cannot_be_written_hold_no_others_up(t
     write_rollout_state({}, [group(0)], tmp_path)
     (tmp_path / "file").write_text("")
     buffer = RolloutBuffer(0, tmp_path / "file" / "folder")
-    await buffer.restore(read_rollout_state(tmp_path)[1])
+    await asyncio.to_thread(buffer.restore, read_rollout_state(tmp_path)[1])
     buffer.put(group(1))
     assert await buffer.load(list(buffer)) == [group(0), group(1)]
     await buffer.aclose()
@@ -154,14 +156,14 @@ async def test_a_snapshot_can_be_written_after_its_groups_were_trained(tmp_path:
     assert files(tmp_path / "spill") == []
     await buffer.aclose()
     restored = RolloutBuffer(2 * size_bytes(group(0)), tmp_path / "other")
-    await restored.restore(read_rollout_state(tmp_path)[1])
+    await asyncio.to_thread(restored.restore, read_rollout_state(tmp_path)[1])
     assert in_memory(restored) == [0, 1], "the limit holds while a checkpoint is read"
     assert sorted(await restored.load(list(restored)), key=lambda group: group.group_index) == [
         group(o) for o in range(4)
     ]
 
 
-async def test_what_a_killed_run_has_left_in_the_folder_is_removed(tmp_path: Path) -> None:
+async def test_files_of_a_killed_run_are_removed_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "group-7-0.json").write_text("{")
     buffer = RolloutBuffer(0, tmp_path)
     buffer.put(group(1))
@@ -175,7 +177,7 @@ async def test_what_a_killed_run_has_left_in_the_folder_is_removed(tmp_path: Pat
     st.randoms(use_true_random=False),
     st.integers(0, 4),
 )
-def test_a_buffer_that_spills_holds_what_one_in_memory_holds(
+def test_a_spilling_buffer_holds_the_same_groups_as_one_in_memory(
     tmp_path_factory: pytest.TempPathFactory, events: list[str], rng: random.Random, fit: int
 ) -> None:
     folder = tmp_path_factory.mktemp("buffer")
@@ -205,7 +207,7 @@ def test_a_buffer_that_spills_holds_what_one_in_memory_holds(
             elif event == "restore" and (folder / "groups.jsonl").exists():
                 await buffer.aclose()
                 buffer, held = RolloutBuffer(limit, folder / str(group_index)), dict(saved[1])
-                await buffer.restore(read_rollout_state(folder)[1])
+                await asyncio.to_thread(buffer.restore, read_rollout_state(folder)[1])
             assert {entry.group_index for entry in buffer} == held.keys()
         assert {g.group_index: g for g in await buffer.load(list(buffer))} == held
         assert buffer.memory_bytes == sum(size_bytes(g) for g in held.values() if g.group_index in in_memory(buffer))
@@ -230,7 +232,7 @@ async def test_without_a_limit_everything_stays_in_memory() -> None:
     assert buffer.memory_bytes == 10 * size_bytes(group(0, tokens=1))
 
 
-async def test_a_run_whose_groups_wait_on_the_disk_trains_and_resumes_like_any_other(
+async def test_a_run_with_spilled_groups_trains_and_resumes_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "spill"
@@ -240,7 +242,8 @@ async def test_a_run_whose_groups_wait_on_the_disk_trains_and_resumes_like_any_o
     spilled: list[int] = []
 
     def look(_: object) -> None:
-        spilled.append(stopped.trainer.rollout.buffer.num_spilled)
+        buffer = stopped.trainer.rollout.buffer
+        spilled.append(len(buffer) - len(in_memory(buffer)))
         if stopped.trainer.global_step == 3:
             stopped.trainer.request_stop()
 

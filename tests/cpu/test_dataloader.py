@@ -196,7 +196,7 @@ def test_every_prompt_has_one_surviving_outcome_with_a_stream(
     assert uids == (rows[0] + rows[1]) * epochs
 
 
-async def test_after_a_resume_a_curriculum_goes_on_with_the_rows_and_the_knowledge_it_had() -> None:
+async def test_after_a_resume_a_curriculum_continues_with_its_rows_and_its_state() -> None:
     loader = loader_of("curriculum")
     uids = {index: loader.record(index).uid for index in [loader.issue() for _ in range(6)] if index is not None}
     for group_index in (0, 2, 3):

@@ -152,7 +152,9 @@ def test_an_environment_that_makes_no_prompts_needs_files() -> None:
         ("torn.parquet", b"PAR1", "not a readable parquet file"),
     ],
 )
-def test_a_bad_file_says_where_and_what(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_the_error_of_a_bad_file_names_place_and_problem(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load(tmp_path / name)

@@ -145,7 +145,7 @@ def test_binary_search_finds_every_number_within_four_guesses(number: int) -> No
 
 
 @pytest.mark.parametrize("action", ["", "+", "5?", "10", "٣", "-1", " 4"])
-def test_what_is_no_number_in_the_range_uses_up_a_guess(action: str) -> None:
+def test_a_text_that_is_no_number_in_the_range_uses_up_a_guess(action: str) -> None:
     environment = GuessNumber({"number": 4}, max_turns=2)
     step = environment.step(action)
     assert (step["observations"][0]["content"], step["reward"], step["done"]) == ("!", 0.0, False)
@@ -211,7 +211,7 @@ def test_a_kwarg_goes_wherever_it_is_a_parameter() -> None:
         ("reasoning_gym:chain_sum", {"min_terms": 9, "max_terms": 2}, "rejects"),
     ],
 )
-def test_what_cannot_be_resolved_is_refused_with_the_remedy(
+def test_a_name_that_cannot_be_resolved_is_rejected_with_a_remedy(
     env_class: str, kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -48,7 +48,7 @@ BALANCED = st.recursive(
 
 
 @given(content=BALANCED, before=st.text("ab{}", max_size=5), after=st.text("ab{", max_size=5))
-def test_whatever_is_balanced_comes_out_of_its_box(content: str, before: str, after: str) -> None:
+def test_any_balanced_text_comes_out_of_its_box(content: str, before: str, after: str) -> None:
     assert last_boxed(f"{before}\\boxed{{{content}}}{after}") == content
 
 
@@ -87,7 +87,7 @@ def test_thousands_and_trailing_zeros_do_not_change_a_number(value: int, zeros: 
 
 
 @pytest.mark.parametrize("text", ["", "x", "1e5", "1/0", "1,23", "1 2 x", "--1", "9" * 5000, "٣"])
-def test_what_is_no_number_has_no_value(text: str) -> None:
+def test_a_text_that_is_no_number_has_no_value(text: str) -> None:
     assert to_number(text) is None
 
 

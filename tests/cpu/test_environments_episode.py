@@ -74,7 +74,7 @@ async def test_a_quick_environment_runs_on_the_event_loop() -> None:
     assert {thread for _, thread in calls} == {threading.get_ident()}
 
 
-async def test_the_event_loop_goes_on_while_a_step_blocks() -> None:
+async def test_the_event_loop_continues_while_a_step_blocks() -> None:
     release = threading.Event()
 
     def wait() -> None:
@@ -89,7 +89,7 @@ async def test_the_event_loop_goes_on_while_a_step_blocks() -> None:
 
 
 @pytest.mark.parametrize("cls", [Recorder, QuickRecorder])
-async def test_what_the_environment_raises_names_it_and_the_prompt_and_closes_it(cls: type[Recorder]) -> None:
+async def test_an_error_of_the_environment_names_it_and_the_prompt_and_closes_it(cls: type[Recorder]) -> None:
     closed = threading.Event()
     running, calls = episode(cls, on_step=fail, on_close=closed.set)
     with pytest.raises(
@@ -104,7 +104,7 @@ async def test_what_the_environment_raises_names_it_and_the_prompt_and_closes_it
 
 @pytest.mark.parametrize("raised", [SystemExit(0), StopIteration(), GeneratorExit()], ids=repr)
 @pytest.mark.parametrize("cls", [Recorder, QuickRecorder])
-async def test_what_a_model_wrote_can_neither_end_the_program_nor_keep_it_waiting(
+async def test_text_of_the_model_can_neither_end_the_program_nor_keep_it_waiting(
     cls: type[Recorder], raised: BaseException
 ) -> None:
     def run_it() -> None:

@@ -58,7 +58,7 @@ async def test_a_failed_attempt_is_repeated_with_other_seeds(bad: str) -> None:
     async with World(rollout_timeout_s=0.05) as w:
         w.generator.plays[2] = [play, fine]
         assert await w.step(fill=True) == [0, 1, 2, 3]
-        assert w.runner.retries == 1
+        assert w.group_generator.retries == 1
         ((name, told),) = w.failed_attempts
         assert name == "group 2" and reason in told
         seeds = [s for o, s in zip(w.generator.calls, w.generator.seeds, strict=True) if o == 2]
@@ -76,7 +76,7 @@ async def test_a_rollout_that_lost_its_actor_is_the_same_attempt_again_once(loss
         assert await w.step(fill=True) == [0, 1, 2, 3]
         first, second, *third = [s for o, s in zip(w.generator.calls, w.generator.seeds, strict=True) if o == 2]
         assert first == second and first not in third, "what was sampled for it is recorded under the same seeds"
-        assert (len(third), w.runner.retries) == (losses - 1, losses)
+        assert (len(third), w.group_generator.retries) == (losses - 1, losses)
         w.check_books()
 
 
@@ -94,7 +94,7 @@ async def test_a_prompt_that_always_fails_gives_its_slot_to_the_next_prompt(bad:
 async def test_a_group_that_comes_back_after_its_time_is_thrown_away() -> None:
     async with World(rollout_timeout_s=0.05) as w:
         w.generator.plays[1] = [return_late, fine]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         late = next(group for group in w.buffer if group.group_index == 1)
         assert isinstance(late, RolloutGroup)
         assert [sample.reward for sample in late.samples] == [0.0, 1.0], "of the attempt that came in time"
@@ -110,7 +110,7 @@ async def test_fewer_samples_than_asked_for_stop_the_workers_by_name() -> None:
             return output
 
         w.generator.plays[1] = [one_short]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(GeneratorOutputError, match="response_ids has 1 entries for 2 trajectories"):
             w.raise_if_failed()
         assert w.generator.calls.count(1) == 1, "another attempt would not mend it"
@@ -146,7 +146,7 @@ async def test_numbers_of_other_libraries_are_metrics(metrics: dict[str, float])
             return {**output_of(batch, 0), "rollout_metrics": metrics}
 
         w.generator.plays[1] = [measure]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         w.raise_if_failed()
         group = next(group for group in w.buffer if group.group_index == 1)
         assert isinstance(group, RolloutGroup)
@@ -161,7 +161,7 @@ async def test_metrics_that_are_no_numbers_stop_the_workers_by_name(metrics: Any
             return {**output_of(batch, 0), "rollout_metrics": metrics}
 
         w.generator.plays[1] = [measure]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(GeneratorOutputError, match="rollout_metrics"):
             w.raise_if_failed()
 
@@ -173,7 +173,7 @@ async def test_a_version_that_the_engines_do_not_serve_yet_stops_the_workers() -
             return output_of(batch, batch["batch_metadata"].global_step)
 
         w.generator.plays[1] = [counts_steps]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(GeneratorOutputError, match="contains version 1, but the engines serve 0"):
             w.raise_if_failed()
 
@@ -181,7 +181,7 @@ async def test_a_version_that_the_engines_do_not_serve_yet_stops_the_workers() -
 async def test_more_failures_than_the_budget_stop_the_workers_with_the_last_reason() -> None:
     async with World(max_failed_rollouts=2, max_rollout_retries=0) as w:
         w.generator.plays.update({group_index: [fail] for group_index in range(20)})
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(RolloutError, match=r"3 rollouts .*max_failed_rollouts = 2.*scripted") as caught:
             w.raise_if_failed()
         assert isinstance(caught.value.__cause__, RolloutError)
@@ -192,7 +192,7 @@ async def test_more_failures_than_the_budget_stop_the_workers_with_the_last_reas
 async def test_with_raise_the_first_failure_stops_the_workers_and_its_prompt_stays_in_flight() -> None:
     async with World(on_rollout_failure=RAISE) as w:
         w.generator.plays[1] = [fail]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(RolloutError, match="scripted"):
             w.raise_if_failed()
         assert w.loader.ledger.failed == [] and w.loader.ledger.frontier == 0, "a resumed run generates it again"
@@ -204,12 +204,12 @@ async def test_with_raise_the_first_failure_stops_the_workers_and_its_prompt_sta
 async def test_a_masked_failure_keeps_its_slot_without_a_token() -> None:
     async with World(on_rollout_failure=MASK, max_rollout_retries=0) as w:
         w.generator.plays[1] = [fail]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         (failed,) = (group for group in w.buffer if group.group_index == 1)
         assert isinstance(failed, RolloutGroup)
         assert failed.masked and failed.samples == (Sample(()), Sample(())) and failed.uid == w.loader.record(1).uid
         assert await w.step() == [0, 1, 2, 3], "the step has its groups, and the prompt counts as trained"
-        assert w.workers.failed_and_masked == 1 and w.loader.ledger.failed == []
+        assert w.dispatcher.failed_and_masked == 1 and w.loader.ledger.failed == []
         w.check_books()
 
 
@@ -217,11 +217,11 @@ async def test_masked_failures_spend_the_same_budget_also_over_a_resume() -> Non
     async with World(on_rollout_failure=MASK, max_rollout_retries=0, max_failed_rollouts=3) as w:
         w.generator.plays.update({0: [fail], 1: [fail]})
         assert await w.step(fill=True) == [0, 1, 2, 3]
-        state = w.workers.state_dict()
+        failed_and_masked = w.dispatcher.failed_and_masked  # a checkpoint stores it
     async with World(on_rollout_failure=MASK, max_rollout_retries=0, max_failed_rollouts=3) as w:
-        w.workers.load_state_dict(state)
+        w.dispatcher.failed_and_masked = failed_and_masked
         w.generator.plays.update({0: [fail], 1: [fail]})
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(RolloutError, match=r"4 rollouts .*max_failed_rollouts = 3"):
             w.raise_if_failed()
 
@@ -311,14 +311,14 @@ def lose_engines(w: World) -> Callable[[GeneratorInput], Awaitable[None]]:
 async def test_a_group_that_lost_its_engines_is_generated_again_when_one_is_back() -> None:
     async with World(max_engine_failures=1, max_failed_rollouts=1) as w:
         w.generator.plays[2] = [lose_engines(w), fine]
-        w.workers.start()
+        w.dispatcher.start()
         await w.until(lambda: len(w.buffer) == 3)
         await settle()
         assert w.generator.calls.count(2) == 1, "without an engine it is not worth beginning"
-        assert any("waits for an engine" in line for line in w.workers.describe())
+        assert any("waits for an engine" in line for line in w.dispatcher.describe())
         w.engines.join()
         assert await w.step() == [0, 1, 2, 3]
-        assert (w.runner.engine_failures, w.runner.retries, w.failed_attempts) == (1, 0, []), (
+        assert (w.group_generator.engine_failures, w.group_generator.retries, w.failed_attempts) == (1, 0, []), (
             "the prompt is not to blame"
         )
         first, again = (s for o, s in zip(w.generator.calls, w.generator.seeds, strict=True) if o == 2)
@@ -329,7 +329,7 @@ async def test_a_group_that_lost_its_engines_is_generated_again_when_one_is_back
 async def test_more_lost_groups_than_allowed_stop_the_workers_with_the_engines_reason() -> None:
     async with World(max_engine_failures=1) as w:
         w.generator.plays.update({1: [lose_engines(w), fine], 2: [lose_engines(w), fine]})
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(NoEngineError, match=r"scripted death.*max_engine_failures = 1"):
             w.raise_if_failed()
 
@@ -338,10 +338,10 @@ async def test_engines_that_never_come_back_spend_the_budget_and_not_for_ever() 
     async with World(max_engine_failures=5) as w:
         w.engines.come_back = False
         w.generator.plays[1] = [lose_engines(w)]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(NoEngineError, match="max_engine_failures = 5"):
             w.raise_if_failed()
-        assert w.generator.calls.count(1) == 1 and w.runner.engine_failures == 6
+        assert w.generator.calls.count(1) == 1 and w.group_generator.engine_failures == 6
 
 
 async def test_a_rollout_that_runs_out_of_time_while_no_engine_serves_is_the_engines_failure() -> None:
@@ -352,7 +352,7 @@ async def test_a_rollout_that_runs_out_of_time_while_no_engine_serves_is_the_eng
             await hang(batch)
 
         w.generator.plays[1] = [hang_without_engines, fine]
-        w.workers.start()
+        w.dispatcher.start()
         await w.until(lambda: len(w.buffer) == 3)
         await asyncio.wait_for(w.engines.awaited.wait(), 10)
         w.engines.join()
@@ -367,7 +367,7 @@ async def test_any_other_failure_of_an_engine_stops_the_workers_as_it_is() -> No
             raise EngineError("scripted")
 
         w.generator.plays[1] = [broken_engine]
-        await w.workers.fill()
+        await w.dispatcher.fill()
         with pytest.raises(EngineError, match=r"^scripted$"):
             w.raise_if_failed()
 
@@ -391,9 +391,9 @@ class NotedReplayCache(ReplayCache):
 
 async def test_sessions_are_recorded_by_attempt_and_until_the_group_has_ended() -> None:
     async with World(max_engine_failures=1) as w:
-        replay_cache = w.runner._replay_cache = NotedReplayCache()
+        replay_cache = w.group_generator._replay_cache = NotedReplayCache()
         w.generator.plays[0] = [fail, lose_engines(w), fine]
-        running = asyncio.create_task(w.runner.run(0))
+        running = asyncio.create_task(w.group_generator.run(0))
         await asyncio.wait_for(w.engines.awaited.wait(), 10)
         w.engines.join()
         await running
@@ -402,11 +402,11 @@ async def test_sessions_are_recorded_by_attempt_and_until_the_group_has_ended() 
 
 async def test_a_resumed_group_continues_with_the_attempt_that_was_recorded() -> None:
     async with World(max_rollout_retries=1) as w:
-        replay_cache = w.runner._replay_cache = NotedReplayCache()
+        replay_cache = w.group_generator._replay_cache = NotedReplayCache()
         replay_cache.begin(0, ["p0@0_0"], 1)
         w.generator.plays[0] = [fail]
         with pytest.raises(RolloutError):
-            await w.runner.run(0)
+            await w.group_generator.run(0)
         assert w.generator.calls == [0], "it was its second attempt, and there is no third"
         assert replay_cache.calls[1:] == [("begin", 0, 1), ("end", 0)]
 

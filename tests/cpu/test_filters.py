@@ -19,7 +19,6 @@ from skyrl_train.rollout.filters import (
     groups_to_train,
     has_signal,
     make_filter,
-    mask_without_signal,
     replace_without_signal,
 )
 from skyrl_train.training.minibatch import build_minibatch
@@ -97,7 +96,7 @@ def test_the_run_stops_at_the_first_group_with_which_the_window_holds_too_many(l
         signal_filter.check()
 
 
-def test_the_error_says_how_many_of_how_many_and_what_to_do() -> None:
+def test_the_error_names_the_filtered_share_and_a_remedy() -> None:
     signal_filter = SignalFilter(1, 0.5)
     for group_index in range(33):
         signal_filter.keeps(group(group_index, *QUIET))
@@ -159,7 +158,7 @@ def test_a_masked_group_trains_no_token_and_still_counts_in_the_denominator() ->
 
 @given(batches)
 def test_masking_changes_nothing_but_the_groups_without_signal(batch: list[RolloutGroup]) -> None:
-    result = mask_without_signal(batch)
+    result = groups_to_train(batch, AlgorithmConfig(zero_variance_filter=True), seed=0, step=1)
     assert [g.group_index for g in result] == [g.group_index for g in batch]
     assert [g.masked for g in result] == [not has_signal(g) for g in batch]
     assert [g.samples for g in result] == [g.samples for g in batch]

@@ -1,4 +1,4 @@
-"""Trajectories of several sequences: what is checked, how they are rewarded, trained, counted and kept."""
+"""Trajectories of several sequences: checks, rewards, training, counts and checkpoints."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def play(script: Callable[[str, int | None], str], request: GeneratorInput
     return output
 
 
-async def test_one_turn_is_the_prompt_what_was_sampled_and_the_reward_on_its_last_token() -> None:
+async def test_one_turn_is_the_prompt_the_sampled_tokens_and_the_reward_on_the_last_of_them() -> None:
     output = await play(lambda text, seed: "ccc.", batch("run_length", [{"answer": "cccc"}], prompt="04c="))
     ((sample,),) = (sample.sequences for sample in to_samples(output, 1))
     assert sample.prompt_token_ids == encode("04c=")

@@ -154,7 +154,7 @@ def test_the_message_says_which_and_why(name: str, value: Any, message: str) -> 
         to_samples(output, 2)  # type: ignore[arg-type]
 
 
-def test_what_is_no_output_at_all_is_refused() -> None:
+def test_anything_but_an_output_is_rejected() -> None:
     with pytest.raises(GeneratorOutputError, match="returned a NoneType"):
         to_samples(None, 2)  # type: ignore[arg-type]
 

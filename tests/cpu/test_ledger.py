@@ -55,7 +55,7 @@ def test_in_the_surviving_history_every_group_index_has_one_outcome(events: list
         assert sorted(getattr(ledger, outcome)) == sorted(o for o, became in settled.items() if became == outcome)
 
 
-def test_what_was_in_flight_comes_first_after_resuming_in_its_order() -> None:
+def test_group_indices_in_flight_come_first_after_a_resume_in_their_order() -> None:
     ledger = GroupLedger()
     for _ in range(6):
         ledger.issue()
@@ -67,7 +67,7 @@ def test_what_was_in_flight_comes_first_after_resuming_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("group_index", [0, 5])
-def test_only_what_is_in_flight_can_be_settled(group_index: int) -> None:
+def test_only_group_indices_in_flight_can_be_settled(group_index: int) -> None:
     ledger = GroupLedger()
     ledger.issue()
     ledger.settle([0], "trained")
@@ -75,7 +75,7 @@ def test_only_what_is_in_flight_can_be_settled(group_index: int) -> None:
         ledger.settle([group_index], "trained")
 
 
-def test_an_outcome_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_outcome_is_rejected() -> None:
     ledger = GroupLedger()
     with pytest.raises(ValueError, match="unknown outcome"):
         ledger.settle([ledger.issue()], "lost")

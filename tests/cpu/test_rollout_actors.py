@@ -362,7 +362,7 @@ async def test_the_groups_of_a_node_that_dies_continue_elsewhere(cluster: Nodes)
 
     links = [lambda: RayLink(GeneratorHost, RayPlacement(num_cpus=1))] * 2
     async with world(links, name="actor_worlds:Sampling", free_running=False) as remote, Groups(b=4) as w:
-        w.runner._generator, w.runner._replay_cache = remote.generator, remote.client.replay_cache
+        w.group_generator._generator, w.group_generator._replay_cache = remote.generator, remote.client.replay_cache
         stepping = asyncio.create_task(w.step(fill=True))
         await remote.until_sampling(4)
         actors, before = remote.generator.actors, list(remote.engine.running)
@@ -375,7 +375,7 @@ async def test_the_groups_of_a_node_that_dies_continue_elsewhere(cluster: Nodes)
         assert sorted((actor.alive, actor.outstanding) for actor in actors) == [(False, 0), (True, 4)]
         await remote.engine.run_freely()
         assert await asyncio.wait_for(stepping, 30) == [0, 1, 2, 3]
-        assert (w.runner.retries, remote.engine.running) == (2, [])
+        assert (w.group_generator.retries, remote.engine.running) == (2, [])
         assert remote.client.replay_cache.totals.replayed_tokens == 2 * 2, (
             "what was sampled for them is not sampled again"
         )

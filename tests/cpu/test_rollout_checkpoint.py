@@ -1,4 +1,4 @@
-"""The rollout side of a checkpoint: what it holds, what earlier versions wrote, and what is refused."""
+"""The rollout side of a checkpoint: its contents, the formats of earlier versions, and rejected files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group(group_index: int, **fields: Any) -> RolloutGroup:
     )
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_reading_returns_the_state_that_was_written(tmp_path: Path) -> None:
     groups = [group(3, metrics={"m": 0.3}), group(1, masked=True), group(2, samples=(Sample(()),))]
     replay_cache = [{"session": "u@4_0", "tokens": [1, 2]}, {"session": "u@4_1", "tokens": []}]
     write_rollout_state({"global_step": 7}, iter(groups), tmp_path, iter(replay_cache))
@@ -91,7 +91,7 @@ def test_checkpoints_of_earlier_versions_are_continued(tmp_path: Path, format_ve
     ]
 
 
-def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_newer_format_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     write_rollout_state({}, [], tmp_path)
     path = tmp_path / "rollout_state.json"
     path.write_text(path.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99'))

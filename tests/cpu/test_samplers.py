@@ -177,7 +177,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_run_has_one()
         build_sampler(DataConfig(sampler="builtins:slice"), dataset(a=2), 0)
 
 
-def test_the_curriculum_of_the_tutorial_prefers_what_is_half_solved() -> None:
+def test_the_curriculum_of_the_tutorial_prefers_half_solved_prompts() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tutorials" / "data.md").read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], names)

@@ -65,7 +65,7 @@ def test_rewards_replace_those_of_the_generator_and_stand_on_the_last_token() ->
 
 
 @pytest.mark.parametrize("answer", [None, 1.0, [1.0], [1.0, 2.0, 3.0], ["a", "b"], [1.0, None], "12x"], ids=repr)
-def test_what_is_no_reward_for_each_sample_stops_the_run(answer: Any) -> None:
+def test_an_answer_without_a_reward_for_each_sample_stops_the_run(answer: Any) -> None:
     with pytest.raises(StageError, match="one finite number for each"):
         with_rewards(group().samples, answer)
 
@@ -91,7 +91,7 @@ def test_a_reward_function_is_a_function_with_arguments_or_a_class(
     assert list(function(group_to_reward(RECORD, group().samples, decode))) == rewards
 
 
-def test_what_a_setting_names_wrongly_is_refused_before_the_run() -> None:
+def test_a_wrong_name_in_a_setting_is_rejected_before_the_run() -> None:
     assert [
         is_async(f"stage_worlds:{name}") for name in ("length_reward", "async_length_reward", "Model", "AsyncModel")
     ] == [

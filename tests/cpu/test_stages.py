@@ -82,7 +82,7 @@ async def turns_until(happened: Callable[[], bool]) -> None:
 
 def staged(world: World, *stages: Stage) -> World:
     """Every group of ``world`` goes through ``stages``."""
-    world.runner.stages = StagePipeline(stages, clock=lambda: world.now)
+    world.group_generator.stages = StagePipeline(stages, clock=lambda: world.now)
     return world
 
 
@@ -92,7 +92,7 @@ def staged(world: World, *stages: Stage) -> World:
 @given(
     st.lists(st.tuples(st.sampled_from(["take", "leave", "cancel"]), st.integers(0, 5)), max_size=60), st.integers(1, 3)
 )
-def test_no_seat_is_lost_or_given_twice_and_the_earliest_deadline_goes_first(
+def test_no_slot_is_lost_or_given_twice_and_the_earliest_deadline_goes_first(
     events: list[tuple[str, int]], count: int
 ) -> None:
     async def play() -> None:
@@ -131,7 +131,7 @@ def test_no_seat_is_lost_or_given_twice_and_the_earliest_deadline_goes_first(
     asyncio.run(play())
 
 
-async def test_a_seat_that_is_given_to_somebody_who_leaves_at_that_moment_goes_to_the_next() -> None:
+async def test_a_slot_that_is_given_to_a_waiter_cancelled_at_that_moment_goes_to_the_next() -> None:
     semaphore = PrioritySemaphore(1)
     await semaphore.acquire((0, 0))
     first, second = (asyncio.create_task(semaphore.acquire((n, n))) for n in (1, 2))
@@ -161,7 +161,7 @@ async def test_a_stage_starts_when_a_group_arrives_and_not_when_the_batch_is_ful
     async with staged(World(b=4), stage) as w:
         never = asyncio.Event()
         w.generator.plays[3] = [lambda batch: never.wait()]  # type: ignore[list-item]
-        w.workers.start()
+        w.dispatcher.start()
         await w.until(lambda: len(w.buffer) == 3)
         assert sorted(stage.begun) == [0, 1, 2], "the fourth is still being generated"
 
@@ -170,7 +170,7 @@ async def test_a_stage_that_falls_behind_holds_up_admission_and_works_on_no_more
     stage = Scripted(max_parallel=2)
     stage.open.clear()
     async with staged(World(b=4, s=3, depth=3, workers=6), stage) as w:
-        w.workers.start()
+        w.dispatcher.start()
         await turns_until(lambda: len(w.generator.calls) == 6)
         await settle()
         assert len(stage.begun) == 2 and w.staleness.counts.running == 6
@@ -197,11 +197,11 @@ async def test_groups_that_a_stage_never_returns_do_not_pile_up(policy: str) -> 
         async def play() -> None:
             for _ in range(60):
                 await w.step()
-                w.workers.drop_overdue()
+                w.dispatcher.drop_overdue()
                 counts = w.staleness.counts
                 assert counts.running <= workers and counts.running + counts.buffered <= workers + (depth + 1) * b
 
-        w.workers.start()
+        w.dispatcher.start()
         playing = asyncio.create_task(play())
         await settle(6000)
         assert playing.done() is (policy == "drop"), "a run that gives them up goes on, any other one waits for them"
@@ -234,13 +234,13 @@ async def test_a_group_that_is_dropped_leaves_its_stage() -> None:
     stage.open.clear()
     stage.held = {0}
     async with staged(World(b=2, s=1, depth=1, policy="drop"), stage) as w:
-        w.workers.start()
-        assert await w.step() == [1, 2] and w.workers.drop_overdue() == []
+        w.dispatcher.start()
+        assert await w.step() == [1, 2] and w.dispatcher.drop_overdue() == []
         assert await w.step() == [3, 4]
-        assert w.workers.drop_overdue() == [0]
+        assert w.dispatcher.drop_overdue() == [0]
         await settle()
         assert stage.cancelled == [0]
-        assert await w.step() == [5, 6], "its seat goes to the next prompt"
+        assert await w.step() == [5, 6], "its slot goes to the next prompt"
         w.check_books()
 
 
@@ -259,7 +259,7 @@ async def test_a_stage_that_fails_stops_the_run_and_is_named() -> None:
         ) as caught:
             await w.step(fill=True)
         assert isinstance(caught.value.__cause__, MemoryError)
-        assert w.staleness.counts.failed == 0 and 2 in w.workers._running, "it is no outcome: the prompt comes again"
+        assert w.staleness.counts.failed == 0 and 2 in w.dispatcher._running, "it is no outcome: the prompt comes again"
 
 
 async def test_a_training_worker_that_dies_under_a_stage_is_no_failure_of_the_stage() -> None:
@@ -272,7 +272,7 @@ async def test_a_training_worker_that_dies_under_a_stage_is_no_failure_of_the_st
     async with staged(World(), stage) as w:
         with pytest.raises(TrainingWorkerError, match="rank 1 is gone"):
             await w.step(fill=True)
-        assert w.staleness.counts.failed == 0 and 0 in w.workers._running, "it is no outcome: the prompt comes again"
+        assert w.staleness.counts.failed == 0 and 0 in w.dispatcher._running, "it is no outcome: the prompt comes again"
 
 
 async def test_a_group_that_a_stage_cannot_use_is_a_failed_rollout() -> None:
@@ -301,32 +301,32 @@ async def test_the_filter_sees_the_rewards_of_the_stage() -> None:
             await w.step(fill=True)
 
 
-async def test_closing_the_workers_cancels_what_is_in_a_stage() -> None:
+async def test_closing_the_dispatcher_cancels_groups_in_a_stage() -> None:
     stage = Scripted(max_parallel=4)
     stage.open.clear()
     w = staged(World(), stage)
     async with w:
-        w.workers.start()
+        w.dispatcher.start()
         await turns_until(lambda: len(stage.begun) == 4)
     assert sorted(stage.cancelled) == [0, 1, 2, 3]
-    await w.runner.stages.aclose()
+    await w.group_generator.stages.aclose()
     assert stage.closed
 
 
-async def test_a_stage_tells_how_busy_it_is_and_who_waits() -> None:
+async def test_a_stage_describes_its_load_and_its_queue() -> None:
     stage = Scripted("reference", max_parallel=2)
     stage.open.clear()
     async with staged(World(b=4), stage) as w:
-        w.workers.start()
+        w.dispatcher.start()
         await turns_until(lambda: len(stage.begun) == 2)
         await settle()
         w.now = 10.0
         assert (
             "stage 'reference': works on 2 groups (at most 2 at once), on group 0 for 10 s; 2 wait for it"
-            in w.workers.describe()
+            in w.dispatcher.describe()
         )
-        assert sum("generated, and in its stages" in line for line in w.workers.describe()) == 4
-        metrics = w.runner.stages.take_metrics()
+        assert sum("generated, and in its stages" in line for line in w.dispatcher.describe()) == 4
+        metrics = w.group_generator.stages.take_metrics()
         assert metrics == {
             "stages/reference/queue_length": 2.0,
             "stages/reference/busy_share": 1.0,
@@ -335,13 +335,13 @@ async def test_a_stage_tells_how_busy_it_is_and_who_waits() -> None:
         stage.open.set()
         await w.step()
         w.now = 20.0
-        assert w.runner.stages.take_metrics() == {
+        assert w.group_generator.stages.take_metrics() == {
             "stages/reference/queue_length": 0.0,
             "stages/reference/busy_share": 0.0,
             "stages/reference/groups": 4.0,
             "stages/reference/seconds_per_group": 5.0,
         }
-        assert not any(line.startswith("stage") for line in w.workers.describe())
+        assert not any(line.startswith("stage") for line in w.dispatcher.describe())
 
 
 # A trainer ------------------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def runs_on(h: StagedRun) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async", "one_step_off", "partial_rollout"])
-async def test_in_every_mode_what_a_stage_adds_reaches_the_backend(tmp_path: Path, mode: str) -> None:
+async def test_in_every_mode_the_numbers_of_a_stage_reach_the_backend(tmp_path: Path, mode: str) -> None:
     h = StagedRun(tmp_path, f"trainer.mode={mode}")
     runs_on(h)
     await h.train()
@@ -376,7 +376,7 @@ async def test_in_every_mode_what_a_stage_adds_reaches_the_backend(tmp_path: Pat
             assert s.reference_logprobs[s.loss_mask].unique().tolist() == [-float(row["group_indices"][s.group_index])]
 
 
-async def test_a_failed_stage_leaves_a_checkpoint_that_has_what_was_sampled(tmp_path: Path) -> None:
+async def test_a_failed_stage_leaves_a_checkpoint_with_the_sampled_tokens(tmp_path: Path) -> None:
     h = StagedRun(tmp_path)
 
     def fail(g: RolloutGroup) -> RolloutGroup:

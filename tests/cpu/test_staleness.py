@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def finish(m: StalenessManager, group_indices: Collection[int], version: int = 0
 
 
 def train(m: StalenessManager, buffer: list[Finished], *, publish: bool = True) -> list[Finished]:
-    """One step on whatever the manager chooses; returns what is left in the buffer."""
+    """Trains one step on the groups that the manager selects; returns the rest of the buffer."""
     batch = m.select(buffer)
     assert batch is not None
     m.assert_bound(batch)
@@ -118,7 +119,7 @@ def test_the_budget_is_spent_when_all_that_may_be_accepted_has_finished_and_open
     m = manager(2, 1, 0)
     for group_index in range(2):
         m.admit(group_index, 0)
-    assert m.capacity() == 0 and not m.budget_spent, "what runs has not finished"
+    assert m.capacity() == 0 and not m.budget_spent, "running groups have not finished"
     for group_index in range(2):
         m.finish(group_index)
     assert m.budget_spent
@@ -140,7 +141,7 @@ def test_a_late_group_leaves_its_place_in_the_pipeline_to_another_and_takes_one_
     m.finish(0)
     buffer = train(m, [*buffer, Finished(0, 0)])
     assert [group.group_index for group in buffer] == [6, 7, 8], "it had the earliest deadline"
-    assert m.capacity() == 1, "it was one more than the pace"
+    assert m.capacity() == 1, "one more than the depth allowed was running"
 
 
 @pytest.mark.parametrize(("w", "steps", "capacity"), [(100, 100, 2), (2, 100, 1), (100, 3, 0)])
@@ -161,20 +162,27 @@ def test_sizes_under_which_the_bound_could_not_hold_are_refused(s: int, d: float
 # Slots
 
 
-@pytest.mark.parametrize("first", ["finish", "fail", "filter", "drop"])
-@pytest.mark.parametrize("second", ["finish", "fail", "filter", "drop"])
+def end(m: StalenessManager, group_index: int, outcome: Any) -> None:
+    if outcome == "finished":
+        m.finish(group_index)
+    else:
+        m.release(group_index, outcome)
+
+
+@pytest.mark.parametrize("first", ["finished", "failed", "filtered", "dropped"])
+@pytest.mark.parametrize("second", ["finished", "failed", "filtered", "dropped"])
 def test_a_slot_is_released_exactly_once(first: str, second: str) -> None:
     m = manager(2, 1, 1)
     m.admit(0, 0)
     m.admit(1, 0)
-    getattr(m, first)(0)
+    end(m, 0, first)
     before = asdict(m.counts)
-    if (first, second) == ("finish", "drop"):
-        m.drop(0)  # a buffered group may still be dropped, once
+    if (first, second) == ("finished", "dropped"):
+        m.release(0, "dropped")  # a buffered group may still be dropped, once
         assert m.counts.dropped == 1
-        second, before = "drop", asdict(m.counts)
+        before = asdict(m.counts)
     with pytest.raises(StalenessError, match=r"group 0 is not (running|buffered)"):
-        getattr(m, second)(0)
+        end(m, 0, second)
     assert asdict(m.counts) == before
 
 
@@ -199,13 +207,13 @@ def test_a_counter_never_goes_negative() -> None:
         RolloutCounts().move("buffered", "trained")
 
 
-@pytest.mark.parametrize("release", ["fail", "filter", "drop"])
-def test_the_seat_of_a_group_that_will_not_train_is_free_for_the_next_prompt(release: str) -> None:
+@pytest.mark.parametrize("outcome", ["failed", "filtered", "dropped"])
+def test_the_slot_of_a_group_that_will_not_train_is_free_for_the_next_prompt(outcome: Any) -> None:
     m = manager(2, 0, 0)
     m.admit(0, 0)
     m.admit(1, 0)
     assert m.capacity() == 0
-    getattr(m, release)(1)
+    m.release(1, outcome)
     assert m.capacity() == 1
 
 
@@ -221,7 +229,7 @@ def test_a_batch_is_the_oldest_groups_in_group_index_order() -> None:
     assert [group.group_index for group in batch or []] == [1, 3]
 
 
-def with_straggler(policy: str, *, s: int = 1, b: int = 2) -> tuple[StalenessManager, list[Finished]]:
+def with_slow_group(policy: str, *, s: int = 1, b: int = 2) -> tuple[StalenessManager, list[Finished]]:
     """Before step 2 with D = 1 and full batches waiting; group 0 still runs, since version 0."""
     m = manager(b, s, 1, policy=policy)
     m.admit(0, 0)
@@ -231,36 +239,36 @@ def with_straggler(policy: str, *, s: int = 1, b: int = 2) -> tuple[StalenessMan
     return m, buffer
 
 
-def test_wait_leaves_a_seat_for_the_straggler_whose_last_step_this_is() -> None:
-    m, buffer = with_straggler("wait")
-    assert m.deadline(0) == m.step == 2
+def test_wait_leaves_a_slot_for_the_slow_group_whose_last_step_this_is() -> None:
+    m, buffer = with_slow_group("wait")
+    assert m.view().deadline(0) == m.step == 2
     assert m.select(buffer) is None
     m.finish(0)
     batch = m.select([*buffer, Finished(0, 0)])
     assert batch is not None and batch[0].group_index == 0
 
 
-def test_wait_goes_on_while_a_later_step_has_room_for_the_straggler() -> None:
-    m, buffer = with_straggler("wait", s=2)
+def test_wait_continues_while_a_later_step_has_a_slot_for_the_slow_group() -> None:
+    m, buffer = with_slow_group("wait", s=2)
     assert m.select(buffer) is not None
 
 
 @pytest.mark.parametrize("policy", ["accept", "mask", "drop"])
-def test_only_wait_waits_for_a_straggler(policy: str) -> None:
-    m, buffer = with_straggler(policy)
+def test_only_wait_waits_for_a_slow_group(policy: str) -> None:
+    m, buffer = with_slow_group(policy)
     assert m.select(buffer) is not None
 
 
-def test_a_straggler_that_fails_is_not_waited_for() -> None:
-    m, buffer = with_straggler("wait")
-    m.fail(0)
+def test_a_slow_group_that_fails_is_not_waited_for() -> None:
+    m, buffer = with_slow_group("wait")
+    m.release(0, "failed")
     assert m.select(buffer) is not None
 
 
-def test_parts_of_a_step_are_committed_as_far_as_the_straggler_leaves_seats() -> None:
-    m, buffer = with_straggler("wait", b=3)
+def test_parts_of_a_step_are_committed_except_the_slot_of_the_slow_group() -> None:
+    m, buffer = with_slow_group("wait", b=3)
     part = m.select(buffer, at_least=1)
-    assert part is not None and len(part) == 2, "the third seat is the straggler's"
+    assert part is not None and len(part) == 2, "the third slot is the slow group's"
     rest = [group for group in buffer if group not in part]
     assert m.select(rest, committed=2, at_least=1) is None
     m.finish(0)
@@ -278,7 +286,7 @@ def test_at_bound_zero_a_step_is_committed_group_by_group_as_they_finish() -> No
         assert m.select([Finished(group_index, 0)], committed=committed, at_least=1) == [Finished(group_index, 0)]
 
 
-def test_a_part_has_at_least_what_was_asked_for_and_all_that_there_is_up_to_the_step() -> None:
+def test_a_part_has_at_least_the_requested_groups_and_as_many_as_fit_into_the_step() -> None:
     m = manager(4, 2, 2, policy="accept")
     groups = finish(m, range(6))
     assert m.select(groups[:1], at_least=2) is None
@@ -294,7 +302,7 @@ def test_an_abandoned_selection_leaves_its_groups_free() -> None:
     m.train(groups[:2])
 
 
-def test_the_trainer_and_the_manager_agree_on_how_many_seats_are_taken() -> None:
+def test_the_trainer_and_the_manager_agree_on_how_many_slots_are_taken() -> None:
     m = manager(3, 1, 1)
     groups = finish(m, range(3))
     assert m.select(groups[:1], at_least=1) is not None
@@ -320,7 +328,7 @@ def test_a_broken_bound_is_raised_at_consume_time(policy: str, lag: int) -> None
         m.assert_bound([Finished(0, 0)])
 
 
-def test_mask_keeps_its_promise_by_not_training_what_is_too_old() -> None:
+def test_mask_keeps_its_promise_by_not_training_old_tokens() -> None:
     m = manager(1, 1, 1, policy="mask")
     finish(m, [0])
     assert m.oldest_trained_version == -1, "nothing is too old yet"
@@ -341,7 +349,7 @@ def test_accept_promises_nothing() -> None:
 # Dropping
 
 
-def test_drop_gives_up_what_can_no_longer_make_its_deadline_running_or_buffered() -> None:
+def test_drop_gives_up_running_and_buffered_groups_that_miss_their_deadline() -> None:
     m = manager(2, 1, 1, policy="drop")
     for group_index in (0, 1):
         m.admit(group_index, 0)
@@ -351,10 +359,10 @@ def test_drop_gives_up_what_can_no_longer_make_its_deadline_running_or_buffered(
     m.finish(1)
     late = Finished(1, 0)
     assert m.overdue([late]) == Overdue(running=[0], buffered=[late])
-    m.drop(0)
-    m.drop(1)
+    m.release(0, "dropped")
+    m.release(1, "dropped")
     assert m.counts == RolloutCounts(submitted=6, trained=4, dropped=2)
-    assert m.capacity() == 4, "the next prompts take their seats"
+    assert m.capacity() == 4, "the next prompts take their slots"
 
 
 @pytest.mark.parametrize("policy", ["accept", "wait", "mask"])
@@ -366,7 +374,7 @@ def test_the_other_policies_give_nothing_up(policy: str) -> None:
     assert m.overdue([Finished(1, 0)]) == Overdue([], [])
 
 
-def test_what_is_overdue_is_never_selected() -> None:
+def test_overdue_groups_are_never_selected() -> None:
     m = manager(1, 1, 1, policy="drop")
     finish(m, [0])
     for version in (1, 2, 3):
@@ -414,7 +422,7 @@ def test_a_larger_bound_and_depth_open_admission_at_once() -> None:
     m = manager(2, 0, 0, w=3)
     m.resize(max_staleness_steps=2, generate_ahead_steps=1.5, max_running=10)
     assert m.capacity() == 5
-    assert m.deadline(0) == 3
+    assert m.view().deadline(0) == 3
 
 
 def test_a_smaller_depth_admits_nothing_until_training_has_caught_up() -> None:
@@ -440,18 +448,18 @@ def test_a_bound_that_outstanding_groups_could_not_keep_is_refused_under_wait_an
     m.resize(max_staleness_steps=2)
 
 
-def test_groups_that_have_a_seat_are_not_counted_again_when_the_bound_shrinks() -> None:
+def test_groups_that_have_a_slot_are_not_counted_again_when_the_bound_shrinks() -> None:
     m = manager(2, 2, 1)
     groups = finish(m, range(2))
     for group_index in (2, 3):
         m.admit(group_index, 0)
     assert m.select(groups) == groups
-    m.resize(max_staleness_steps=1)  # the two that run have step 2, and nobody else does
+    m.resize(max_staleness_steps=1)  # the two running groups have step 2, and no other group does
     with pytest.raises(StalenessError, match="within 0"):
         m.resize(max_staleness_steps=0, generate_ahead_steps=0)
 
 
-def test_a_group_that_had_a_seat_before_the_bound_shrank_still_trains() -> None:
+def test_a_group_that_had_a_slot_before_the_bound_shrank_still_trains() -> None:
     m = manager(1, 1, 0)
     (late,) = finish(m, [0])
     m.advance()
@@ -484,7 +492,7 @@ def test_impossible_sizes_are_refused_while_running_too(sizes: dict[str, int]) -
 # Checkpoints
 
 
-def test_resuming_forgets_what_was_in_flight_and_keeps_what_was_finished() -> None:
+def test_resuming_forgets_groups_in_flight_and_keeps_finished_ones() -> None:
     m = manager(2, 2, 1)
     for group_index in range(4):
         m.admit(group_index, 0)
@@ -508,8 +516,8 @@ def test_filtered_and_dropped_groups_are_remembered_and_older_checkpoints_have_n
     m = manager(2, 2, 1)
     for group_index in range(2):
         m.admit(group_index, 0)
-    m.filter(0)
-    m.drop(1)
+    m.release(0, "filtered")
+    m.release(1, "dropped")
     restored = manager(2, 2, 1)
     restored.load_state_dict(m.state_dict(), 1, [])
     assert restored.counts == RolloutCounts(submitted=2, filtered=1, dropped=1)
@@ -549,11 +557,11 @@ def resumed_in_step_3(policy: str, in_buffer: Callable[[int], bool] = lambda gro
     return m
 
 
-def test_a_recording_goes_on_under_its_old_version_while_a_seat_is_left_by_its_deadline() -> None:
+def test_a_recording_continues_under_its_old_version_while_a_slot_is_left_before_its_deadline() -> None:
     m = resumed_in_step_3("wait", in_buffer=lambda group_index: group_index == 4)
     assert m.may_admit(0)
     m.admit(5, 0)
-    assert not m.may_admit(0), "step 3 has two seats"
+    assert not m.may_admit(0), "step 3 has two slots"
     assert m.may_admit(1)
     with pytest.raises(StalenessError, match="which is too old"):
         m.admit(6, 0)

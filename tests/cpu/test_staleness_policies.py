@@ -1,4 +1,4 @@
-"""The staleness policies by themselves: what they ask of an view, and how users bring their own."""
+"""The staleness policies by themselves: their answers for a view, and how users bring their own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_staleness import Finished, finish, manager, train
 
 from skyrl_train.errors import ConfigError, StalenessError
+from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.staleness.policies import (
     STALENESS_POLICIES,
-    FinishedGroup,
     StalenessPolicy,
     StalenessView,
     WaitPolicy,
@@ -41,7 +41,7 @@ def views(draw: st.DrawFn) -> StalenessView:
 
 
 def fits_one_by_one(view: StalenessView) -> bool:
-    """Fills the steps from ``t`` on, earliest deadline first, and looks whether anyone comes too late."""
+    """Fills the steps from ``t`` on, earliest deadline first, and checks whether a group is late."""
     deadlines = sorted(view.deadline(version) for version in [*expanded(view.running), *expanded(view.finished)])
     step, slots = view.step, view.slots
     for deadline in deadlines:
@@ -58,7 +58,7 @@ def expanded(groups: Mapping[int, int]) -> list[int]:
 
 
 @given(views())
-def test_an_outlook_is_feasible_if_filling_the_steps_one_by_one_makes_every_deadline(view: StalenessView) -> None:
+def test_a_view_is_feasible_if_filling_the_steps_one_by_one_makes_every_deadline(view: StalenessView) -> None:
     assert view.feasible == fits_one_by_one(view)
 
 
@@ -68,7 +68,7 @@ def chosen_by_wait(view: StalenessView, number: int) -> list[Finished]:
 
 
 def after(view: StalenessView, chosen: Collection[Finished]) -> StalenessView:
-    """What is left behind when these groups have slots."""
+    """The view after these groups have slots."""
     taken = Counter(group.oldest_version for group in chosen)
     return replace(view, slots=view.slots - len(chosen), finished=Counter(view.finished) - taken)
 
@@ -85,20 +85,20 @@ def test_wait_waits_exactly_if_no_choice_of_groups_would_leave_the_rest_feasible
 
 
 @given(views())
-def test_whoever_need_not_wait_with_a_number_of_groups_need_not_wait_with_fewer(view: StalenessView) -> None:
+def test_must_wait_is_monotonic_in_the_number_of_slots(view: StalenessView) -> None:
     waits = [WaitPolicy().must_wait(view, number) for number in range(view.slots + 1)]
     assert waits == sorted(waits)
 
 
 @given(views())
-def test_once_everything_has_finished_a_feasible_outlook_never_waits(view: StalenessView) -> None:
+def test_once_everything_has_finished_a_feasible_view_never_waits(view: StalenessView) -> None:
     ended = replace(view, running={})
     if ended.feasible:
         assert not WaitPolicy().must_wait(ended, min(ended.slots, sum(ended.finished.values())))
 
 
 @given(views(), st.integers(0, 16).map(lambda quarters: quarters / 4), st.integers(1, 3))
-def test_burst_holds_groups_back_only_where_the_trainer_needs_nobody_before_the_next_weight_sync(
+def test_wait_batched_holds_groups_back_only_if_the_trainer_needs_none_before_the_next_weight_sync(
     view: StalenessView, d: float, k: int
 ) -> None:
     if not view.feasible:
@@ -107,11 +107,11 @@ def test_burst_holds_groups_back_only_where_the_trainer_needs_nobody_before_the_
     assert depth in (0, d)
     ready = sum(view.finished.values()) + view.batch_groups - view.slots
     steps_are_ready = ready >= k * view.batch_groups and 2 * ready >= view.max_staleness_steps * view.batch_groups
-    nobody_is_due = all(replace(view, step=view.step + ahead, finished={}, slots=0).feasible for ahead in range(k))
-    assert depth == (0 if steps_are_ready and nobody_is_due else d)
+    none_is_due = all(replace(view, step=view.step + ahead, finished={}, slots=0).feasible for ahead in range(k))
+    assert depth == (0 if steps_are_ready and none_is_due else d)
 
 
-def test_what_burst_holds_back_begins_at_once_when_the_trainer_needs_it() -> None:
+def test_groups_that_wait_batched_holds_back_begin_at_once_when_the_trainer_needs_them() -> None:
     m = manager(2, 2, 2, policy="wait_batched")
     buffer = finish(m, range(6))
     admitted = []
@@ -133,7 +133,7 @@ class FreshestFirst(StalenessPolicy):
 
     bounded = True
 
-    def select(self, view: StalenessView, finished: Sequence[FinishedGroup]) -> Sequence[FinishedGroup]:  # type: ignore[override]
+    def select(self, view: StalenessView, finished: Sequence[BufferedGroup]) -> Sequence[BufferedGroup]:  # type: ignore[override]
         return sorted(finished, key=lambda group: -group.oldest_version)
 
 
@@ -180,7 +180,7 @@ def test_a_policy_of_ones_own_decides_when_to_wait() -> None:
         m.admit(group_index, 0)
     m.finish(0)
     assert m.select([Finished(0, 0)]) is None
-    m.fail(1)
+    m.release(1, "failed")
     assert m.select([Finished(0, 0)]) == [Finished(0, 0)]
 
 

@@ -78,14 +78,14 @@ def test_every_policy_keeps_its_promise_in_runs_that_can_be_shrunk(world: World)
     Run(world).play()
 
 
-def test_one_straggler_exceeds_the_bound_under_accept_and_stops_the_others_under_wait() -> None:
+def test_one_slow_group_exceeds_the_bound_under_accept_and_stops_the_others_under_wait() -> None:
     world = World(b=2, s=2, d=1, w=8, steps=20, mean_ticks=1.0, tail=0.0, step_ticks=3.0, checkpoint=0.0)
 
-    class OneStraggler(Run):
+    class OneSlowGroup(Run):
         def _length(self) -> float:
             return 200.0 if self.next_group_index == 1 else 1.0
 
-    runs = {policy: OneStraggler(replace(world, policy=policy)).play() for policy in POLICIES}
+    runs = {policy: OneSlowGroup(replace(world, policy=policy)).play() for policy in POLICIES}
     assert {policy: max(run.lags) > 2 for policy, run in runs.items()} == {
         "wait": False,
         "wait_batched": False,

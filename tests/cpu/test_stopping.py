@@ -27,11 +27,11 @@ async def test_closing_does_not_wait_for_a_generator_that_ignores_its_cancellati
     w = World(n=3)
     w.generator.plays[1] = [ignore_cancellation]
     async with w:
-        w.workers.start()
+        w.dispatcher.start()
         await w.until(lambda: len(w.buffer) == 3)
-        closing = asyncio.create_task(w.workers.close())
+        closing = asyncio.create_task(w.dispatcher.close())
         await asyncio.wait_for(closing, 10)
-        left = next(line for line in w.runner.describe() if "ignores cancellation" in line)
+        left = next(line for line in w.group_generator.describe() if "ignores cancellation" in line)
         assert left.startswith("group 1: attempt 1, begun 0 s ago")
         assert not any(t.get_name().startswith("group-1") for t in asyncio.all_tasks()), "asyncio.run would wait for it"
 

@@ -320,7 +320,7 @@ async def test_a_run_ends_with_its_stream_and_resumes_within_it(
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_and_goes_on_when_it_is_mended(
+async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_and_continues_when_it_is_fixed(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "broken.jsonl"
@@ -343,7 +343,7 @@ async def test_a_run_that_meets_a_broken_row_stops_with_a_checkpoint_and_goes_on
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
-async def test_nobody_waits_for_rows_that_nobody_reads(
+async def test_admission_does_not_wait_for_rows_when_the_reader_is_gone(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = stream(write_all_kinds(tmp_path, rows_of(3 * CHUNK_ROWS))[:1])

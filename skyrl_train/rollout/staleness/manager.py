@@ -27,11 +27,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.staleness.policies import FinishedGroup, Group, StalenessPolicy, StalenessView
+from skyrl_train.rollout.staleness.policies import StalenessPolicy, StalenessView
+
+if TYPE_CHECKING:
+    from skyrl_train.rollout.buffer import BufferedGroup
 
 _RESIZABLE = ("max_staleness_steps", "generate_ahead_steps", "max_running")
 
@@ -66,17 +69,12 @@ class RolloutCounts:
         setattr(self, target, getattr(self, target) + 1)
 
 
+@dataclass(slots=True)
 class GroupsByVersion:
-    """Groups with a policy version each, and the number of groups of each version.
+    """Groups with a policy version each, and the number of groups of each version. Both are read-only for others."""
 
-    Attributes:
-        versions: group index -> version. Read-only.
-        counts: version -> groups, without zeros. Read-only.
-    """
-
-    def __init__(self) -> None:
-        self.versions: dict[int, int] = {}
-        self.counts: Counter[int] = Counter()
+    versions: dict[int, int] = field(default_factory=dict)  # group index -> version
+    counts: Counter[int] = field(default_factory=Counter)  # version -> groups, without zeros
 
     def add(self, group_index: int, version: int) -> None:
         """Add a group that is not there."""
@@ -97,11 +95,11 @@ class GroupsByVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue(Generic[Group]):
+class Overdue:
     """Groups that the staleness policy gives up."""
 
     running: list[int]  # group indices to cancel
-    buffered: list[Group]  # groups to remove from the buffer
+    buffered: list[BufferedGroup]  # groups to remove from the buffer
 
 
 class StalenessManager:
@@ -119,6 +117,7 @@ class StalenessManager:
 
     Attributes:
         counts: groups by state.
+        step: ``t``, the step that trains next, on top of the weights after step ``t - 1``. Read-only.
 
     Raises:
         ValueError: the sizes cannot work together.
@@ -152,7 +151,7 @@ class StalenessManager:
         self._running = GroupsByVersion()  # by the version of their admission
         self._buffered = GroupsByVersion()  # by the version of their oldest token; without the selected ones
         self._selected = GroupsByVersion()  # groups with a slot in the current step
-        self._step = 1
+        self.step = 1
         self._promised = max_staleness_steps  # the largest S since the step began, for groups that were selected before
         self._last_due = 0  # the last version whose weight sync was due
         self._served = 0  # the last version that all engines serve; admission builds on it
@@ -166,15 +165,6 @@ class StalenessManager:
                 f"need 0 <= D and S >= D + k - 1; S = {max_staleness_steps}, D = {generate_ahead_steps}, "
                 f"k = {self.weight_sync_interval}"
             )
-
-    @property
-    def step(self) -> int:
-        """``t``: the step that trains next, on top of the weights after step ``t - 1``."""
-        return self._step
-
-    def deadline(self, version: int) -> int:
-        """Return the last step in which a group with this oldest version keeps the bound."""
-        return version + self.max_staleness_steps + 1
 
     def resize(
         self,
@@ -199,7 +189,7 @@ class StalenessManager:
         # All checks come before the first assignment, so that an error changes nothing.
         self._check_sizes(bound, depth, running)
         if bound < self.max_staleness_steps and not self.policy.sustains(
-            replace(self._view(), max_staleness_steps=bound)
+            replace(self.view(), max_staleness_steps=bound)
         ):
             raise StalenessError(
                 f"groups that were admitted with max_staleness_steps = {self.max_staleness_steps} cannot all be trained "
@@ -226,7 +216,8 @@ class StalenessManager:
         accepted, running = self.counts.accepted, self.counts.running
         # Running groups whose deadline passes with the served policy do not count: groups that are admitted now take their
         # places in the pipeline. There are none under a policy that keeps every deadline or drops such groups.
-        late = sum(groups for version, groups in self._running.counts.items() if self.deadline(version) <= self._served)
+        deadline_passed = self._served - self.max_staleness_steps  # versions below this one
+        late = sum(groups for version, groups in self._running.counts.items() if version < deadline_passed)
         paced = self._max_accepted() - accepted - (running - late)
         return max(0, min(self.max_running - running, paced, self._total_groups - accepted - running))
 
@@ -238,7 +229,7 @@ class StalenessManager:
 
     def may_admit(self, version: int) -> bool:
         """Return whether a group may continue from recorded tokens of ``version`` after a resume. If not, it starts over."""
-        return self.policy.admit(self._view(), version)
+        return self.policy.admit(self.view(), version)
 
     def admit(self, group_index: int, version: int) -> None:
         """Start to generate a group.
@@ -266,17 +257,10 @@ class StalenessManager:
         version = self._leave(self._running, group_index, "buffered")
         self._buffered.add(group_index, version if oldest_version is None else oldest_version)
 
-    def fail(self, group_index: int) -> None:
-        """Release the slot of a group that failed for good."""
-        self._leave(self._running, group_index, "failed")
-
-    def filter(self, group_index: int) -> None:
-        """Release the slot of a complete group without signal."""
-        self._leave(self._running, group_index, "filtered")
-
-    def drop(self, group_index: int) -> None:
-        """Release the slot of a running or buffered group that the staleness policy gave up."""
-        self._leave(self._running if group_index in self._running.versions else self._buffered, group_index, "dropped")
+    def release(self, group_index: int, outcome: Literal["failed", "filtered", "dropped"]) -> None:
+        """Release the slot of a running group with this outcome. A group may also be dropped while it is buffered."""
+        buffered = outcome == "dropped" and group_index not in self._running.versions
+        self._leave(self._buffered if buffered else self._running, group_index, outcome)
 
     def _leave(self, groups: GroupsByVersion, group_index: int, target: str) -> int:
         source = "running" if groups is self._running else "buffered"
@@ -288,8 +272,8 @@ class StalenessManager:
     # Selection ----------------------------------------------------------------------------------------------------
 
     def select(
-        self, buffered: Iterable[Group], *, committed: int = 0, at_least: int | None = None
-    ) -> list[Group] | None:
+        self, buffered: Iterable[BufferedGroup], *, committed: int = 0, at_least: int | None = None
+    ) -> list[BufferedGroup] | None:
         """Select the next groups for the current step, ordered by group index. None: the trainer has to wait.
 
         Args:
@@ -303,7 +287,7 @@ class StalenessManager:
         # Every due sync has ended before a step begins; only with overlap may the last one still run.
         unserved = self._last_due - self._served
         if unserved > (self.weight_sync_interval if self.overlap else 0):
-            raise StalenessError(f"step {self._step} begins, but version {self._last_due} is not served yet")
+            raise StalenessError(f"step {self.step} begins, but version {self._last_due} is not served yet")
         if committed == 0:  # a step begins: groups that an earlier, failed step had selected are buffered again
             for group_index in list(self._selected.versions):
                 self._buffered.add(group_index, self._selected.pop(group_index))
@@ -315,7 +299,7 @@ class StalenessManager:
         finished = list(buffered)
         free = self.batch_groups - committed
         wanted = free if at_least is None else min(at_least, free)
-        view = self._view()
+        view = self.view()
         # The policy sees all outstanding groups: it may leave slots free although enough groups have finished.
         filled = self._slots_to_fill(view, wanted, min(free, len(finished)))
         if filled < wanted:
@@ -348,21 +332,22 @@ class StalenessManager:
                 fewest = middle
         return fewest
 
-    def overdue(self, buffered: Iterable[Group]) -> Overdue[Group]:
+    def overdue(self, buffered: Iterable[BufferedGroup]) -> Overdue:
         """Return the groups that the policy gives up. Call it after a step, after a resume and after :meth:`resize`.
 
         Groups that are selected for the current step keep their slots.
         """
-        view, running, selected = self._view(), self._running.versions, self._selected.versions
+        view, running, selected = self.view(), self._running.versions, self._selected.versions
         free = (group for group in buffered if group.group_index not in selected)
         return Overdue(
             running=[group_index for group_index, version in running.items() if self.policy.evict(view, version)],
             buffered=[group for group in free if self.policy.evict(view, group.oldest_version)],
         )
 
-    def _view(self) -> StalenessView:
+    def view(self) -> StalenessView:
+        """Return what a policy sees now. The mappings are the manager's own, so it is valid until the next call."""
         return StalenessView(
-            step=self._step,
+            step=self.step,
             batch_groups=self.batch_groups,
             slots=self.batch_groups - len(self._selected.versions),
             max_staleness_steps=self.max_staleness_steps,
@@ -375,9 +360,9 @@ class StalenessManager:
     @property
     def oldest_trained_version(self) -> int | None:
         """Sampled tokens of older versions get loss mask 0 in the current step; None: all are trained. Any thread."""
-        return self.policy.oldest_trained_version(self._step, self.max_staleness_steps)
+        return self.policy.oldest_trained_version(self.step, self.max_staleness_steps)
 
-    def assert_bound(self, batch: Iterable[FinishedGroup]) -> None:
+    def assert_bound(self, batch: Iterable[BufferedGroup]) -> None:
         """Check the promise of the policy for groups that are about to train. Any thread.
 
         Raises:
@@ -389,13 +374,13 @@ class StalenessManager:
         for group in batch:
             # Tokens with loss mask 0 do not train, so they do not count.
             oldest = group.oldest_version if oldest_trained is None else max(group.oldest_version, oldest_trained)
-            lag = (self._step - 1) - oldest
+            lag = (self.step - 1) - oldest
             if lag > self._promised:
                 raise StalenessError(
-                    f"group {group.group_index} reached step {self._step} with lag {lag} > S = {self._promised}"
+                    f"group {group.group_index} reached step {self.step} with lag {lag} > S = {self._promised}"
                 )
 
-    def train(self, batch: Iterable[FinishedGroup]) -> None:
+    def train(self, batch: Iterable[BufferedGroup]) -> None:
         """Record that the groups of the step are trained."""
         for group in batch:
             selected = group.group_index in self._selected.versions
@@ -404,13 +389,13 @@ class StalenessManager:
     @property
     def weight_sync_due(self) -> bool:
         """True if a weight sync is due after the current step."""
-        return self._step >= self._last_due + self.weight_sync_interval
+        return self.step >= self._last_due + self.weight_sync_interval
 
     def advance(self) -> None:
         """End the step. If a weight sync is due, it begins now."""
         if self.weight_sync_due:
-            self._last_due = self._step
-        self._step += 1
+            self._last_due = self.step
+        self.step += 1
         self._promised = self.max_staleness_steps
 
     def served(self, version: int) -> None:
@@ -421,12 +406,12 @@ class StalenessManager:
         Raises:
             StalenessError: the step of the version has not ended, or the depth that the policy returned is not >= 0.
         """
-        if version >= self._step:
+        if version >= self.step:
             raise StalenessError(f"version {version} is served before step {version} has ended")
         if not self._served < version <= self._last_due:
             return
         self._served = version
-        depth = self.policy.depth(self._view(), self.generate_ahead_steps, self.weight_sync_interval)
+        depth = self.policy.depth(self.view(), self.generate_ahead_steps, self.weight_sync_interval)
         if not depth >= 0:  # NaN included; with a negative depth the trainer would wait for groups forever
             raise StalenessError(
                 f"{type(self.policy).__name__}.depth returned {depth!r}; a staleness policy returns 0 to "
@@ -446,7 +431,7 @@ class StalenessManager:
         state["running"] = 0
         return {**state, "resized": {name: getattr(self, name) for name in _RESIZABLE}} if self._resized else state
 
-    def load_state_dict(self, state: Mapping[str, Any], step: int, buffered: Iterable[FinishedGroup]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], step: int, buffered: Iterable[BufferedGroup]) -> None:
         """Restore the counts and sizes before ``step``, with the engines about to serve version ``step - 1``.
 
         Raises:
@@ -466,7 +451,7 @@ class StalenessManager:
                 f"the checkpoint counts {self.counts.buffered} finished groups and contains {len(self._buffered.versions)}; "
                 "remove it to resume from an older one"
             )
-        self._step = step
+        self.step = step
         self._promised = self.max_staleness_steps
         self._last_due = state["published"]
         if step > self._last_due + self.weight_sync_interval:
@@ -474,7 +459,7 @@ class StalenessManager:
         # A version that was not due opens no admission, although the resumed engines may serve it.
         self._served = self._last_due
         self._ahead = self.generate_ahead_steps
-        if not self.policy.sustains(self._view()):
+        if not self.policy.sustains(self.view()):
             raise StalenessError(
                 f"the checkpoint contains finished groups that cannot all be trained within "
                 f"max_staleness_steps = {self.max_staleness_steps}; resume with the bound of the original run"

@@ -18,28 +18,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.errors import ConfigError
 
+if TYPE_CHECKING:  # policies see group indices and versions only
+    from skyrl_train.rollout.buffer import BufferedGroup
+
 SETTING = "trainer.fully_async.staleness_policy"
-
-
-class FinishedGroup(Protocol):
-    """The data that selection needs of a buffered group, in memory or on disk."""
-
-    @property
-    def group_index(self) -> int:
-        """Position in the training stream."""
-
-    @property
-    def oldest_version(self) -> int:
-        """Oldest policy version among the sampled tokens."""
-
-
-Group = TypeVar("Group", bound=FinishedGroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +106,7 @@ class StalenessPolicy:
         """
         return False
 
-    def select(self, view: StalenessView, finished: Sequence[Group]) -> Sequence[Group]:
+    def select(self, view: StalenessView, finished: Sequence[BufferedGroup]) -> Sequence[BufferedGroup]:
         """Order finished groups for selection: earliest deadline first, ties by group index."""
         return sorted(finished, key=lambda group: (group.oldest_version, group.group_index))
 
