@@ -36,7 +36,7 @@ from skyrl_train.generators.validation import is_finite, to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.replay import ReplayCache
 from skyrl_train.observability.metrics import spec_of
-from skyrl_train.rollout.data.loader import PromptLoader
+from skyrl_train.rollout.data.samplers import PromptSource
 from skyrl_train.rollout.stages.pipeline import StagePipeline
 from skyrl_train.runtime.concurrency import cancel_within
 from skyrl_train.runtime.seeds import derive_seed
@@ -91,7 +91,7 @@ class GroupGenerator:
     def __init__(
         self,
         generator: GeneratorInterface,
-        prompts: PromptLoader,
+        prompts: PromptSource,
         client: InferenceEngineClient,
         failures: FailureConfig,
         *,

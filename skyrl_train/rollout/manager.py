@@ -90,7 +90,7 @@ class RolloutManager:
         self.stages = StagePipeline(stages)
         self.group_generator = GroupGenerator(
             generator,
-            self.prompts,
+            self.prompts.source,
             client,
             trainer.failures,
             n_samples_per_prompt=config.generator.n_samples_per_prompt,
@@ -118,7 +118,7 @@ class RolloutManager:
         # More sessions would only age in the buffer once enough groups have finished.
         self._generator.pace(lambda: not self.staleness.budget_spent)
         await self._generator.start()
-        await self.prompts.start(self._changed.notify)
+        await self.prompts.source.start(self._changed.notify)
 
     @property
     def out_of_prompts(self) -> bool:
@@ -215,7 +215,7 @@ class RolloutManager:
             self.dispatcher.close,
             self.stages.aclose,
             self.buffer.aclose,
-            self.prompts.aclose,
+            self.prompts.source.aclose,
             lambda: close_within(self._generator.aclose(), "the closing of the generator", CLOSE_LIMIT_S),
         )
 

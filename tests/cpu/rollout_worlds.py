@@ -140,7 +140,7 @@ class World:
         self.now = 0.0
         self.group_generator = GroupGenerator(
             self.generator,
-            self.loader,
+            self.loader.source,
             self.engines,
             self.failures,
             n_samples_per_prompt=n,
@@ -170,12 +170,12 @@ class World:
         self.ended += 1
 
     async def __aenter__(self) -> World:
-        await self.loader.start(self.changed.notify)
+        await self.loader.source.start(self.changed.notify)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.dispatcher.close()
-        await self.loader.aclose()
+        await self.loader.source.aclose()
 
     async def step(self, *, fill: bool = False) -> list[int]:
         """Trains and publishes one step, of groups that the running workers bring or that ``fill`` asks for."""

@@ -100,21 +100,22 @@ class History:
         return {**self.flying, **self.buffered, **{group_index: uid for group_index, (uid, _) in self.settled.items()}}
 
     async def crash(self) -> None:
-        await self.loader.aclose()
+        await self.loader.source.aclose()
         state, buffered, settled, self.known = self.saved
         self.flying, self.buffered, self.settled = {}, dict(buffered), dict(settled)
         self.loader = self.make()
         self.loader.load_state_dict(json.loads(state), self.buffered)
-        await self.loader.start(self.changed.notify)
+        await self.loader.source.start(self.changed.notify)
 
     async def issue(self) -> bool:
         await self.changed.wait_until(lambda: self.loader.ready)
-        ended = self.loader.ended
+        end = self.loader.source.end
+        ended = end is not None and self.loader.ledger.next >= end
         group_index = self.loader.issue()
         assert (group_index is None) == ended
         if group_index is None:
             return False
-        uid = self.loader.record(group_index).uid
+        uid = self.loader.source.record(group_index).uid
         assert group_index not in self.issued, "issued twice"
         assert self.known.get(group_index, uid) == uid, "a group index has become another prompt"
         self.flying[group_index] = uid
@@ -130,7 +131,7 @@ class History:
 
     async def play(self, events: list[str], to_the_end: int) -> list[str]:
         """Plays ``events``, then goes on without crashes to group index ``to_the_end``; returns the uids by group index."""
-        await self.loader.start(self.changed.notify)
+        await self.loader.source.start(self.changed.notify)
         for event in events:
             if event == "issue":
                 await self.issue()
@@ -144,14 +145,14 @@ class History:
             elif event == "crash":
                 await self.crash()
             for group_index, uid in (self.flying | self.buffered).items():
-                assert self.loader.record(group_index).uid == uid
+                assert self.loader.source.record(group_index).uid == uid
         while self.loader.ledger.frontier < to_the_end:
             if not (len(self.issued) < to_the_end and await self.issue()) and not self.flying | self.buffered:
                 break
             self.settle("trained")
         while self.flying | self.buffered:
             self.settle("trained")
-        await self.loader.aclose()
+        await self.loader.source.aclose()
         assert sorted(self.settled) == list(range(len(self.settled)))
         assert self.loader.ledger.frontier == len(self.settled)
         return [self.settled[group_index][0] for group_index in sorted(self.settled)]
@@ -198,18 +199,18 @@ def test_every_prompt_has_one_surviving_outcome_with_a_stream(
 
 async def test_after_a_resume_a_curriculum_continues_with_its_rows_and_its_state() -> None:
     loader = loader_of("curriculum")
-    uids = {index: loader.record(index).uid for index in [loader.issue() for _ in range(6)] if index is not None}
+    uids = {index: loader.source.record(index).uid for index in [loader.issue() for _ in range(6)] if index is not None}
     for group_index in (0, 2, 3):
         loader.settle([group_index], "trained", [group(group_index, uids[group_index], reward=0.1 * (group_index + 1))])
     resumed = loader_of("curriculum")
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())), buffered=[4])
-    assert [resumed.record(group_index).uid for group_index in (1, 4, 5)] == [
+    assert [resumed.source.record(group_index).uid for group_index in (1, 4, 5)] == [
         uids[group_index] for group_index in (1, 4, 5)
     ]
     assert [resumed.issue(), resumed.issue()] == [1, 5]
     rest = [[loader.issue() for _ in range(8)], [resumed.issue() for _ in range(8)]]
     assert rest[0] == rest[1]
-    assert [loader.record(o).uid for o in rest[0]] == [resumed.record(o).uid for o in rest[1]]  # type: ignore[arg-type]
+    assert [loader.source.record(o).uid for o in rest[0]] == [resumed.source.record(o).uid for o in rest[1]]  # type: ignore[arg-type]
 
 
 async def test_a_sampler_that_fails_to_learn_stops_the_next_issue_and_not_the_step_that_it_learns_from() -> None:
@@ -238,7 +239,7 @@ def test_rows_of_numpy_go_into_a_checkpoint() -> None:
     state = json.loads(json.dumps(loader.state_dict()))
     resumed = PromptLoader(SampledPrompts(dataset(4), Drawing(dataset(4), 0)), 0)
     resumed.load_state_dict(state, buffered=[])
-    assert resumed.record(0) == loader.record(0)
+    assert resumed.source.record(0) == loader.source.record(0)
 
 
 @pytest.mark.parametrize("row", [-1, 4, None, 1.0])

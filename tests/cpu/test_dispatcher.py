@@ -225,7 +225,7 @@ async def test_after_the_first_error_nothing_more_is_admitted_and_the_first_is_r
         await w.until(lambda: w.dispatcher.error is not None)
         await settle()
         assert max(w.generator.calls) == 3
-        assert "'" + w.loader.record(0).uid + "'" in str(w.dispatcher.error)
+        assert "'" + w.loader.source.record(0).uid + "'" in str(w.dispatcher.error)
 
 
 async def test_groups_are_described_with_their_age_the_oldest_first() -> None:
@@ -236,7 +236,7 @@ async def test_groups_are_described_with_their_age_the_oldest_first() -> None:
         await settle()
         w.now = 903.0
         lines = w.dispatcher.describe()
-        uid = w.loader.record(7).uid
+        uid = w.loader.source.record(7).uid
         assert lines[0] == "generation: 20 of 20 groups run, 0 wait to be trained; capacity for 0 more"
         assert f"group 7 (prompt {uid!r}): attempt 2 of 2 began 903 s ago, 2 sessions from {uid}@7_0 on" in lines
         assert len(lines) == 1 + 16 + 1 and lines[-1] == "and 4 groups that began later"

@@ -207,7 +207,9 @@ async def test_a_masked_failure_keeps_its_slot_without_a_token() -> None:
         await w.dispatcher.fill()
         (failed,) = (group for group in w.buffer if group.group_index == 1)
         assert isinstance(failed, RolloutGroup)
-        assert failed.masked and failed.samples == (Sample(()), Sample(())) and failed.uid == w.loader.record(1).uid
+        assert (
+            failed.masked and failed.samples == (Sample(()), Sample(())) and failed.uid == w.loader.source.record(1).uid
+        )
         assert await w.step() == [0, 1, 2, 3], "the step has its groups, and the prompt counts as trained"
         assert w.dispatcher.failed_and_masked == 1 and w.loader.ledger.failed == []
         w.check_books()

@@ -86,7 +86,7 @@ def test_checkpoints_of_earlier_versions_are_continued(tmp_path: Path, format_ve
     assert [loader.issue(), loader.issue()] == [4, 5]
     assert loader.ledger.failed == [1]
     assert [fresh.issue() for _ in range(6)] == list(range(6))
-    assert [loader.record(group_index) for group_index in (3, 4, 5)] == [
+    assert [loader.source.record(group_index) for group_index in (3, 4, 5)] == [
         fresh.record(group_index) for group_index in (3, 4, 5)
     ]
 

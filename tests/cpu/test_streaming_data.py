@@ -55,7 +55,7 @@ class Reader:
     async def start(self) -> None:
         if not self.started:
             self.started = True
-            await self.loader.start(self.changed.notify)
+            await self.loader.source.start(self.changed.notify)
 
     async def issue(self) -> int | None:
         await self.changed.wait_until(lambda: self.loader.ready)
@@ -66,7 +66,7 @@ class Reader:
         await self.start()
         records: list[PromptRecord] = []
         while len(records) != count and (group_index := await self.issue()) is not None:
-            records.append(self.loader.record(group_index))
+            records.append(self.loader.source.record(group_index))
             self.loader.settle([group_index], "trained")
         return records
 
@@ -91,9 +91,9 @@ async def test_a_stream_has_the_records_of_the_data_set_in_its_order_epoch_after
     assert isinstance(prompts, StreamingPrompts)
     reader = Reader(prompts)
     assert await reader.read() == [*in_memory, *in_memory]
-    assert reader.loader.ended
+    assert reader.loader.source.end == 2 * len(in_memory)
     assert reader.loader.issue() is None, "the end is for good"
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
 
 
 async def test_a_row_that_is_still_being_read_does_not_block_the_event_loop(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ async def test_a_row_that_is_still_being_read_does_not_block_the_event_loop(tmp_
 
     reader = Reader(stream(write_all_kinds(tmp_path, rows_of(2 * CHUNK_ROWS))[:1], maker=Slow("prompt", "run_length")))
     assert len(await reader.read(CHUNK_ROWS)) == CHUNK_ROWS
-    assert not reader.loader.ready and not reader.loader.ended
+    assert not reader.loader.ready and reader.loader.source.end is None
     with pytest.raises(RuntimeError, match="still being read"):
         reader.loader.issue()
     waiting = asyncio.create_task(reader.issue())
@@ -115,7 +115,7 @@ async def test_a_row_that_is_still_being_read_does_not_block_the_event_loop(tmp_
     assert not waiting.done()
     may_read.set()
     assert await waiting == CHUNK_ROWS, "the loop is told when the row is there"
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
 
 
 async def test_little_is_read_ahead_and_little_is_kept_however_long_the_stream(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ async def test_little_is_read_ahead_and_little_is_kept_however_long_the_stream(t
     assert len(prompts._records) <= len(held) + ROWS_AHEAD + CHUNK_ROWS
     assert len(prompts._marks) <= (len(held) + ROWS_AHEAD) // CHUNK_ROWS + 3
     assert len(json.dumps(reader.loader.state_dict())) < 2000
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
 
 
 async def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Pat
     reader = Reader(stream(write_all_kinds(tmp_path, rows_of(40))))
     await reader.read()
     reader.loader.state_dict()
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -164,7 +164,7 @@ async def test_a_broken_row_is_an_error_once_its_turn_comes(tmp_path: Path) -> N
     assert len(await reader.read(good)) == good
     with pytest.raises(DataError, match=rf"broken\.jsonl:{good + 1} is not JSON"):
         await reader.issue()
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ async def test_a_stream_that_begins_broken_does_not_start(tmp_path: Path, conten
     reader = Reader(stream([path]))
     with pytest.raises(DataError, match=message):
         await reader.start()
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
 
 
 def test_a_missing_file_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_characters_that_the_tokenizer_lacks_are_found_as_they_are_read(tm
     reader = Reader(prompts)
     with pytest.raises(ConfigError, match=r"contain '=', which .*alphabet"):
         await reader.read()
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
 
 
 async def test_duplicate_ids_are_two_prompts_with_a_group_index_each(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ async def test_after_a_resume_files_may_be_elsewhere_but_not_others(tmp_path: Pa
     reader = Reader(stream([write_all_kinds(tmp_path / "before", rows_of(40))[kind]]))
     await reader.read(10)
     state = reader.loader.state_dict()
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
     resumed = Reader(stream([write_all_kinds(tmp_path / "after", rewritten(rows_of(40), how))[kind]]))
     if how != "the same":
         with pytest.raises(CheckpointError, match="fingerprint"):
@@ -230,7 +230,7 @@ async def test_after_a_resume_files_may_be_elsewhere_but_not_others(tmp_path: Pa
         return
     resumed.loader.load_state_dict(state, [])
     assert [record.prompt[0]["content"] for record in await resumed.read(3)] == ["10=", "11=", "12="]
-    await resumed.loader.aclose()
+    await resumed.loader.source.aclose()
 
 
 async def until_broken(prompts: StreamingPrompts, issued: int) -> dict[str, Any]:
@@ -240,7 +240,7 @@ async def until_broken(prompts: StreamingPrompts, issued: int) -> dict[str, Any]
     assert await reader.issue() == issued - 1
     await reader.changed.wait_until(lambda: "broken" in reader.loader.state_dict()["source"])
     state = json.loads(json.dumps(reader.loader.state_dict()))
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
     return dict(state)
 
 
@@ -266,7 +266,7 @@ async def test_a_broken_row_can_be_mended(tmp_path: Path, kind: int, how: str, m
         assert "broken" not in resumed.loader.state_dict()["source"], "from now on it is as any other run"
         rest = [row["prompt"] for row in good[how][broken:]]
         assert [record.prompt[0]["content"] for record in await resumed.read()] == rest
-    await resumed.loader.aclose()
+    await resumed.loader.source.aclose()
 
 
 @pytest.mark.parametrize("how", ["changed", "left out", "all behind it left out"])
@@ -284,7 +284,7 @@ async def test_rows_that_were_begun_before_a_broken_one_was_met_stay_as_they_are
     error = DataError if how == "all behind it left out" else CheckpointError
     with pytest.raises(error, match=r"ends after 9 prompts|changed within its first 10 rows"):
         await resumed.start()
-    await resumed.loader.aclose()
+    await resumed.loader.source.aclose()
 
 
 class Counted(StreamingPrompts):
@@ -356,7 +356,7 @@ async def test_admission_does_not_wait_for_rows_when_the_reader_is_gone(
         monkeypatch.setattr(prompts._rows, "state_dict", lambda: 1 / 0)
     with pytest.raises(DataError if how == "cancelled" else ZeroDivisionError):
         await reader.read()
-    await reader.loader.aclose()
+    await reader.loader.source.aclose()
 
 
 @pytest.mark.parametrize("frontier", range(7))
@@ -374,7 +374,7 @@ async def test_a_checkpoint_reads_again_from_the_frontier_on_wherever_it_is(
     resumed.loader.load_state_dict(json.loads(json.dumps(reader.loader.state_dict())), [])
     await resumed.start()
     assert [await resumed.issue(), await resumed.issue()] == [frontier, 8]
-    texts = [resumed.loader.record(group_index).prompt[0]["content"] for group_index in (frontier, 8)]
+    texts = [resumed.loader.source.record(group_index).prompt[0]["content"] for group_index in (frontier, 8)]
     assert texts == [f"{frontier}=", "8="]
     for loader in (reader.loader, resumed.loader):
-        await loader.aclose()
+        await loader.source.aclose()

@@ -25,7 +25,7 @@ async def test_every_prompt_is_trained_once_per_epoch_without_a_barrier(tmp_path
     h = Harness(tmp_path, f"trainer.mode={mode}")  # 8 steps of 4 groups over 10 prompts: 3.2 epochs
     await h.train()
     assert sorted(h.trained) == list(range(32))
-    uids = [h.trainer.rollout.prompts.record(o).uid for o in range(30)]
+    uids = [h.trainer.rollout.prompts.source.record(o).uid for o in range(30)]
     assert all(len(set(uids[e * 10 : e * 10 + 10])) == 10 for e in range(3))
     assert h.engine.policy_version == 8 and float(h.backend.weight) == 8
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -44,30 +43,25 @@ class Row:
     next: Place
 
 
-class RowFile(ABC):
-    """A file or folder of rows."""
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """A file or folder of rows.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    ``rows(start=START)`` yields the rows from a place on, in the file's order. It blocks, and raises DataError if the file
+    cannot be read or a row is broken (the message names its line).
+    """
 
-    @abstractmethod
-    def rows(self, start: Place = START) -> Iterator[Row]:
-        """Yield the rows from ``start`` on, in the file's order. Blocking.
-
-        Raises:
-            DataError: the file cannot be read, or a row is broken (the message names its line).
-        """
+    path: Path
+    rows: Callable[..., Iterator[Row]]
 
     def digest(self) -> bytes:
         """Return the SHA-256 of size and content.
 
         Of a file above 1 MiB only evenly spaced blocks are read, so a change of a few bytes with the same size may be missed.
         """
-        return hashlib.sha256(b"".join(_digest_of_blocks(path) for path in self._files())).digest()
-
-    def _files(self) -> Sequence[Path]:
-        """Return the files that contain the rows, in their order."""
-        return [self.path]
+        # Other files in a folder of save_to_disk are caches.
+        files = sorted(self.path.glob("data-*.arrow")) if self.path.is_dir() else [self.path]
+        return hashlib.sha256(b"".join(_digest_of_blocks(path) for path in files)).digest()
 
 
 def open_rows(path: Path) -> RowFile:
@@ -82,84 +76,75 @@ def open_rows(path: Path) -> RowFile:
             "docs/tutorials/recipes.md lists the prepare_data.py of each recipe."
         )
     if path.is_dir():
-        return SavedFolder(path)
+        return RowFile(path, partial(_folder_rows, path))
     if path.suffix == ".jsonl":
-        return JsonLines(path)
+        return RowFile(path, partial(_json_rows, path))
     if path.suffix == ".parquet":
-        return Parquet(path)
+        return RowFile(path, partial(_parquet_rows, path))
     raise DataError(
         f"{path}: the format {path.suffix or '(no suffix)'!r} is not supported. Give .jsonl, .parquet or a save_to_disk folder."
     )
 
 
-class JsonLines(RowFile):
-    """One JSON object per line, in UTF-8. Blank lines do not count."""
-
-    def rows(self, start: Place = START) -> Iterator[Row]:
-        offset, number = start
-        try:
-            with self.path.open("rb") as lines:
-                lines.seek(offset)
-                for line in lines:
-                    offset, number = offset + len(line), number + 1
-                    if not line.strip():
-                        continue
-                    try:
-                        value = json.loads(line)
-                    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                        raise DataError(
-                            f"{self.path}:{number} is not JSON: {error}. Write one object per line, in UTF-8."
-                        ) from error
-                    yield Row(f"{self.path}:{number}", value, (offset, number))
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error}") from error
+def _json_rows(path: Path, start: Place = START) -> Iterator[Row]:
+    """Read one JSON object per line, in UTF-8. Blank lines do not count."""
+    offset, number = start
+    try:
+        with path.open("rb") as lines:
+            lines.seek(offset)
+            for line in lines:
+                offset, number = offset + len(line), number + 1
+                if not line.strip():
+                    continue
+                try:
+                    value = json.loads(line)
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    raise DataError(
+                        f"{path}:{number} is not JSON: {error}. Write one object per line, in UTF-8."
+                    ) from error
+                yield Row(f"{path}:{number}", value, (offset, number))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
-class Parquet(RowFile):
-    """A table; its columns are the keys of a row."""
+def _parquet_rows(path: Path, start: Place = START) -> Iterator[Row]:
+    """Read a table; its columns are the keys of a row."""
+    from pyarrow import parquet
 
-    def rows(self, start: Place = START) -> Iterator[Row]:
-        from pyarrow import parquet
-
-        first = start[0]
-        try:
-            with parquet.ParquetFile(self.path) as file:
-                # Skip whole row groups before the first row.
-                index, groups = 0, list(range(file.metadata.num_row_groups))
-                while groups and index + file.metadata.row_group(groups[0]).num_rows <= first:
-                    index += file.metadata.row_group(groups.pop(0)).num_rows
-                if not groups:
-                    return
-                for batch in file.iter_batches(_PARQUET_BATCH_ROWS, row_groups=groups):
-                    before = max(0, first - index)
-                    for number, value in enumerate(batch.slice(before).to_pylist(), start=index + before):
-                        yield _numbered_row(self.path, number, value)
-                    index += batch.num_rows
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path} is not a readable parquet file: {error}") from error
+    first = start[0]
+    try:
+        with parquet.ParquetFile(path) as file:
+            # Skip whole row groups before the first row.
+            index, groups = 0, list(range(file.metadata.num_row_groups))
+            while groups and index + file.metadata.row_group(groups[0]).num_rows <= first:
+                index += file.metadata.row_group(groups.pop(0)).num_rows
+            if not groups:
+                return
+            for batch in file.iter_batches(_PARQUET_BATCH_ROWS, row_groups=groups):
+                before = max(0, first - index)
+                for number, value in enumerate(batch.slice(before).to_pylist(), start=index + before):
+                    yield _numbered_row(path, number, value)
+                index += batch.num_rows
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-class SavedFolder(RowFile):
-    """A folder written by ``datasets.Dataset.save_to_disk``."""
+def _folder_rows(path: Path, start: Place = START) -> Iterator[Row]:
+    """Read a folder written by ``datasets.Dataset.save_to_disk``."""
+    import datasets
 
-    def rows(self, start: Place = START) -> Iterator[Row]:
-        import datasets
-
-        try:
-            dataset = datasets.load_from_disk(str(self.path))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path} is not a folder of datasets.save_to_disk: {error}") from error
-        if isinstance(dataset, datasets.DatasetDict):
-            splits = ", ".join(str(self.path / split) for split in dataset)
-            raise DataError(f"{self.path} contains several splits. Name one in data.train_data: {splits}.")
-        if start[0] >= len(dataset):  # select() would raise an error
-            return
-        rest = dataset.select(range(start[0], len(dataset)))
-        for number, value in enumerate(rest, start=start[0]):
-            yield _numbered_row(self.path, number, value)
-
-    def _files(self) -> Sequence[Path]:
-        return sorted(self.path.glob("data-*.arrow"))  # other files are caches
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a folder of datasets.save_to_disk: {error}") from error
+    if isinstance(dataset, datasets.DatasetDict):
+        splits = ", ".join(str(path / split) for split in dataset)
+        raise DataError(f"{path} contains several splits. Name one in data.train_data: {splits}.")
+    if start[0] >= len(dataset):  # select() would raise an error
+        return
+    rest = dataset.select(range(start[0], len(dataset)))
+    for number, value in enumerate(rest, start=start[0]):
+        yield _numbered_row(path, number, value)
 
 
 def _numbered_row(path: Path, number: int, value: Any) -> Row:
@@ -365,7 +350,7 @@ def check_alphabet(dataset: PromptDataset | StreamingPrompts, alphabet: str) -> 
     if isinstance(dataset, PromptDataset):
         _check_characters(dataset.records, alphabet)
     else:
-        dataset.check_each(lambda record: _check_characters([record], alphabet))
+        dataset.checks.append(lambda record: _check_characters([record], alphabet))
 
 
 def _check_characters(records: Iterable[PromptRecord], alphabet: str) -> None:

@@ -81,14 +81,11 @@ class ShuffleSampler(Sampler):
     """Each epoch is another permutation of all rows, a function of ``(seed, epoch)``."""
 
     pure = True
+    identity = "shuffle"
 
     def __init__(self, dataset: PromptDataset, seed: int) -> None:
         super().__init__(dataset, seed)
         self._permutations = Permutations(len(dataset), seed)
-
-    @property
-    def identity(self) -> str:
-        return "shuffle"
 
     def row(self, group_index: int) -> int:
         return self._permutations.row(group_index)
@@ -98,10 +95,7 @@ class SequentialSampler(Sampler):
     """Each epoch has the order of the files."""
 
     pure = True
-
-    @property
-    def identity(self) -> str:
-        return "sequential"
+    identity = "sequential"
 
     def row(self, group_index: int) -> int:
         return group_index % len(self.dataset)
@@ -245,15 +239,73 @@ def copied_state(sampler: Sampler) -> dict[str, Any]:
     return copy
 
 
-class SampledPrompts:
-    """A data set in the order of a sampler. Implements :class:`skyrl_train.rollout.data.loader.PromptSource`."""
+class PromptSource(ABC):
+    """The prompts of the group indices: :class:`SampledPrompts`, or a stream (``streaming.py``).
 
-    end = None
+    All calls come from the event loop and return at once.
+
+    Attributes:
+        end: the first group index without a prompt; None: unknown, or the data is endless.
+    """
+
+    end: int | None = None
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Return the JSON-able facts that a run and its checkpoint must have in common."""
+
+    async def start(self, changed: Callable[[], None]) -> None:
+        """Start, once, after a checkpoint was restored. Then the prompts that were in flight at the checkpoint are loaded.
+
+        Args:
+            changed: called on the event loop when the result of :meth:`ready` or :attr:`end` may have changed.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        return
+
+    async def aclose(self) -> None:
+        """Free threads and files. Idempotent."""
+        return
+
+    def ready(self, group_index: int) -> bool:
+        """Return whether the row of ``group_index`` is loaded, or will never exist."""
+        return True
+
+    @abstractmethod
+    def prepare(self, group_index: int) -> None:
+        """Choose the row of ``group_index``, if that is not done. Called when ready, before the index is issued.
+
+        Raises:
+            DataError: the row exists but cannot be read, or the sampler failed.
+        """
+
+    @abstractmethod
+    def record(self, group_index: int) -> PromptRecord:
+        """Return the prompt of a group index that is in flight or buffered."""
+
+    @abstractmethod
+    def settled(self, group_indices: Iterable[int], frontier: int, groups: Iterable[RolloutGroup]) -> None:
+        """Learn from the finished ``groups``, then forget the rows of ``group_indices`` and of all below ``frontier``."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-able state from which the rows of all open group indices can be restored."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
+        """Restore the state. Of the group indices below ``issued``, only the open ones are needed."""
+
+
+class SampledPrompts(PromptSource):
+    """A data set in memory, in the order of a sampler."""
 
     def __init__(self, dataset: PromptDataset, sampler: Sampler) -> None:
         self._dataset = dataset
         self._sampler = sampler
         self._drawn: dict[int, int] = {}  # rows of open group indices, for samplers that are not pure
+        self._observe_error: Exception | None = None
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -262,16 +314,9 @@ class SampledPrompts:
             "sampler": self._sampler.identity,
         }
 
-    async def start(self, changed: Callable[[], None]) -> None:
-        return None
-
-    async def aclose(self) -> None:
-        return None
-
-    def ready(self, group_index: int) -> bool:
-        return True
-
     def prepare(self, group_index: int) -> None:
+        if self._observe_error is not None:
+            raise DataError(f"the sampler failed in observe(): {self._observe_error!r}") from self._observe_error
         # An index that is issued again after a resume keeps the row that was drawn for it.
         if not self._sampler.pure and group_index not in self._drawn:
             self._drawn[group_index] = self._draw(group_index)
@@ -279,18 +324,17 @@ class SampledPrompts:
     def record(self, group_index: int) -> PromptRecord:
         return self._dataset.records[self._row(group_index)]
 
-    def settled(self, group_indices: Iterable[int], frontier: int) -> None:
+    def settled(self, group_indices: Iterable[int], frontier: int, groups: Iterable[RolloutGroup]) -> None:
+        try:
+            for group in groups:
+                self._sampler.observe(self._row(group.group_index), group)
+        except Exception as error:  # user code: the current step stands, the next prepare() raises
+            self._observe_error = error
         for group_index in group_indices:
             self._drawn.pop(group_index, None)
 
-    def observe(self, group: RolloutGroup) -> None:
-        self._sampler.observe(self._row(group.group_index), group)
-
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": copied_state(self._sampler), "drawn": sorted(self._drawn.items())}
-
-    def may_change(self, state: Mapping[str, Any]) -> Collection[str]:
-        return []
 
     def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
         self._sampler.load_state_dict(state["sampler"])

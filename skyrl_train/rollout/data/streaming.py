@@ -22,6 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.rollout.data.dataset import START, Place, RecordMaker, RowFile, open_rows, record_json
+from skyrl_train.rollout.data.samplers import PromptSource
 from skyrl_train.runtime.concurrency import Signal
 from skyrl_train.types import RolloutGroup
 
@@ -43,13 +45,13 @@ Mark = tuple[int, dict[str, Any] | None, str]
 BEGINNING: Mark = (0, None, "")
 
 
+@dataclass(eq=False)
 class RowStream(IterableDataset[PromptRecord]):
     """All rows of all files, ``epochs`` times. Blocking."""
 
-    def __init__(self, files: Sequence[RowFile], maker: RecordMaker, epochs: int) -> None:
-        self.files = files
-        self.maker = maker
-        self.epochs = epochs
+    files: Sequence[RowFile]
+    maker: RecordMaker
+    epochs: int
 
     def __iter__(self) -> RowIterator:
         return RowIterator(self)
@@ -97,14 +99,20 @@ class RowIterator(Iterator[PromptRecord]):
             raise DataError(f"{file.path} has no rows. Remove it from data.train_data or fill it.")
 
 
-class StreamingPrompts:
-    """Prompts in the order of the files, ``epochs`` times. Implements :class:`skyrl_train.rollout.data.loader.PromptSource`.
+class StreamingPrompts(PromptSource):
+    """Prompts in the order of the files, ``epochs`` times.
 
     Uids from the files are not checked for uniqueness, which would need all of them in memory; group indices identify groups.
+
+    Attributes:
+        num_prompts: None; unknown until all rows are read.
+        checks: called with each row that is read, in another thread. :meth:`prepare` raises their errors.
 
     Raises:
         DataError: a file is missing or has an unknown format.
     """
+
+    num_prompts = None
 
     def __init__(self, paths: Iterable[Path], maker: RecordMaker, epochs: int) -> None:
         files = [open_rows(path) for path in paths]
@@ -115,10 +123,10 @@ class StreamingPrompts:
             self._rows = StatefulDataLoader(
                 RowStream(files, maker, epochs),
                 batch_size=None,
-                collate_fn=_identity,
+                collate_fn=lambda record: record,
                 generator=torch.Generator(),  # without one it would consume random numbers of training
             )
-        self._checks: list[Callable[[PromptRecord], None]] = []
+        self.checks: list[Callable[[PromptRecord], None]] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
         self._iterator: Iterator[PromptRecord] | None = None  # used only in that thread
         self._records: dict[int, PromptRecord] = {}
@@ -131,14 +139,9 @@ class StreamingPrompts:
         self._expected: str | None = None  # expected digest of the issued rows, in files that were fixed after an error
         self._is_open: Callable[[int], bool] = lambda group_index: True
         self._error: BaseException | None = None  # reason why no rows from _read on will ever be read
-        self._end: int | None = None
         self._room = Signal()
         self._reading: asyncio.Task[None] | None = None
         self._closing = False
-
-    def check_each(self, check: Callable[[PromptRecord], None]) -> None:
-        """Call ``check`` with each row that is read, in another thread. :meth:`prepare` raises its errors."""
-        self._checks.append(check)
 
     # Calls of the loader -------------------------------------------------------------------------------------------
 
@@ -147,7 +150,7 @@ class StreamingPrompts:
 
     async def start(self, changed: Callable[[], None]) -> None:
         # After a resume, read up to the next index: groups that were in flight need their prompts at once.
-        while self._read <= self._issued and self._end is None and self._error is None:
+        while self._read <= self._issued and self.end is None and self._error is None:
             await self._read_chunk()
         if self._error is not None:
             raise self._error
@@ -172,17 +175,8 @@ class StreamingPrompts:
             await asyncio.gather(self._reading, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def end(self) -> int | None:
-        return self._end
-
-    @property
-    def num_prompts(self) -> None:
-        """Unknown until all rows are read."""
-        return None
-
     def ready(self, group_index: int) -> bool:
-        return group_index < self._read or self._end is not None or self._error is not None
+        return group_index < self._read or self.end is not None or self._error is not None
 
     def prepare(self, group_index: int) -> None:
         if group_index >= self._read and self._error is not None:
@@ -196,15 +190,12 @@ class StreamingPrompts:
     def record(self, group_index: int) -> PromptRecord:
         return self._records[group_index]
 
-    def settled(self, group_indices: Iterable[int], frontier: int) -> None:
+    def settled(self, group_indices: Iterable[int], frontier: int, groups: Iterable[RolloutGroup]) -> None:
         for group_index in group_indices:
             self._records.pop(group_index, None)
         # Keep the last mark at or before the frontier: a resume reads from there.
         while len(self._marks) > 1 and self._marks[1][0] <= frontier:
             self._marks.popleft()
-
-    def observe(self, group: RolloutGroup) -> None:
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         group_index, place, digest = self._marks[0] if self._marks else self._begun
@@ -214,9 +205,6 @@ class StreamingPrompts:
         if self._error is None or issued is None:
             return state
         return {**state, "broken": {"fingerprint": self.fingerprint, "issued": issued}}
-
-    def may_change(self, state: Mapping[str, Any]) -> Sequence[str]:
-        return ["fingerprint"] if "broken" in state else []
 
     def load_state_dict(self, state: Mapping[str, Any], is_open: Callable[[int], bool], issued: int) -> None:
         broken = state.get("broken", {"fingerprint": self.fingerprint})
@@ -234,7 +222,7 @@ class StreamingPrompts:
 
     async def _read_ahead(self, changed: Callable[[], None]) -> None:
         """Read ahead. Consumes rows; waits for room; unblocked by an issued group index; produces records."""
-        while self._end is None and self._error is None:
+        while self.end is None and self._error is None:
             await self._room.wait_until(lambda: self._read < self._issued + ROWS_AHEAD)
             await self._read_chunk()
             changed()
@@ -263,7 +251,7 @@ class StreamingPrompts:
             self._read += 1
             self._digests[self._read] = digest
         if isinstance(end, StopIteration):
-            self._end = self._read
+            self.end = self._read
         elif end is not None:
             end.add_note("Fix that row and keep all rows before it as they are; the same command then resumes the run.")
             self._error = end
@@ -287,7 +275,7 @@ class StreamingPrompts:
         try:
             for _ in range(CHUNK_ROWS):
                 record = next(self._iterator)
-                for check in self._checks:
+                for check in self.checks:
                     check(record)
                 records.append(record)
                 digest = hashlib.sha256((digest + record_json(record)).encode()).hexdigest()
@@ -295,7 +283,3 @@ class StreamingPrompts:
         except Exception as error:  # the end of the data, or a broken row; raised when that row is issued
             return place, records, digests, error
         return place, records, digests, None
-
-
-def _identity(record: PromptRecord) -> PromptRecord:
-    return record
