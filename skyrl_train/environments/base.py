@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 from skyrl_train.types import ConversationType
 
@@ -55,18 +55,6 @@ class EnvironmentStep(TypedDict):
     done: bool
     metadata: NotRequired[dict[str, Any]]
     postprocessed_action: NotRequired[str | None]
-
-
-class TextEnvironment(Protocol):
-    """The methods that an episode needs. skyrl-gym's ``BaseTextEnv`` has them, and so has :class:`Environment`."""
-
-    def init(self, prompt: Any) -> tuple[ConversationType, dict[str, Any]]: ...
-
-    def step(self, action: str) -> Any: ...
-
-    def close(self) -> None: ...
-
-    def get_metrics(self) -> dict[str, Any]: ...
 
 
 class Environment(ABC):
@@ -123,12 +111,13 @@ class EnvironmentFactory:
 
     Attributes:
         name: as in the configuration.
-        make: returns a new environment for one episode from the data row's other columns.
+        make: returns a new environment for one episode from the data row's other columns: an :class:`Environment`, or an
+            object with its ``init``, ``step``, ``close`` and ``get_metrics``, such as skyrl-gym's ``BaseTextEnv``.
         generate_prompts: ``(count, seed)`` to prompts, or None where the environment needs data files.
         is_blocking: whether the environments need a thread.
     """
 
     name: str
-    make: Callable[[Mapping[str, Any]], TextEnvironment]
+    make: Callable[[Mapping[str, Any]], Any]
     generate_prompts: Callable[[int, int], list[PromptRecord] | None] = lambda count, seed: None
     is_blocking: bool = True

@@ -12,63 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
-import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from skyrl_train.environments.base import Environment, EnvironmentFactory, EnvironmentStep, TextEnvironment
+from skyrl_train.environments.base import Environment, EnvironmentFactory, EnvironmentStep
 from skyrl_train.errors import RolloutError
+from skyrl_train.runtime.process import DaemonThreadPool
 from skyrl_train.types import ConversationType
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class EpisodeThread:
-    """Runs calls in order on a daemon thread."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue ``function`` and return the future of its result. Cancelling the future does not stop the call."""
-        # Not run_in_executor: a shared pool would fill up with hung environments.
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: Exception | None) -> None:
-            # The trajectory was cancelled while the call ran; its result has no reader.
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
-
-        def run() -> None:
-            result, error = None, None
-            try:
-                result = function()
-            except Exception as raised:
-                error = raised
-            try:
-                loop.call_soon_threadsafe(settle, result, error)
-            except RuntimeError:
-                logger.debug("An environment call ended after its event loop had closed.")
-
-        self._calls.put(run)
-        return future
-
-    def stop(self) -> None:
-        """End the thread after the queued calls."""
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
 
 
 class Episode:
@@ -85,14 +39,16 @@ class Episode:
         self._factory = factory
         self._extras = extras
         self._uid = uid
-        self._thread: EpisodeThread | None = None
-        self._environment: TextEnvironment | None = None
+        self._thread: DaemonThreadPool | None = None
+        self._environment: Any = None  # see EnvironmentFactory.make
 
     async def __aenter__(self) -> Self:
         if self._factory.is_blocking:
-            self._thread = EpisodeThread(f"environment {self._factory.name}")
+            # One thread, so that calls run in order. A shared pool would fill up with hung environments.
+            self._thread = DaemonThreadPool(max_threads=1)
 
         def make() -> None:
+            # Set in the environment's thread: if the episode is cancelled meanwhile, the queued close() finds it.
             self._environment = self._factory.make(self._extras)
 
         try:
@@ -112,43 +68,39 @@ class Episode:
             await self._call(self._close)
         finally:
             if self._thread is not None:
-                self._thread.stop()
+                self._thread.shutdown(wait=False)
 
     async def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Return the messages that the policy sees first, and metadata. The environment gets copies of the messages."""
-        return await self._call(lambda: self._made.init([dict(message) for message in prompt]))
+        copies = [dict(message) for message in prompt]
+        answer: tuple[ConversationType, dict[str, Any]] = await self._call(lambda: self._environment.init(copies))
+        return answer
 
     async def step(self, action: str, stop_reason: str) -> EnvironmentStep:
         """Take the policy's text, which ended for ``stop_reason``, and return the checked result."""
 
         def step() -> EnvironmentStep:
             # skyrl-gym's environments have no such method.
-            if isinstance(self._made, Environment):
-                self._made.observe_stop(stop_reason)
-            return _checked(self._made.step(action))
+            if isinstance(self._environment, Environment):
+                self._environment.observe_stop(stop_reason)
+            return _checked(self._environment.step(action))
 
         return await self._call(step)
 
     async def get_metrics(self) -> dict[str, Any]:
         """Return the environment's numbers about the episode."""
-        return await self._call(lambda: dict(self._made.get_metrics()))
-
-    @property
-    def _made(self) -> TextEnvironment:
-        assert self._environment is not None, "the episode has not begun"
-        return self._environment
+        return await self._call(lambda: dict(self._environment.get_metrics()))
 
     async def _call(self, function: Callable[[], T]) -> T:
         if self._thread is None:
             return self._run(function)
-        return await self._thread.submit(lambda: self._run(function))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function)
 
     def _run(self, function: Callable[[], T]) -> T:
         try:
             return function()
-        except (
-            BaseException
-        ) as error:  # the environment may run model output, whose exit() must not end the training run
+        # The environment may run model output, whose exit() must not end the training run.
+        except BaseException as error:
             if self._thread is None and isinstance(error, KeyboardInterrupt):
                 raise  # Ctrl-C, which only the main thread receives
             raise RolloutError(
@@ -156,7 +108,7 @@ class Episode:
             ) from error
 
     def _close(self) -> None:
-        if self._environment is not None:
+        if self._environment is not None:  # None: make() failed
             self._environment.close()
 
     def _abandon(self) -> None:
@@ -171,8 +123,9 @@ class Episode:
         if self._thread is None:
             close()
         else:
+            # Not through the event loop, which may be closed when a hung call ends.
             self._thread.submit(close)
-            self._thread.stop()
+            self._thread.shutdown(wait=False)
 
 
 def _checked(step: Any) -> EnvironmentStep:

@@ -118,13 +118,14 @@ def _read_tests(column: Any) -> Sequence[Mapping[str, str]]:
     except (TypeError, ValueError):
         tests = None
     kinds = ({"assert"}, {"stdin", "stdout"})
-    if not isinstance(tests, list) or not tests or not all(_is_test(test, kinds) for test in tests):
+    if (
+        not isinstance(tests, list)
+        or not tests
+        or not all(isinstance(test, dict) and set(test) in kinds for test in tests)
+        or not all(isinstance(text, str) for test in tests for text in test.values())
+    ):
         raise DataError(
             "PythonTests needs a column 'tests' with JSON such as "
             f'[{{"stdin": "2", "stdout": "4"}}] or [{{"assert": "assert f(2) == 4"}}], got {column!r:.80}.'
         )
     return tests
-
-
-def _is_test(test: Any, kinds: Sequence[set[str]]) -> bool:
-    return isinstance(test, dict) and set(test) in kinds and all(isinstance(text, str) for text in test.values())

@@ -175,7 +175,8 @@ def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> San
         stdout, stderr = ((folder / file).read_text(encoding="utf-8", errors="replace") for file in ("out", "err"))
         # bubblewrap reports an exit code only if it has started the program. Else stderr holds its own message, and the
         # result must not pass for the program's.
-        if apart and not timed_out and not _program_started(folder / "status"):
+        reports = (folder / "status").read_text().splitlines()
+        if apart and not timed_out and not any("exit-code" in json.loads(line) for line in reports):
             raise SandboxError(stderr[-300:].strip() or "bubblewrap ended without a message")
         code = process.returncode
         return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out)
@@ -246,10 +247,6 @@ def _tool(name: str) -> str:
     if path is None:
         raise SandboxError(f"{name} is not installed")
     return path
-
-
-def _program_started(status: Path) -> bool:
-    return any("exit-code" in json.loads(line) for line in status.read_text().splitlines())
 
 
 def _count_processes(user: int) -> int:

@@ -97,7 +97,8 @@ class SearchAnswer(Environment):
         try:
             response = _client().post(self._url, json=request, timeout=self._timeout_s)
             response.raise_for_status()
-            return [_contents(hit) for hit in response.json()["result"][0]]
+            # With scores, the document is one level down.
+            return [str(hit.get("document", hit)["contents"]) for hit in response.json()["result"][0]]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RolloutError(
                 f"The retriever at {self._url} failed: {error!r}. Start it, set environment.kwargs.retriever_url, or give it "
@@ -108,11 +109,6 @@ class SearchAnswer(Environment):
                 f'The retriever at {self._url} did not answer {{"result": [[{{"document": {{"contents": text}}, "score": ...}}, '
                 f"...]]}}: {error!r}. Name another one with environment.kwargs.retriever_url."
             ) from error
-
-
-def _contents(hit: Mapping[str, Any]) -> str:
-    """Return the text of a hit. With scores, the document is one level down."""
-    return str((hit.get("document", hit))["contents"])
 
 
 @functools.cache

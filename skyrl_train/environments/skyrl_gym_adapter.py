@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from skyrl_train.config.keys import did_you_mean
-from skyrl_train.environments.base import EnvironmentFactory, TextEnvironment
+from skyrl_train.environments.base import EnvironmentFactory
 from skyrl_train.errors import ConfigError
 
 
@@ -42,13 +42,12 @@ def skyrl_gym_environment(env_id: str, kwargs: Mapping[str, Any]) -> Environment
             f"skyrl-gym has no environment {env_id!r}.{did_you_mean(env_id, ids)} {len(ids)} are registered."
         )
 
-    def make(extras: Mapping[str, Any]) -> TextEnvironment:
-        import skyrl_gym
+    import skyrl_gym
 
-        made: TextEnvironment = skyrl_gym.make(env_id, env_config=OmegaConf.create(dict(kwargs)), extras=dict(extras))
-        return made
-
-    return EnvironmentFactory(f"skyrl_gym:{env_id}", make)
+    return EnvironmentFactory(
+        f"skyrl_gym:{env_id}",
+        lambda extras: skyrl_gym.make(env_id, env_config=OmegaConf.create(dict(kwargs)), extras=dict(extras)),
+    )
 
 
 def gym_class(name: str, cls: type[Any], kwargs: Mapping[str, Any]) -> EnvironmentFactory:

@@ -49,19 +49,12 @@ class _Trajectory:
     postprocessed_actions: int = 0
     environment_metrics: dict[str, Any] = field(default_factory=dict)
 
-    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+    def add(self, ids: Sequence[int], mask: int, logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        """Append sampled (``mask`` 1) or observed (0) tokens to the response, without reward."""
         self.response_ids += ids
-        self.loss_mask += [1] * len(ids)
+        self.loss_mask += [mask] * len(ids)
         self.logprobs += logprobs
         self.versions += versions
-        self.rewards += [0.0] * len(ids)
-        self.turns += 1
-
-    def add_observed(self, ids: Sequence[int]) -> None:
-        self.response_ids += ids
-        self.loss_mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
         self.rewards += [0.0] * len(ids)
 
 
@@ -142,15 +135,40 @@ class GymGenerator(GeneratorInterface):
             messages, _ = await episode.init(prompt)
             input_ids = self._renderer.render(messages)
             trajectory = _Trajectory(input_ids)
+            budget = self._token_budget(len(input_ids), sampling.max_tokens)
             # Training cannot use a shortened prompt, so a long one is an error instead of a truncation.
-            if not self._fits(len(input_ids)):
+            if budget < 1:
                 raise RolloutError(
                     f"Prompt {trajectory_id.instance_id!r} has {len(input_ids)} tokens, more than "
                     f"generator.max_input_length={self._config.max_input_length} or the engines' max_model_len allow. Raise "
                     "them or remove the prompt."
                 )
             while True:
-                sampled = await self._sample(trajectory, input_ids, trajectory_id, sampling, seed)
+                request = InferenceEngineInput(
+                    prompt_token_ids=[input_ids],
+                    sampling_params=replace(
+                        sampling,
+                        max_tokens=budget,
+                        min_tokens=min(sampling.min_tokens, budget),
+                        seed=sampling.seed if seed is None else derive_seed(seed, trajectory.turns),
+                    ),
+                    session_ids=[trajectory_id.to_string()],
+                    detokenize=False,  # decoded below, because the environment's text includes a matched stop string
+                )
+                # Tokens of observations have version -1.
+                sampled_versions = [version for version in trajectory.versions if version >= 0]
+                if sampled_versions:  # engines with priorities take the oldest trajectory first
+                    request["priority"] = min(sampled_versions)
+                output = await self._client.generate(request)
+                sampled = output["response_ids"][0]
+                # A turn without tokens would have no place for its reward.
+                if not sampled:
+                    raise EngineError(
+                        f"The engine sampled no token for {trajectory_id.to_string()!r}; it was asked for some."
+                    )
+                trajectory.add(sampled, 1, output["response_logprobs"][0], output["response_versions"][0])
+                trajectory.stop_reason = output["stop_reasons"][0]
+                trajectory.turns += 1
                 action = str(self._tokenizer.decode(sampled, skip_special_tokens=True))
                 step = await episode.step(action, trajectory.stop_reason)
                 # The last token of the response is the last token of this turn: observations are added only below.
@@ -160,56 +178,24 @@ class GymGenerator(GeneratorInterface):
                     break
                 # The next input begins with the very tokens that were sampled; text is never encoded again.
                 extended = self._renderer.extend(input_ids, sampled, step["observations"])
+                budget = self._token_budget(len(extended), sampling.max_tokens)
                 # The episode ends before the observation, so that the trajectory ends with a sampled token.
-                if not self._fits(len(extended)):
+                if budget < 1:
                     trajectory.stop_reason = StopReason.LENGTH
                     break
-                trajectory.add_observed(extended[len(input_ids) + len(sampled) :])
+                observed = extended[len(input_ids) + len(sampled) :]
+                trajectory.add(observed, 0, [0.0] * len(observed), [-1] * len(observed))
                 input_ids = extended
             trajectory.environment_metrics = await episode.get_metrics()
             return trajectory
 
-    async def _sample(
-        self,
-        trajectory: _Trajectory,
-        input_ids: list[int],
-        trajectory_id: TrajectoryID,
-        sampling: SamplingParams,
-        seed: int | None,
-    ) -> list[int]:
-        """Sample one turn after ``input_ids``, append it to the trajectory, and return its tokens."""
-        # The last turn before the end of the context gets a smaller budget, and min_tokens must not exceed it.
-        max_tokens = self._max_tokens(len(input_ids), sampling.max_tokens)
-        request = InferenceEngineInput(
-            prompt_token_ids=[input_ids],
-            sampling_params=replace(
-                sampling,
-                max_tokens=max_tokens,
-                min_tokens=min(sampling.min_tokens, max_tokens),
-                seed=sampling.seed if seed is None else derive_seed(seed, trajectory.turns),
-            ),
-            session_ids=[trajectory_id.to_string()],
-            detokenize=False,  # the caller decodes, because the environment's text includes a matched stop string
-        )
-        # Tokens of observations have version -1.
-        sampled_versions = [version for version in trajectory.versions if version >= 0]
-        if sampled_versions:  # engines with priorities take the oldest trajectory first
-            request["priority"] = min(sampled_versions)
-        output = await self._client.generate(request)
-        sampled = output["response_ids"][0]
-        # A turn without tokens would have no place for its reward.
-        if not sampled:
-            raise EngineError(f"The engine sampled no token for {trajectory_id.to_string()!r}; it was asked for some.")
-        trajectory.add_sampled(sampled, output["response_logprobs"][0], output["response_versions"][0])
-        trajectory.stop_reason = output["stop_reasons"][0]
-        return sampled
+    def _token_budget(self, input_length: int, max_tokens: int) -> int:
+        """Return how many tokens may be sampled after an input of this length; less than 1: the input is too long.
 
-    def _fits(self, input_length: int) -> bool:
-        """Return whether at least one token may be sampled after an input of this length."""
-        return input_length <= self._config.max_input_length and self._max_tokens(input_length, 1) >= 1
-
-    def _max_tokens(self, input_length: int, max_tokens: int) -> int:
-        """Return ``max_tokens``, or what the engines' context leaves of it."""
+        The last turn before the end of the context gets fewer than ``max_tokens``.
+        """
+        if input_length > self._config.max_input_length:
+            return 0
         max_model_len = self._config.inference_engine.max_model_len
         return max_tokens if max_model_len is None else min(max_tokens, max_model_len - input_length)
 

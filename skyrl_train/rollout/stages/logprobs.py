@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from skyrl_train.rollout.filters import has_signal
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.reference import TokensToScore
-from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
+from skyrl_train.types import RolloutGroup, Sample
 from skyrl_train.workers.executors import CallFailed, Executor
 
 # For each sequence of P + T tokens, a float tensor [P + T].
@@ -25,7 +25,7 @@ Forward = Callable[[Sequence[TrainingSequence]], Awaitable[list[torch.Tensor]]]
 Scores = Sequence[Sequence[float]]  # per sequence [T]; 0.0 where the loss mask is 0
 
 
-class ReferenceStage:
+class ReferenceStage(Stage):
     """Adds log-probs of the initial policy, computed by frozen copies of it in ``executor``.
 
     Args:
@@ -38,21 +38,15 @@ class ReferenceStage:
     def __init__(
         self, executor: Executor, *, max_parallel: int, needed: Callable[[RolloutGroup], bool] = lambda group: True
     ) -> None:
-        self._executor = executor
+        self.executor: Executor = executor
         self.max_parallel = max_parallel
         self._needed = needed
-
-    async def start(self) -> None:
-        await self._executor.start()
-
-    async def aclose(self) -> None:
-        await self._executor.aclose()
 
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
         if not self._needed(group):
             return group
         try:
-            scores: Scores = await self._executor.call(tokens_to_score(group))
+            scores: Scores = await self.executor.call(tokens_to_score(group))
         except CallFailed as failure:
             if isinstance(failure.error, TrainingWorkerError):  # keep the type: the run may restart after it
                 raise TrainingWorkerError(f"The reference log-probs cannot be computed: {failure.error}") from failure
@@ -60,27 +54,19 @@ class ReferenceStage:
         return with_scores(group, "reference_logprobs", scores)
 
 
-class _BackendStage:
-    """Adds scores of a model in the training backend, computed between two calls of the trainer. Needs no resources.
+class _BackendStage(Stage):
+    """Adds scores of a model in the training backend, computed between two calls of the trainer.
 
     Args:
         forward: computes a score for each token; see :data:`Forward`.
         needed: returns whether a group will be trained; other groups pass without scores.
     """
 
-    name: str
     field: str  # of a RolloutSequence
-    max_parallel = 1
 
     def __init__(self, forward: Forward, *, needed: Callable[[RolloutGroup], bool] = lambda group: True) -> None:
         self._forward = forward
         self._needed = needed
-
-    async def start(self) -> None:
-        return
-
-    async def aclose(self) -> None:
-        return
 
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
         if not self._needed(group):
@@ -169,11 +155,10 @@ def with_scores(group: RolloutGroup, field: str, scores: Scores) -> RolloutGroup
         raise StageError(
             f"The {field} of a group are not all finite numbers: the model that computes them has diverged."
         )
-    remaining = iter(scores)
-
-    def scored(sequence: RolloutSequence) -> RolloutSequence:
-        added: dict[str, Any] = {field: list(next(remaining))}
-        return replace(sequence, **added)
-
-    samples = tuple(Sample(tuple(scored(sequence) for sequence in sample.sequences)) for sample in group.samples)
+    added: Iterator[dict[str, Any]] = ({field: list(of_sequence)} for of_sequence in scores)
+    samples = tuple(
+        # The innermost loop takes the next scores, so they stay in the order of tokens_to_score().
+        Sample(tuple(replace(sequence, **next(added)) for sequence in sample.sequences))
+        for sample in group.samples
+    )
     return replace(group, samples=samples)

@@ -18,29 +18,35 @@ import asyncio
 import heapq
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import RolloutError, StageError, TrainingWorkerError
 from skyrl_train.observability.metrics import SlotTimeIntegral
 from skyrl_train.types import RolloutGroup
+from skyrl_train.workers.executors import Executor
 
 
-class Stage(Protocol):
-    """One processing step for every group. ``start`` is called before the first group."""
+class Stage(ABC):
+    """One processing step for every group. ``start`` is called before the first group.
 
-    @property
-    def name(self) -> str:
-        """Name in messages and metrics."""
+    Attributes:
+        name: in messages and metrics.
+        max_parallel: number of groups processed at once.
+        executor: runs the work of the stage, and lives as long as the stage; None: it needs no resources.
+    """
 
-    @property
-    def max_parallel(self) -> int:
-        """Number of groups processed at once."""
+    name: str
+    max_parallel: int = 1
+    executor: Executor | None = None
 
     async def start(self) -> None:
         """Start the resources of the stage; raises SkyRLError if it cannot."""
+        if self.executor is not None:
+            await self.executor.start()
 
+    @abstractmethod
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
         """Return the group with the additions of this stage. Must end soon after it is cancelled.
 
@@ -51,6 +57,8 @@ class Stage(Protocol):
 
     async def aclose(self) -> None:
         """Free the resources. Idempotent; may be called without ``start``."""
+        if self.executor is not None:
+            await self.executor.aclose()
 
 
 class PrioritySemaphore:

@@ -23,6 +23,7 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, StageError
 from skyrl_train.generators.validation import is_finite
+from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.workers.executors import CallFailed, Executor, Function, Work
 
@@ -93,8 +94,8 @@ def reward_work(path: str, kwargs: Mapping[str, Any]) -> Work:
     return Work(f"{__name__}:{load_reward_function.__name__}", {"path": path, "kwargs": dict(kwargs)})
 
 
-class RewardStage:
-    """Replaces the generator's rewards by the function's. Implements :class:`skyrl_train.rollout.stages.pipeline.Stage`.
+class RewardStage(Stage):
+    """Replaces the generator's rewards by the function's.
 
     A function that raises, hangs or ends its process is called again with the same samples; nothing is generated again. If
     that does not help, the rollout has failed. A function that returns anything but its rewards stops the run.
@@ -119,24 +120,18 @@ class RewardStage:
         timeout_s: float | None = None,
         on_failure: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
-        self._executor = executor
+        self.executor: Executor = executor
         self._decode = decode
         self.max_parallel = max_parallel
         self._attempts = attempts
         self._timeout_s = timeout_s
         self._on_failure = on_failure
 
-    async def start(self) -> None:
-        await self._executor.start()
-
-    async def aclose(self) -> None:
-        await self._executor.aclose()
-
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
         question = group_to_reward(record, group.samples, self._decode)
         for attempt in range(1, self._attempts + 1):
             try:
-                answer = await self._executor.call(question, self._timeout_s)
+                answer = await self.executor.call(question, self._timeout_s)
             except CallFailed as failure:
                 reason = f"its reward function failed: {failure.reason}"
                 self._on_failure(group.name, reason)
