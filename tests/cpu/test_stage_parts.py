@@ -284,8 +284,8 @@ def test_a_reference_of_several_workers_has_a_group_of_its_own(folder: str) -> N
     reference = ["rollout.stages.reference.executor=workers", "rollout.stages.reference.num_workers=3"]
     config = configured(*sharded, *reference, "trainer.algorithm.kl_loss_coef=0.1")
     (stage,) = build_stages(config, folder, decode, lambda group_index, reason: None)
-    assert isinstance(stage, ReferenceStage) and isinstance(stage._executor, WorkerPool)
-    (worker,) = stage._executor._workers
+    assert isinstance(stage, ReferenceStage) and isinstance(stage.executor, WorkerPool)
+    (worker,) = stage.executor._workers
     assert isinstance(worker, ThreadWorker)
     fsdp = worker._work.arguments["trainer"].fsdp
     assert (fsdp.num_workers, fsdp.shard_size, fsdp.ray_num_gpus) == (3, None, 0.0)
@@ -331,7 +331,7 @@ async def test_a_work_that_holds_something_lets_go_of_it_with_its_thread() -> No
 )
 def test_a_reward_function_has_a_fitting_place_by_default(folder: str, overrides: list[str], executor: type) -> None:
     (stage,) = build_stages(configured(*overrides), folder, decode, lambda group_index, reason: None)
-    assert isinstance(stage, RewardStage) and isinstance(stage._executor, executor)
+    assert isinstance(stage, RewardStage) and isinstance(stage.executor, executor)
 
 
 def test_a_function_that_blocks_is_refused_on_the_loop(folder: str) -> None:

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "design" / "walks.md").read_text()
 
 # The most calls and files that each walk may have.
 LIMITS = {
-    "A prompt, from admission to the engine": (14, 8),
+    "A prompt, from admission to the engine": (13, 8),
     "A chat request, from HTTP to the engine": (14, 8),
     "A weight update, from the trainer to vLLM": (20, 9),
 }
