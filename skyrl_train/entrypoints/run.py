@@ -135,7 +135,8 @@ def load_inputs(config: RunConfig) -> RunInputs:
         check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
     build_loader(dataset, config.data, config.trainer.seed)  # raises now if the sampler cannot work with this data
     # After the data is open: the number of steps follows from the number of prompts.
-    plan = resolve(config, dataset.num_prompts)
+    # The length of a stream is unknown until all rows are read.
+    plan = resolve(config, len(dataset) if isinstance(dataset, PromptDataset) else None)
     memory = memory_warnings(config, plan.memory, this_machine(gpus=derive.trains_on_gpus(config)))
     return RunInputs(config, dataset, evaluation_prompts, plan, memory)
 

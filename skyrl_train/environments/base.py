@@ -37,6 +37,7 @@ class PromptRecord:
 
 def _copied(value: Any) -> Any:
     """Copy lists and dicts at any depth; share everything else."""
+    # deepcopy() would also copy large values such as images.
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value

@@ -61,14 +61,12 @@ class Episode:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._abandon()
-            return
         try:
-            await self._call(self._close)
+            if error is None:
+                await self._call(self._close)
         finally:
-            if self._thread is not None:
-                self._thread.shutdown(wait=False)
+            # Needed also if the call above was cancelled before the thread took it. A second close does nothing.
+            self._abandon()
 
     async def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Return the messages that the policy sees first, and metadata. The environment gets copies of the messages."""
@@ -108,8 +106,9 @@ class Episode:
             ) from error
 
     def _close(self) -> None:
-        if self._environment is not None:  # None: make() failed
-            self._environment.close()
+        environment, self._environment = self._environment, None
+        if environment is not None:  # None: make() failed, or closed already
+            environment.close()
 
     def _abandon(self) -> None:
         """Close the environment without waiting for it."""

@@ -67,6 +67,7 @@ class SearchAnswer(Environment):
 
     def step(self, action: str) -> EnvironmentStep:
         self._turns_left -= 1
+        # The first tag counts: a policy may go on and invent the retriever's answer itself.
         found = _ACTION.search(action)
         kind, content = (found[1], found[2].strip()) if found else (None, "")
         if kind == "answer":
@@ -114,6 +115,7 @@ class SearchAnswer(Environment):
 @functools.cache
 def _client() -> httpx.Client:
     """Return the client of all episodes. It keeps connections open, and threads may share it."""
+    # Without the proxies of the environment: a retriever runs on this machine or next to it.
     return httpx.Client(trust_env=False)
 
 

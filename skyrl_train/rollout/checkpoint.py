@@ -41,6 +41,7 @@ def write_rollout_state(
     with (folder / RECORDINGS_FILE).open("wb") as file:
         for recording in replay_cache:
             file.write(to_line(recording) + b"\n")
+    # Indented, because people read this file.
     text = json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1)
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
@@ -61,6 +62,7 @@ def read_rollout_state(folder: Path) -> tuple[dict[str, Any], Iterator[RolloutGr
                 f"{folder} has format {state['format_version']}, but this version of skyrl_train reads formats up to "
                 f"{FORMAT_VERSION}; upgrade skyrl_train to resume from it"
             )
+        # Old formats are converted here, so that all other code knows one.
         if state["format_version"] < 3:
             state = _to_format_3(state)
     return state, _read_groups(folder)

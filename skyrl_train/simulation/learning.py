@@ -95,7 +95,7 @@ def learn(task: LearningTask, *overrides: str, edge: int = 0) -> LearningOutcome
         ]
         config = compose(task.recipe, [*settings, *task.settings, *overrides])
         dataset = load_dataset(config.data, config.environment)
-        plan = resolve(config, dataset.num_prompts)
+        plan = resolve(config, len(dataset))
         return run_in_virtual_time(lambda loop: _learn(task, config, plan, dataset, Path(folder), loop, edge))
 
 

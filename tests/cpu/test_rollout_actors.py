@@ -194,18 +194,18 @@ async def test_a_cancelled_call_is_cancelled_in_the_actor_and_in_the_engine_befo
             await calls[1]
         assert said.count("cleaned up") == 1
         await settle()
-        assert (len(remote.engine.running), actor.outstanding, actor.requests) == (2, 2, 2)
+        assert (len(remote.engine.running), actor.outstanding, len(actor.connection.running)) == (2, 2, 2)
         left = remote.begin("leave a stream")
         await remote.until_sampling(3)
         remote.engine.tick()
         assert await left == "left"
         await settle()
-        assert (len(remote.engine.running), actor.requests) == (2, 2)
+        assert (len(remote.engine.running), len(actor.connection.running)) == (2, 2)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await settle()
-        assert (remote.engine.running, actor.outstanding, actor.requests) == ([], 0, 0)
+        assert (remote.engine.running, actor.outstanding, len(actor.connection.running)) == ([], 0, 0)
 
 
 async def test_closing_ends_calls_and_requests() -> None:
@@ -332,7 +332,7 @@ async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(clust
         with pytest.raises(asyncio.CancelledError):
             await calls[0]
         await settle()
-        assert (len(remote.engine.running), actor.outstanding, actor.requests) == (1, 1, 1)
+        assert (len(remote.engine.running), actor.outstanding, len(actor.connection.running)) == (1, 1, 1)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RolloutActorError, match="rollout actor 0 is gone: its process has ended"):
             await asyncio.wait_for(calls[1], 30)

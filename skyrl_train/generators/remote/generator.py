@@ -37,6 +37,9 @@ class RolloutActor:
         setup: the host's generator, tokenizer and paths.
         state: returns the driver's state, which every batch of messages carries.
         on_lost: called when the actor has died, after its requests were cancelled and its calls have failed.
+
+    Attributes:
+        connection: to the current host; None before the first start.
     """
 
     def __init__(
@@ -54,22 +57,17 @@ class RolloutActor:
         self._client = client
         self._state = state
         self._on_lost = on_lost
-        self._connection: WorkerConnection | None = None
+        self.connection: WorkerConnection | None = None
 
     @property
     def alive(self) -> bool:
         """Whether it takes calls."""
-        return self._connection is not None and self._connection.gone is None
+        return self.connection is not None and self.connection.gone is None
 
     @property
     def outstanding(self) -> int:
         """Calls that have not ended."""
-        return 0 if self._connection is None else len(self._connection.pending)
-
-    @property
-    def requests(self) -> int:
-        """Requests of the actor that are being answered."""
-        return 0 if self._connection is None else len(self._connection.running)
+        return 0 if self.connection is None else len(self.connection.pending)
 
     async def start(self) -> None:
         """Bring a new actor up; returns when its generator takes calls.
@@ -88,7 +86,7 @@ class RolloutActor:
         )
         await connection.start(self._setup, timeout_s=START_LIMIT_S)
         # Only a connection that has started is kept: an actor without one counts as dead and gets no calls.
-        self._connection = connection
+        self.connection = connection
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Run ``input_batch`` in the actor. Cancelled, it waits until the actor has cleaned up.
@@ -97,7 +95,7 @@ class RolloutActor:
             RolloutActorError: the actor died meanwhile.
             SkyRLError: the generator's error, with its class and message.
         """
-        assert self._connection is not None, "started first"
+        assert self.connection is not None, "started first"
         # Pickled here and in the host, so that an object that cannot be pickled fails its call and not the connection.
         try:
             pickled = pickle.dumps(input_batch)
@@ -105,7 +103,7 @@ class RolloutActor:
             raise RolloutError(
                 f"the prompts cannot travel to an actor: {error}. Their fields must be plain data, or set rollout.num_actors=0."
             ) from error
-        answer = await self._connection.call_to_end("generate", pickled)
+        answer = await self.connection.call_to_end("generate", pickled)
         try:
             output: GeneratorOutput = pickle.loads(answer)
         except Exception as error:  # likewise
@@ -117,12 +115,12 @@ class RolloutActor:
 
     async def stop(self) -> None:
         """Close the generator and end the actor; calls that run fail. Idempotent."""
-        if self._connection is not None:
-            await self._connection.stop()
+        if self.connection is not None:
+            await self.connection.stop()
 
     def _lost(self) -> None:
-        assert self._connection is not None, "only a started actor can be lost"
-        logger.error("%s is gone: %s", self.name, self._connection.gone)
+        assert self.connection is not None, "only a started actor can be lost"
+        logger.error("%s is gone: %s", self.name, self.connection.gone)
         self._on_lost(self)
 
 

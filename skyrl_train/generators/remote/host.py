@@ -148,6 +148,7 @@ class ForwardingClient(RequestClient):
         return generation
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        # Closed with this generator, so that the driver's request ends when its reader leaves.
         async with aclosing(self._driver.stream("stream", request)) as chunks:
             async for chunk in chunks:
                 yield chunk

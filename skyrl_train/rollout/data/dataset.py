@@ -288,11 +288,6 @@ class PromptDataset(Sequence[PromptRecord]):
     def __len__(self) -> int:
         return len(self.records)
 
-    @property
-    def num_prompts(self) -> int:
-        """Prompts per epoch."""
-        return len(self.records)
-
     @overload
     def __getitem__(self, index: int) -> PromptRecord: ...
 

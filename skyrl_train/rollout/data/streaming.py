@@ -105,14 +105,11 @@ class StreamingPrompts(PromptSource):
     Uids from the files are not checked for uniqueness, which would need all of them in memory; group indices identify groups.
 
     Attributes:
-        num_prompts: None; unknown until all rows are read.
         checks: called with each row that is read, in another thread. :meth:`prepare` raises their errors.
 
     Raises:
         DataError: a file is missing or has an unknown format.
     """
-
-    num_prompts = None
 
     def __init__(self, paths: Iterable[Path], maker: RecordMaker, epochs: int) -> None:
         files = [open_rows(path) for path in paths]
