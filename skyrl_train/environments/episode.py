@@ -61,12 +61,18 @@ class Episode:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                await self._call(self._close)
-        finally:
-            # Needed also if the call above was cancelled before the thread took it. A second close does nothing.
+        if error is not None:
             self._abandon()
+            return
+        try:
+            await self._call(self._close)
+        except asyncio.CancelledError:
+            # Perhaps before the thread took the call. If not, this second close does nothing.
+            self._abandon()
+            raise
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
 
     async def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Return the messages that the policy sees first, and metadata. The environment gets copies of the messages."""
@@ -97,8 +103,7 @@ class Episode:
     def _run(self, function: Callable[[], T]) -> T:
         try:
             return function()
-        # The environment may run model output, whose exit() must not end the training run.
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit: model output that calls exit() must not end the training run
             if self._thread is None and isinstance(error, KeyboardInterrupt):
                 raise  # Ctrl-C, which only the main thread receives
             raise RolloutError(

@@ -61,20 +61,12 @@ class Sampler(ABC):
         """Restore :meth:`state_dict`."""
 
 
-class Permutations:
-    """Endless passes over ``length`` rows. Pass ``e`` is a permutation that depends only on ``(*key, e)``."""
-
-    def __init__(self, length: int, *key: int) -> None:
-        self._length = length
-        # Neighbouring group indices share a permutation, which takes long to compute for a large data set.
-        self._pass = functools.lru_cache(MAX_CACHED_EPOCHS)(
-            lambda number: np.random.default_rng((*key, number)).permutation(length)
-        )
-
-    def row(self, position: int) -> int:
-        """Return the row at a position of the endless sequence."""
-        number, place = divmod(position, self._length)
-        return int(self._pass(number)[place])
+def permutations(length: int, *key: int) -> Callable[[int], np.ndarray]:
+    """Return a function from ``e`` to a permutation of ``length`` rows, int64 [length], that depends only on ``(*key, e)``."""
+    # Neighbouring group indices share a permutation, which takes long to compute for a large data set.
+    return functools.lru_cache(MAX_CACHED_EPOCHS)(
+        lambda number: np.random.default_rng((*key, number)).permutation(length)
+    )
 
 
 class ShuffleSampler(Sampler):
@@ -85,10 +77,11 @@ class ShuffleSampler(Sampler):
 
     def __init__(self, dataset: PromptDataset, seed: int) -> None:
         super().__init__(dataset, seed)
-        self._permutations = Permutations(len(dataset), seed)
+        self._permutation = permutations(len(dataset), seed)
 
     def row(self, group_index: int) -> int:
-        return self._permutations.row(group_index)
+        epoch, place = divmod(group_index, len(self.dataset))
+        return int(self._permutation(epoch)[place])
 
 
 class SequentialSampler(Sampler):
@@ -128,7 +121,7 @@ class WeightedSampler(Sampler):
         # Sorted by name: the order of the settings does not change the stream.
         self._places = {source: m for source, m in sorted(_whole_ratio(weights).items()) if m}
         self._rows = [np.asarray(rows[source]) for source in self._places]
-        self._passes = [Permutations(len(own), seed, index) for index, own in enumerate(self._rows, start=1)]
+        self._passes = [permutations(len(own), seed, index) for index, own in enumerate(self._rows, start=1)]
         self._counts = np.asarray(list(self._places.values()))
         self._cycle = functools.lru_cache(MAX_CACHED_EPOCHS)(self._make_cycle)
 
@@ -142,7 +135,8 @@ class WeightedSampler(Sampler):
         source = int(sources[place])
         # Places of this source in earlier cycles, and before this place in the current one.
         own_place = cycle * int(self._counts[source]) + int(ranks[place])
-        return int(self._rows[source][self._passes[source].row(own_place)])
+        number, row = divmod(own_place, len(self._rows[source]))
+        return int(self._rows[source][self._passes[source](number)[row]])
 
     def _make_cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
         """Return for each place of a cycle its source and the number of earlier places of that source, both int64 [M]."""
