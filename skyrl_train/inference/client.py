@@ -48,9 +48,8 @@ from skyrl_train.inference.interface import (
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
 from skyrl_train.inference.openai.completions import CompletionRun
-from skyrl_train.inference.openai.dialect import ResponseContext
+from skyrl_train.inference.openai.dialect import ResponseContext, TokenTexts
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.tokens import TokenTexts
 from skyrl_train.inference.pool.engine_pool import EnginePool
 from skyrl_train.inference.pool.fleet import EngineState, FleetLimits
 from skyrl_train.inference.pool.supervisor import FleetSupervisor

@@ -8,8 +8,7 @@ from typing import Any
 
 from skyrl_train.endpoint.sessions import Session, TurnPlan
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference.chat.messages import AssistantMessage, ToolCall
-from skyrl_train.inference.chat.requests import ChatChoice
+from skyrl_train.inference.chat.requests import AssistantMessage, ChatChoice, ToolCall
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.requests import Generation
 

@@ -10,13 +10,12 @@ from chat_models import byte_tokenizer
 from dialect_answers import ANY_JSON, damaged
 from hypothesis import given
 from hypothesis import strategies as st
+from request_fields import field_table
 
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.openai import completions as openai_completions
-from skyrl_train.inference.openai.body import field_table
-from skyrl_train.inference.openai.dialect import ResponseContext
+from skyrl_train.inference.openai.dialect import ResponseContext, TokenTexts
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.tokens import TokenTexts
 from skyrl_train.inference.requests import Generation, GenerationChunk
 
 ASK: dict[str, Any] = {"model": "policy", "prompt": "hi"}

@@ -19,13 +19,13 @@ from dialect_answers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from request_fields import Support, field_table
 
 from skyrl_train.endpoint.dialects import responses as dialect
 from skyrl_train.endpoint.dialects.responses import ResponseHistory, parse_with_history
-from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
-from skyrl_train.inference.chat.requests import ChatChoice
+from skyrl_train.inference.chat.requests import AssistantMessage, ChatChoice, MessageDelta, ToolCall, ToolCallDelta
 from skyrl_train.inference.interface import StructuredOutput
-from skyrl_train.inference.openai.body import Support, body_schema, field_table
+from skyrl_train.inference.openai.body import body_schema
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 
 USER = {"role": "user", "content": "hi"}
@@ -284,9 +284,13 @@ def test_a_failure_inside_a_stream_ends_it_with_what_was_done() -> None:
 
 
 def test_earlier_messages_come_between_the_instructions_and_the_input() -> None:
-    call = parse(instructions="Be brief.", input="next").continuing([USER, AssistantMessage("yes").to_openai()])
+    history = ResponseHistory()
+    history.keep("resp_1", (USER, AssistantMessage("yes").to_openai()))
+    body = {**PLAIN, "instructions": "Be brief.", "input": "next", "previous_response_id": "resp_1"}
+    call = parse_with_history(body, history)
     assert [message["content"] for message in call.request.messages] == ["Be brief.", "hi", "yes", "next"]
-    kept = call.conversation(AssistantMessage("ok"))
+    call.response(result_of(choice_of(AssistantMessage("ok"))), context())
+    kept = history.conversation("resp_abc123")
     assert [message["content"] for message in kept] == ["hi", "yes", "next", "ok"]
 
 

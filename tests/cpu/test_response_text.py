@@ -160,7 +160,7 @@ def test_what_is_handed_out_is_the_text_before_the_first_stop_string(
 def test_the_pieces_of_a_message_show_the_text_of_the_response(response: tuple[str, list[int]]) -> None:
     name, token_ids = response
     known = [token_id for token_id in token_ids if token_id < len(vocabulary(name))]
-    reader = PieceReader(Vocabulary.of(vocabulary(name)), {THINK: Mark.THINK, "ab": Mark.THINK_END}, frozenset())
+    reader = PieceReader(Vocabulary(vocabulary(name)), {THINK: Mark.THINK, "ab": Mark.THINK_END}, frozenset())
     pieces = [piece for token_id in known for piece in reader.feed(token_id)] + reader.flush()
     text = text_of(vocabulary(name), known)
     assert sum(piece.shown for piece in pieces) == len(text)

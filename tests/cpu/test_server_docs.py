@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 from endpoint_worlds import ADMIN_KEY
+from request_fields import FieldNote, field_table
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.endpoint.dialects import anthropic, responses
 from skyrl_train.entrypoints import serve
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
-from skyrl_train.inference.openai.body import FieldNote, field_table
 from skyrl_train.models.tiny import build_model_folder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "http_endpoint.md").read_text()

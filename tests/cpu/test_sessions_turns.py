@@ -22,7 +22,7 @@ from session_worlds import (
 
 from skyrl_train.endpoint.sessions import Session, SessionLimits
 from skyrl_train.errors import EngineError, SessionError
-from skyrl_train.inference.chat.messages import ToolCall
+from skyrl_train.inference.chat.requests import ToolCall
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 

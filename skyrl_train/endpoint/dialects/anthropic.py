@@ -14,8 +14,14 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, Tag
 
-from skyrl_train.inference.chat.messages import AssistantMessage, ToolCall
-from skyrl_train.inference.chat.requests import ChatChoice, ChatEvent, ChatRequest, ChatResult
+from skyrl_train.inference.chat.requests import (
+    AssistantMessage,
+    ChatChoice,
+    ChatEvent,
+    ChatRequest,
+    ChatResult,
+    ToolCall,
+)
 from skyrl_train.inference.interface import SamplingParams, StructuredOutput
 from skyrl_train.inference.openai.body import (
     TEXT_OR_LIST,
@@ -29,9 +35,11 @@ from skyrl_train.inference.openai.body import (
     only,
     variants,
 )
-from skyrl_train.inference.openai.dialect import Frame, ResponseContext
+from skyrl_train.inference.openai.dialect import Frame, ResponseContext, training_data
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.sampling import SEED_NOTE, GenerationBody, TokenCount
+from skyrl_train.inference.openai.messages import function_tool
+from skyrl_train.inference.openai.sampling import SEED_NOTE, GenerationBody, TokenCount, template_arguments
+from skyrl_train.inference.requests import Generation
 
 # SDKs send a thinking block back only with a signature. Nothing is signed here: the block is compared with the sampled one.
 SIGNATURE = "unsigned"
@@ -109,7 +117,7 @@ class Message(RequestBody):
     content: Annotated[Annotated[str, Tag("=text")] | Annotated[list[Block], Tag("=list")], TEXT_OR_LIST]
 
 
-class Tool(RequestBody):
+class MessagesTool(RequestBody):
     """A tool that the caller runs."""
 
     type: Annotated[
@@ -184,7 +192,9 @@ class CountTokensBody(RequestBody):
         description="text, tool_use, tool_result and thinking blocks; the last message is not the assistant's"
     )
     system: TextOrBlocks | None = Field(None, description="text blocks are joined")
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(None, description="those with an input_schema")
+    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = Field(
+        None, description="those with an input_schema"
+    )
     tool_choice: (
         Annotated[
             Annotated[ToolChoiceAuto, Tag("=auto")] | Annotated[ToolChoiceNone, Tag("=none")],
@@ -220,23 +230,17 @@ class CountTokensBody(RequestBody):
             DialectError: a block that its role cannot have, or a last message of the assistant.
         """
         # Chat templates take effort and thinking as arguments; the client's own arguments come last and win.
-        template_kwargs: dict[str, Any] = {}
-        if self.output_config is not None and self.output_config.effort is not None:
-            template_kwargs["reasoning_effort"] = self.output_config.effort
+        effort = None if self.output_config is None else self.output_config.effort
+        thinking = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
-            template_kwargs["enable_thinking"] = self.thinking.type == "enabled"
-        tools = []
-        for tool in self.tools or ():
-            described = {} if tool.description is None else {"description": tool.description}
-            function = {"name": tool.name, **described, "parameters": tool.input_schema}
-            tools.append({"type": "function", "function": function})
+            thinking = {"enable_thinking": self.thinking.type == "enabled"}
         return ChatRequest(
             messages=tuple(chat_messages(self.system, self.messages)),
             params=params,
             max_tokens=max_tokens,
-            tools=tuple(tools),
+            tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()),
             tool_choice="auto" if self.tool_choice is None else self.tool_choice.type,
-            template_kwargs={**template_kwargs, **(self.chat_template_kwargs or {})},
+            template_kwargs=template_arguments(effort, {**thinking, **(self.chat_template_kwargs or {})}),
         )
 
 
@@ -439,10 +443,14 @@ class MessagesCall:
             **_head(self.model, context),
             "content": content_blocks(choice.message),
             **_ending(choice),
-            "usage": _usage(choice),
+            "usage": _usage(choice.generation),
         }
         if self.token_ids:
-            body["skyrl"] = {**_skyrl(choice), "reused_tokens": result.reused_tokens}
+            body["skyrl"] = {
+                "prompt_token_ids": result.prompt_token_ids,
+                **training_data(choice.generation),
+                "reused_tokens": result.reused_tokens,
+            }
         return body
 
     def stream(self, context: ResponseContext) -> MessagesStream:
@@ -485,8 +493,11 @@ class MessagesStream:
             self._arguments += call.arguments
         if event.choice is not None:
             # Usage and token ids are known only now, so message_delta carries them.
-            extension = {"skyrl": _skyrl(event.choice)} if self._token_ids else {}
-            ending, usage = _ending(event.choice), _usage(event.choice)
+            done = event.choice.generation
+            extension = {}
+            if self._token_ids:
+                extension = {"skyrl": {"prompt_token_ids": done.prompt_token_ids, **training_data(done)}}
+            ending, usage = _ending(event.choice), _usage(done)
             frames += [*self._stop(), _frame("message_delta", delta=ending, usage=usage, **extension)]
         return frames
 
@@ -539,19 +550,6 @@ def _ending(choice: ChatChoice) -> dict[str, Any]:
     return {"stop_reason": reason if sequence is None else "stop_sequence", "stop_sequence": sequence}
 
 
-def _usage(choice: ChatChoice) -> dict[str, int]:
-    generation = choice.generation
+def _usage(generation: Generation) -> dict[str, int]:
     tokens = {"input_tokens": len(generation.prompt_token_ids), "output_tokens": len(generation.token_ids)}
     return {**_NO_CACHE, **tokens}
-
-
-def _skyrl(choice: ChatChoice) -> dict[str, Any]:
-    generation = choice.generation
-    return {
-        "prompt_token_ids": generation.prompt_token_ids,
-        "token_ids": generation.token_ids,
-        "logprobs": generation.logprobs,
-        "versions": generation.versions,
-        "segments": generation.segments,
-        "restarts": generation.restarts,
-    }

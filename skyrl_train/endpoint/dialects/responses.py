@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from skyrl_train.endpoint.dialects.responses_output import ResponseBody, ResponsesStream, SampledTokens, output_items
-from skyrl_train.inference.chat.messages import AssistantMessage, ToolCall
-from skyrl_train.inference.chat.requests import ChatRequest, ChatResult
+from skyrl_train.endpoint.dialects.responses_output import ResponseBody, ResponsesStream, output_items
+from skyrl_train.inference.chat.requests import AssistantMessage, ChatRequest, ChatResult, ToolCall
 from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.inference.openai.body import (
     TEXT_OR_LIST,
@@ -36,13 +35,14 @@ from skyrl_train.inference.openai.body import (
 )
 from skyrl_train.inference.openai.dialect import ResponseContext
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.messages import ToolChoice
+from skyrl_train.inference.openai.messages import ToolChoice, function_tool
 from skyrl_train.inference.openai.sampling import (
     MAX_TOP_LOGPROBS,
     SEED_NOTE,
     GenerationBody,
     StopStrings,
     TokenCount,
+    template_arguments,
 )
 
 MAX_RESPONSES = 256  # stored per session; the oldest is dropped first
@@ -184,7 +184,7 @@ class PlainFormat(RequestBody):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(RequestBody):
+class JsonSchemaFormat(RequestBody):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
@@ -201,7 +201,7 @@ class TextSettings(RequestBody):
         Annotated[
             Annotated[PlainFormat, Tag("=text")]
             | Annotated[PlainFormat, Tag("=json_object")]
-            | Annotated[SchemaFormat, Tag("=json_schema")],
+            | Annotated[JsonSchemaFormat, Tag("=json_schema")],
             variants("type", "text, json_object or json_schema"),
         ]
         | None
@@ -315,25 +315,22 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         raise DialectError("stream_options is only allowed with stream: true.", "stream_options", "invalid_value")
     text_format = None if read.text is None else read.text.format
     structured = None
-    if isinstance(text_format, SchemaFormat):
+    if isinstance(text_format, JsonSchemaFormat):
         structured = StructuredOutput("json_schema", json.dumps(text_format.json_schema))
     elif text_format is not None and text_format.type == "json_object":
         structured = StructuredOutput("json_object")
     effort = None if read.reasoning is None else read.reasoning.effort
-    template_kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        template_kwargs["enable_thinking"] = False
-    tools = []
-    for tool in read.tools or ():
-        described = {} if tool.description is None else {"description": tool.description}
-        parameters = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
-        # strict is left out: no chat template knows it.
-        tools.append({"type": "function", "function": {"name": tool.name, **described, "parameters": parameters}})
+    # strict is left out: no chat template knows it.
+    no_parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    tools = [
+        function_tool(tool.name, tool.description, no_parameters if tool.parameters is None else tool.parameters)
+        for tool in read.tools or ()
+    ]
     # Responses have one choice per request, so n is never set.
     params = read.sampling_params(
         read.max_output_tokens,
         seed=read.seed,
-        stop=(read.stop,) if isinstance(read.stop, str) else tuple(read.stop or ()),
+        stop=tuple(read.stop or ()),
         top_logprobs=read.top_logprobs or 0,
         structured=structured,
     )
@@ -343,7 +340,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         max_tokens=read.max_output_tokens,
         tools=tuple(tools),
         tool_choice=read.tool_choice or "auto",
-        template_kwargs={**template_kwargs, **(read.chat_template_kwargs or {})},
+        template_kwargs=template_arguments(effort, read.chat_template_kwargs),
         logprobs=logprobs,
     )
     # The response repeats these fields of the request, with their defaults.
@@ -396,7 +393,12 @@ def parse_with_history(body: Mapping[str, Any], history: ResponseHistory | None)
             )
         return replace(call, store=False)
     if call.previous_response_id is not None:
-        call = call.continuing(history.conversation(call.previous_response_id))
+        # chat_messages() puts the instructions first, as one system message; the earlier messages follow them.
+        count = 1 if call.instructions else 0
+        messages = call.request.messages
+        earlier = history.conversation(call.previous_response_id)
+        request = replace(call.request, messages=(*messages[:count], *earlier, *messages[count:]))
+        call = replace(call, request=request)
     return replace(call, history=history) if call.store else call
 
 
@@ -474,7 +476,7 @@ class ResponsesCall:
 
     Args:
         token_ids: the client wants the ``skyrl`` object.
-        previous_response_id: the response that ``request`` continues; ``continuing`` inserts its messages.
+        previous_response_id: the response that ``request`` continues; :func:`parse_with_history` inserts its messages.
         store: a later request may continue this response.
         instructions: a system message that such a request does not see.
         echo: fields of the response that repeat the request.
@@ -491,37 +493,25 @@ class ResponsesCall:
     echo: Mapping[str, Any] = field(default_factory=dict)
     history: ResponseHistory | None = field(default=None, compare=False, repr=False)
 
-    def continuing(self, earlier: Sequence[Mapping[str, Any]]) -> ResponsesCall:
-        """Return the same call with earlier messages between its instructions and its own messages."""
-        # chat_messages() puts the instructions first, as one system message.
-        count = 1 if self.instructions else 0
-        messages = self.request.messages
-        return replace(self, request=replace(self.request, messages=(*messages[:count], *earlier, *messages[count:])))
-
-    def conversation(self, answer: AssistantMessage) -> Conversation:
-        """Return the messages that a request with ``previous_response_id`` continues: without the instructions."""
-        count = 1 if self.instructions else 0
-        return (*self.request.messages[count:], answer.to_openai())
-
     def response(self, result: ChatResult, context: ResponseContext) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
-        choice, sampled = result.choices[0], self._sampled(context)
-        if sampled is not None:
-            generation = choice.generation
-            # A stream adds tokens chunk by chunk; here all of them are known at once.
-            sampled.add(generation.token_ids, generation.logprobs, generation.top_logprobs)
-        output = output_items(choice, context.unique, sampled)
-        body = self._body(context).ended(choice, output, result.reused_tokens)
-        self._keep(choice.message, context)
-        return body
+        [choice] = result.choices
+        generation, entries = choice.generation, []
+        if self.request.logprobs:
+            entries = context.tokens.entries(generation.token_ids, generation.logprobs, generation.top_logprobs)
+        output = output_items(choice, context.unique, entries)
+        self._keep(context, choice.message)
+        return self._body(context).ended(choice, output, result.reused_tokens)
 
     def stream(self, context: ResponseContext) -> ResponsesStream:
         """Return the formatter of one streamed response."""
-        return ResponsesStream(self._body(context), self._sampled(context), partial(self._keep, context=context))
+        return ResponsesStream(self._body(context), self.request.logprobs, partial(self._keep, context))
 
-    def _keep(self, answer: AssistantMessage, context: ResponseContext) -> None:
+    def _keep(self, context: ResponseContext, answer: AssistantMessage) -> None:
+        """Store the conversation for ``previous_response_id``: without the instructions, which such a request does not see."""
         if self.history is not None:
-            self.history.keep(f"resp_{context.unique}", self.conversation(answer))
+            count = 1 if self.instructions else 0
+            self.history.keep(f"resp_{context.unique}", (*self.request.messages[count:], answer.to_openai()))
 
     def _body(self, context: ResponseContext) -> ResponseBody:
         echo = {
@@ -531,9 +521,6 @@ class ResponsesCall:
             "store": self.store,
         }
         return ResponseBody(self.model, echo, self.token_ids, context)
-
-    def _sampled(self, context: ResponseContext) -> SampledTokens | None:
-        return SampledTokens(context.tokens) if self.request.logprobs else None
 
 
 class ResponseHistory:

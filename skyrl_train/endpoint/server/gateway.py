@@ -23,8 +23,8 @@ from skyrl_train.endpoint.sessions.store import SessionStore
 from skyrl_train.inference.chat.requests import ChatRequest
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import RequestClient
+from skyrl_train.inference.openai.dialect import TokenTexts
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.tokens import TokenTexts
 from skyrl_train.inference.pool.fleet import EngineState
 from skyrl_train.inference.text_length import check_counts
 from skyrl_train.runtime.concurrency import Signal

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl_train.endpoint.dialects import anthropic, responses
+from skyrl_train.endpoint.dialects.responses_output import ResponsesStream
 from skyrl_train.endpoint.server.connection import DisconnectWatcher
 from skyrl_train.endpoint.server.errors import ClientGoneError, ErrorBody, as_dialect_error, error_response
 from skyrl_train.endpoint.server.gateway import Gateway, gateway_of
@@ -30,9 +31,12 @@ from skyrl_train.endpoint.sessions.session import Session
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
 from skyrl_train.inference.openai.completions import CompletionCall, CompletionRun, CompletionStream
-from skyrl_train.inference.openai.dialect import ChatCall, ChatStream, Frame, ResponseContext
+from skyrl_train.inference.openai.dialect import Frame, ResponseContext
 from skyrl_train.inference.openai.errors import openai_error
 from skyrl_train.inference.requests import Generation
+
+ChatCall = openai_chat.ChatCompletionCall | responses.ResponsesCall | anthropic.MessagesCall
+ChatStream = openai_chat.ChatCompletionStream | ResponsesStream | anthropic.MessagesStream
 
 router = APIRouter()
 

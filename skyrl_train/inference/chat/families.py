@@ -91,15 +91,11 @@ def find_family(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> Family
     folder = Path(name_or_path)
     if folder.is_dir():
         return _family_of_folder(tokenizer, folder)
-    name = _listed(name_or_path)
-    return None if name is None else Family(name, tokenizer)
-
-
-def _listed(hub_name: str) -> str | None:
+    # Imported late: it takes seconds, and a folder of another architecture never needs it.
     from renderers.base import MODEL_RENDERER_MAP
 
-    name: str | None = MODEL_RENDERER_MAP.get(hub_name)
-    return name
+    name = MODEL_RENDERER_MAP.get(name_or_path)
+    return None if name is None else Family(name, tokenizer)
 
 
 def _family_of_folder(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Family | None:

@@ -8,17 +8,16 @@ artificial vocabulary, so that they also read formats whose marks have no token.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.chat.pieces import Mark, Piece
 
 if TYPE_CHECKING:
-    from renderers.base import ParsedResponse, ParsedToolCall
+    from renderers.base import ParsedToolCall
 
-T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]]
 
 # Raised by text with numbers of thousands of digits, NaN, endless nesting, or by odd tool schemas.
@@ -55,12 +54,6 @@ class _BlockVocabulary:
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(character) for character in text]
 
-    def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
-        ids: list[int] = []
-        for piece in pieces:
-            ids += self.encode(piece.text) if piece.mark is None else [self.ids[piece.text]]
-        return ids
-
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(self._texts[index] if index >= self._FIRST else chr(index) for index in ids)
 
@@ -68,32 +61,37 @@ class _BlockVocabulary:
         return self.ids.get(token)
 
 
-_Reader = Callable[[_BlockVocabulary, list[int], "list[Any] | None"], "ParsedResponse"]
-
-
 @dataclass(frozen=True)
 class ToolFormat:
     """A format of tool calls.
 
-    ``marks`` (opening, closing) enclose a block; without them a response that is one JSON object is the block.
+    Args:
+        function: the function of ``renderers.parsing`` that reads a block.
+        marks: each mark by the function's parameter for its id. The first opens a block, the second closes it, the others
+            separate its parts. Without marks, a response that is one JSON object is the block.
+        typed: the function takes the tools too, because their schemas tell the types of arguments that are written as text.
     """
 
-    read: _Reader
-    marks: tuple[str, str] | None
-    inner: tuple[str, ...] = ()
-
-    def all_marks(self) -> dict[str, Mark]:
-        """Return the text of each mark with its meaning."""
-        enclosing = {} if self.marks is None else {self.marks[0]: Mark.TOOL, self.marks[1]: Mark.TOOL_END}
-        return {**enclosing, **dict.fromkeys(self.inner, Mark.INNER)}
+    function: str
+    marks: Mapping[str, str]
+    typed: bool = False
 
     def parse(self, pieces: Sequence[Piece], tools: Tools) -> Block:
         """Parse a block, including its marks."""
-        # The library's parsers ask for the ids of reasoning marks even where a block has none.
-        vocabulary = _BlockVocabulary([*(self.marks or ()), *self.inner, "<think>", "</think>"])
-        ids = vocabulary.encode_pieces(pieces)
+        import renderers.parsing
+
+        read = getattr(renderers.parsing, self.function)
+        # The functions for typed formats ask for the ids of reasoning marks, although a block has none.
+        marks = {**self.marks, "think_id": "<think>", "think_end_id": "</think>"} if self.typed else self.marks
+        vocabulary = _BlockVocabulary(tuple(marks.values()))
+        options: dict[str, Any] = {parameter: vocabulary.ids[mark] for parameter, mark in marks.items()}
+        if self.typed:
+            options["tools"] = [dict(tool) for tool in tools] or None
+        ids: list[int] = []
+        for piece in pieces:
+            ids += vocabulary.encode(piece.text) if piece.mark is None else [vocabulary.ids[piece.text]]
         try:
-            return block_of(self.read(vocabulary, ids, [dict(tool) for tool in tools] or None).tool_calls)
+            return block_of(read(vocabulary, ids, stop_ids=set(), **options).tool_calls)
         except _PARSE_ERRORS:
             return Block((), ("".join(piece.text for piece in pieces),))
 
@@ -102,157 +100,71 @@ def block_of(attempts: Sequence[ParsedToolCall]) -> Block:
     """Separate calls from failed attempts. A call needs a name, and an object as arguments."""
     calls, malformed = [], []
     for attempt in attempts:
-        call = _call(attempt)
-        if call is None:
+        try:
+            calls.append(_call(attempt))
+        except _PARSE_ERRORS:
             malformed.append(attempt.raw)
-        else:
-            calls.append(call)
     return Block(tuple(calls), tuple(malformed))
 
 
-def _call(attempt: ParsedToolCall) -> CallText | None:
+def _call(attempt: ParsedToolCall) -> CallText:
     # The library also reports "invalid_json" for a text parameter that is not JSON; then the arguments are an object.
     if attempt.status not in ("ok", "invalid_json") or not isinstance(attempt.name, str) or not attempt.name:
-        return None
-    try:
-        attempt.name.encode()
-        arguments = json.loads(attempt.arguments) if isinstance(attempt.arguments, str) else attempt.arguments
-        if not isinstance(arguments, dict):
-            return None
-        return CallText(attempt.name, _json_text(arguments), attempt.id)
-    except _PARSE_ERRORS:
-        return None
-
-
-def _json_text(arguments: dict[str, Any]) -> str:
+        raise ValueError("no call")
+    attempt.name.encode()  # raises for half of a surrogate pair, which no response body can hold
+    arguments = json.loads(attempt.arguments) if isinstance(attempt.arguments, str) else attempt.arguments
+    if not isinstance(arguments, dict):
+        raise ValueError("no object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair: JSON can express it, UTF-8 cannot
-        return json.dumps(arguments)
-    return text
+        text = json.dumps(arguments)
+    return CallText(attempt.name, text, attempt.id)
 
 
-def _read_qwen3(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_qwen3
-
-    return parse_qwen3(
-        v, ids, stop_ids=set(), tool_call_id=v.ids["<tool_call>"], tool_call_end_id=v.ids["</tool_call>"]
-    )
-
-
-def _read_qwen35(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_qwen35
-
-    return parse_qwen35(v, ids, stop_ids=set(), tools=tools, **_think_and_tool_ids(v, "<tool_call>", "</tool_call>"))
-
-
-def _read_glm(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_glm
-
-    return parse_glm(
-        v,
-        ids,
-        stop_ids=set(),
-        tools=tools,
-        arg_key_id=v.ids["<arg_key>"],
-        arg_key_end_id=v.ids["</arg_key>"],
-        arg_value_id=v.ids["<arg_value>"],
-        arg_value_end_id=v.ids["</arg_value>"],
-        **_think_and_tool_ids(v, "<tool_call>", "</tool_call>"),
-    )
-
-
-def _read_laguna(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_laguna_xs2
-
-    marks = _think_and_tool_ids(v, "<tool_call>", "</tool_call>")
-    return parse_laguna_xs2(v, ids, stop_ids=set(), tools=tools, **marks)
-
-
-def _read_minimax(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_minimax
-
-    marks = _think_and_tool_ids(v, "<minimax:tool_call>", "</minimax:tool_call>")
-    return parse_minimax(v, ids, stop_ids=set(), tools=tools, **marks)
-
-
-def _think_and_tool_ids(v: _BlockVocabulary, opening: str, closing: str) -> dict[str, int]:
-    return {
-        "think_id": v.ids["<think>"],
-        "think_end_id": v.ids["</think>"],
-        "tool_call_id": v.ids[opening],
-        "tool_call_end_id": v.ids[closing],
-    }
-
-
-_DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-)
-
-
-def _read_deepseek(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_deepseek_v3
-
-    begin, end, call_begin, call_end, separator = (v.ids[mark] for mark in _DEEPSEEK)
-    return parse_deepseek_v3(
-        v,
-        ids,
-        stop_ids=set(),
-        tool_calls_begin_id=begin,
-        tool_calls_end_id=end,
-        tool_call_begin_id=call_begin,
-        tool_call_end_id=call_end,
-        tool_sep_id=separator,
-    )
-
-
-_KIMI = (
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-)
-
-
-def _read_kimi(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_kimi_k2
-
-    begin, end, call_begin, argument_begin, call_end = (v.ids[mark] for mark in _KIMI)
-    return parse_kimi_k2(
-        v,
-        ids,
-        stop_ids=set(),
-        tool_calls_section_begin_id=begin,
-        tool_calls_section_end_id=end,
-        tool_call_begin_id=call_begin,
-        tool_call_argument_begin_id=argument_begin,
-        tool_call_end_id=call_end,
-    )
-
-
-def _read_llama3(v: _BlockVocabulary, ids: list[int], tools: list[Any] | None) -> ParsedResponse:
-    from renderers.parsing import parse_llama_3
-
-    return parse_llama_3(v, ids, stop_ids=set())
-
-
-_TOOL_CALL = ("<tool_call>", "</tool_call>")
-_ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_TOOL_CALL = {"tool_call_id": "<tool_call>", "tool_call_end_id": "</tool_call>"}
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "qwen3": ToolFormat(_read_qwen3, _TOOL_CALL),  # JSON, as Hermes writes it
-    "qwen3.5": ToolFormat(_read_qwen35, _TOOL_CALL),  # <function=name><parameter=key>value
-    "glm": ToolFormat(_read_glm, _TOOL_CALL, _ARGUMENTS),
-    "laguna": ToolFormat(_read_laguna, _TOOL_CALL),
-    "minimax": ToolFormat(_read_minimax, ("<minimax:tool_call>", "</minimax:tool_call>")),
-    "deepseek-v3": ToolFormat(_read_deepseek, _DEEPSEEK[:2], _DEEPSEEK[2:]),
-    "kimi-k2": ToolFormat(_read_kimi, _KIMI[:2], _KIMI[2:]),
-    "llama-3": ToolFormat(_read_llama3, None),  # the whole response is one JSON object
+    "qwen3": ToolFormat("parse_qwen3", _TOOL_CALL),  # JSON, as Hermes writes it
+    "qwen3.5": ToolFormat("parse_qwen35", _TOOL_CALL, typed=True),  # <function=name><parameter=key>value
+    "glm": ToolFormat(
+        "parse_glm",
+        {
+            **_TOOL_CALL,
+            "arg_key_id": "<arg_key>",
+            "arg_key_end_id": "</arg_key>",
+            "arg_value_id": "<arg_value>",
+            "arg_value_end_id": "</arg_value>",
+        },
+        typed=True,
+    ),
+    "laguna": ToolFormat("parse_laguna_xs2", _TOOL_CALL, typed=True),
+    "minimax": ToolFormat(
+        "parse_minimax",
+        {"tool_call_id": "<minimax:tool_call>", "tool_call_end_id": "</minimax:tool_call>"},
+        typed=True,
+    ),
+    "deepseek-v3": ToolFormat(
+        "parse_deepseek_v3",
+        {
+            "tool_calls_begin_id": "<｜tool▁calls▁begin｜>",
+            "tool_calls_end_id": "<｜tool▁calls▁end｜>",
+            "tool_call_begin_id": "<｜tool▁call▁begin｜>",
+            "tool_call_end_id": "<｜tool▁call▁end｜>",
+            "tool_sep_id": "<｜tool▁sep｜>",
+        },
+    ),
+    "kimi-k2": ToolFormat(
+        "parse_kimi_k2",
+        {
+            "tool_calls_section_begin_id": "<|tool_calls_section_begin|>",
+            "tool_calls_section_end_id": "<|tool_calls_section_end|>",
+            "tool_call_begin_id": "<|tool_call_begin|>",
+            "tool_call_argument_begin_id": "<|tool_call_argument_begin|>",
+            "tool_call_end_id": "<|tool_call_end|>",
+        },
+    ),
+    "llama-3": ToolFormat("parse_llama_3", {}),  # the whole response is one JSON object
 }
 REASONING_MARKS: dict[str, tuple[str, str]] = {"think": ("<think>", "</think>")}
 
@@ -274,8 +186,8 @@ _HINTS = (
     ("<function=", "qwen3.5"),
     ("<minimax:tool_call>", "minimax"),
     ("<tool_call>", "qwen3"),
-    (_DEEPSEEK[0], "deepseek-v3"),
-    (_KIMI[0], "kimi-k2"),
+    ("<｜tool▁calls▁begin｜>", "deepseek-v3"),
+    ("<|tool_calls_section_begin|>", "kimi-k2"),
     ("<|python_tag|>", "llama-3"),
     ("<|start_header_id|>", "llama-3"),
 )
@@ -290,18 +202,23 @@ class MessageFormat:
 
     def marks(self, *, with_tools: bool) -> dict[str, Mark]:
         """Return the text of each mark with its meaning."""
-        thinking = {} if self.reasoning is None else {self.reasoning[0]: Mark.THINK, self.reasoning[1]: Mark.THINK_END}
-        return {**thinking, **(self.tools.all_marks() if with_tools and self.tools is not None else {})}
+        marks: dict[str, Mark] = {}
+        if self.reasoning is not None:
+            marks = {self.reasoning[0]: Mark.THINK, self.reasoning[1]: Mark.THINK_END}
+        if with_tools and self.tools is not None:
+            # The order of a format's marks tells their meaning.
+            for position, mark in enumerate(self.tools.marks.values()):
+                marks[mark] = (Mark.TOOL, Mark.TOOL_END, Mark.INNER)[min(position, 2)]
+        return marks
 
 
-def guess_tool_format(hints: str) -> str:
-    """Return the format that template and added tokens indicate; JSON in ``<tool_call>`` without any indication."""
-    return next((name for hint, name in _HINTS if hint in hints), "qwen3")
+def guess_formats(hints: str) -> tuple[str, str]:
+    """Return the names of the tool format and the reasoning format that template and added tokens indicate.
 
-
-def guess_reasoning(hints: str) -> str:
-    """Return ``"think"`` if template or vocabulary contain the mark, else ``"none"``: then such tags are plain content."""
-    return next((name for name, (opening, _) in REASONING_MARKS.items() if opening in hints), "none")
+    Without any indication: JSON in ``<tool_call>``, and no reasoning, so that such tags are plain content.
+    """
+    tools = next((name for hint, name in _HINTS if hint in hints), "qwen3")
+    return tools, next((name for name, (opening, _) in REASONING_MARKS.items() if opening in hints), "none")
 
 
 def message_format(tool_parser: str, reasoning_parser: str) -> MessageFormat:
@@ -310,13 +227,10 @@ def message_format(tool_parser: str, reasoning_parser: str) -> MessageFormat:
     Raises:
         ConfigError: a name is unknown.
     """
-    return MessageFormat(
-        _named("generator.chat.tool_parser", tool_parser, TOOL_FORMATS),
-        _named("generator.chat.reasoning_parser", reasoning_parser, REASONING_MARKS),
-    )
-
-
-def _named(setting: str, name: str, known: Mapping[str, T]) -> T | None:
-    if name != "none" and name not in known:
-        raise ConfigError(f"{setting} {name!r} is unknown; use one of: {', '.join([*known, 'none'])}.")
-    return known.get(name)
+    for setting, name, known in (
+        ("generator.chat.tool_parser", tool_parser, TOOL_FORMATS),
+        ("generator.chat.reasoning_parser", reasoning_parser, REASONING_MARKS),
+    ):
+        if name != "none" and name not in known:
+            raise ConfigError(f"{setting} {name!r} is unknown; use one of: {', '.join([*known, 'none'])}.")
+    return MessageFormat(TOOL_FORMATS.get(tool_parser), REASONING_MARKS.get(reasoning_parser))

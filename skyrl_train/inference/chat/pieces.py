@@ -12,7 +12,7 @@ Tokens are decoded one at a time, so that the pieces do not depend on how tokens
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -46,23 +46,14 @@ class Piece:
     special: bool = False
 
 
-@dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer with its ``added`` tokens (id to text) and the ids of the ``special`` ones."""
 
-    tokenizer: PreTrainedTokenizerBase
-    added: Mapping[int, str]
-    special: frozenset[int]
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-        """Build it from a tokenizer."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        return cls(
-            tokenizer,
-            {index: token.content for index, token in added.items()},
-            frozenset(index for index, token in added.items() if token.special),
-        )
+        self.tokenizer = tokenizer
+        self.added: Mapping[int, str] = {index: token.content for index, token in added.items()}
+        self.special = frozenset(index for index, token in added.items() if token.special)
 
 
 class PieceReader:
@@ -76,10 +67,15 @@ class PieceReader:
     def __init__(self, vocabulary: Vocabulary, marks: Mapping[str, Mark], silent: frozenset[int]) -> None:
         self._vocabulary = vocabulary
         self._decoder = IncrementalText(vocabulary.tokenizer)
+        self._marks = marks
         self._atomic = {index: marks[text] for index, text in vocabulary.added.items() if text in marks}
-        atomic_texts = {vocabulary.added[index] for index in self._atomic}
-        self._finder = _MarkFinder({text: mark for text, mark in marks.items() if text not in atomic_texts})
         self._silent = silent
+        # Marks without a token of their own, which are looked for in the text. Longest first: one may begin with another.
+        spelt = set(marks) - {vocabulary.added[index] for index in self._atomic}
+        self._spelt = sorted(spelt, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._spelt)))
+        self._first_letters = {mark[0] for mark in spelt}
+        self._held = ""  # text that may begin a mark
 
     def feed(self, token_id: int) -> list[Piece]:
         """Return the pieces that ``token_id`` completes."""
@@ -88,57 +84,37 @@ class PieceReader:
         mark = self._atomic.get(token_id)
         special = token_id in self._vocabulary.special
         if mark is None and not special:
-            return self._plain(self._decoder.feed(token_id))
+            return self._split(self._decoder.feed(token_id))
         pieces = self.flush()
         shown = len(self._decoder.feed(token_id))
         return [*pieces, Piece(self._vocabulary.added[token_id], shown, mark, special=mark is None)]
 
     def flush(self) -> list[Piece]:
         """Return text that was held back, as plain text."""
-        return [*self._plain(self._decoder.flush()), *self._finder.flush()]
-
-    def _plain(self, text: str) -> list[Piece]:
-        return self._finder.feed(text) if text else []
-
-
-class _MarkFinder:
-    """Splits text at marks that have no token in the vocabulary."""
-
-    def __init__(self, marks: Mapping[str, Mark]) -> None:
-        self._marks = marks
-        longest_first = sorted(marks, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._first = {mark[0] for mark in marks}
-        self._longest = max(map(len, marks), default=0)
-        self._held = ""
-
-    def feed(self, text: str) -> list[Piece]:
-        if not self._marks:
-            return [Piece(text, len(text))]
-        return list(self._split(self._held + text))
-
-    def _split(self, text: str) -> Iterator[Piece]:
-        start = 0
-        for match in self._pattern.finditer(text):
-            yield from _plain(text[start : match.start()])
-            yield Piece(match.group(), len(match.group()), self._marks[match.group()])
-            start = match.end()
-        end = len(text) - self._partial(text[start:])
-        yield from _plain(text[start:end])
-        self._held = text[end:]
-
-    def _partial(self, text: str) -> int:
-        """Return the length of the longest suffix of ``text`` that begins a mark."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if text[-size] in self._first and any(mark.startswith(text[-size:]) for mark in self._marks):
-                return size
-        return 0
-
-    def flush(self) -> list[Piece]:
+        pieces = self._split(self._decoder.flush())
         held, self._held = self._held, ""
-        return list(_plain(held))
+        return [*pieces, Piece(held, len(held))] if held else pieces
 
-
-def _plain(text: str) -> Iterator[Piece]:
-    if text:
-        yield Piece(text, len(text))
+    def _split(self, text: str) -> list[Piece]:
+        """Split text at the marks that it spells; hold back an end that may begin a mark."""
+        if not text:
+            return []
+        if not self._spelt:
+            return [Piece(text, len(text))]
+        text = self._held + text
+        pieces, start = [], 0
+        for match in self._pattern.finditer(text):
+            before, found = text[start : match.start()], match.group()
+            pieces += [Piece(before, len(before)), Piece(found, len(found), self._marks[found])]
+            start = match.end()
+        rest = text[start:]
+        held = 0
+        for size in range(min(len(self._spelt[0]) - 1, len(rest)), 0, -1):
+            # The first letter alone rules out most suffixes.
+            if rest[-size] in self._first_letters and any(mark.startswith(rest[-size:]) for mark in self._spelt):
+                held = size
+                break
+        certain = rest[: len(rest) - held]
+        self._held = rest[len(rest) - held :]
+        pieces.append(Piece(certain, len(certain)))
+        return [piece for piece in pieces if piece.text]

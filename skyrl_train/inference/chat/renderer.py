@@ -21,18 +21,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.chat.conversation import normalize_messages
-from skyrl_train.inference.chat.families import Family, find_family
+from skyrl_train.inference.chat.families import find_family
 from skyrl_train.inference.chat.formats import (
     FAMILY_TOOL_FORMATS,
     MessageFormat,
-    guess_reasoning,
-    guess_tool_format,
+    guess_formats,
     message_format,
 )
-from skyrl_train.inference.chat.messages import AssistantMessage
-from skyrl_train.inference.chat.parsing import CallNames, MessageBuilder, ResponseParser, StreamParser, WholeParser
+from skyrl_train.inference.chat.parsing import MessageBuilder, ResponseParser, StreamParser, WholeParser
 from skyrl_train.inference.chat.pieces import PieceReader, Vocabulary
-from skyrl_train.inference.response_text import text_of
+from skyrl_train.inference.chat.requests import AssistantMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,11 +83,12 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._name = model_name_or_path
         self._family = find_family(tokenizer, model_name_or_path)
-        self._template = _template_text(tokenizer)
+        template = tokenizer.chat_template  # several named ones, in some tokenizers
+        self._template = "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
         self._parsers = (tool_parser, reasoning_parser)
         message_format(tool_parser or "none", reasoning_parser or "none")  # reject unknown names early
         self._render = _cached(self._render_json)
-        self._closing = _cached(self._closing_json)
+        self._closing = _cached(self._render_closing)
         self._warned_of_tools = False
 
     # Messages to tokens -------------------------------------------------------------------------------------------
@@ -115,9 +114,16 @@ class ChatRenderer:
     def _render_json(self, key: str) -> array[int]:
         messages, tools, template_kwargs = json.loads(key)
         if self._family is not None:
-            ids = self._render_as_family(self._family, messages, tools, template_kwargs)
+            renderer = self._family.renderer(template_kwargs)
+            try:
+                ids = list(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
+            except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
+                raise ConfigError(
+                    f"The chat format {self._family.name!r} of {self._name!r} refuses a conversation of "
+                    f"{_roles(messages)}: {error}"
+                ) from error
         elif self._template:
-            ids = self._encode(self._apply(messages, tools, template_kwargs, add_generation_prompt=True))
+            ids = self.encode(self._apply(messages, tools, template_kwargs, add_generation_prompt=True))
         else:
             ids = list(self._tokenizer(_contents(messages), add_special_tokens=True)["input_ids"])
             if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id:
@@ -125,17 +131,6 @@ class ChatRenderer:
         if not ids:
             raise ConfigError(f"The conversation {messages!r:.200} has no tokens; a prompt must not be empty.")
         return array("i", ids)
-
-    def _render_as_family(
-        self, family: Family, messages: list[Any], tools: list[Any], template_kwargs: dict[str, Any]
-    ) -> list[int]:
-        renderer = family.renderer(template_kwargs)
-        try:
-            return list(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
-            raise ConfigError(
-                f"The chat format {family.name!r} of {self._name!r} refuses a conversation of {_roles(messages)}: {error}"
-            ) from error
 
     def extend(
         self,
@@ -175,9 +170,18 @@ class ChatRenderer:
         # The response may have sampled the beginning of what closes its turn (its end token, usually): do not repeat it.
         following = self._encode_after_answer(self._after_answer(new, tools, arguments, add_generation_prompt=True))
         closing = self._closing(_json([list(tools), arguments]))
-        return previous + following[_overlap(response_ids, closing) :]
+        repeated = next(
+            (
+                length
+                for length in range(min(len(closing), len(response_ids)), 0, -1)
+                if list(response_ids[-length:]) == closing[:length]
+            ),
+            0,
+        )
+        return previous + following[repeated:]
 
-    def _closing_json(self, key: str) -> list[int]:
+    def _render_closing(self, key: str) -> list[int]:
+        """Return the tokens that end the assistant's turn."""
         tools, arguments = json.loads(key)
         return self._encode_after_answer(self._after_answer((), tools, arguments, add_generation_prompt=False))
 
@@ -200,7 +204,9 @@ class ChatRenderer:
     ) -> str:
         from jinja2 import TemplateError
 
-        self._warn_of_tools(tools)
+        if tools and "tools" not in self._template and not self._warned_of_tools:
+            self._warned_of_tools = True
+            logger.warning("The chat template of %r does not show tools to the model.", self._name)
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -214,11 +220,6 @@ class ChatRenderer:
                 f"The chat template of {self._name!r} refuses a conversation of {_roles(messages)}: {error}"
             ) from error
         return str(text)
-
-    def _warn_of_tools(self, tools: Messages) -> None:
-        if tools and "tools" not in self._template and not self._warned_of_tools:
-            self._warned_of_tools = True
-            logger.warning("The chat template of %r does not show tools to the model.", self._name)
 
     def normalize(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages as they are rendered: contents as text, tool-call arguments as objects, known roles.
@@ -244,21 +245,18 @@ class ChatRenderer:
     def retokenise(self, token_ids: Sequence[int]) -> list[int]:
         """Decode and encode ``token_ids``. The result differs if the model split the text differently than the tokenizer."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return self._encode(str(text))
+        return self.encode(str(text))
 
-    def count(self, text: str) -> int:
-        """Return the number of tokens of ``text``."""
-        return len(self._encode(text))
-
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text`` without any that the tokenizer would add around it."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode_after_answer(self, text: str) -> list[int]:
         """Encode ``text`` as a continuation: some tokenizers put a space before the first word of a text."""
         if not text:
             return []
-        answer, both = self._encode(_ANSWER), self._encode(_ANSWER + text)
-        return both[len(answer) :] if both[: len(answer)] == answer else self._encode(text)
+        answer, both = self.encode(_ANSWER), self.encode(_ANSWER + text)
+        return both[len(answer) :] if both[: len(answer)] == answer else self.encode(text)
 
     # Tokens to messages -------------------------------------------------------------------------------------------
 
@@ -272,13 +270,16 @@ class ChatRenderer:
 
     def parser(self, prompt_token_ids: Sequence[int], tools: Messages = ()) -> ResponseParser:
         """Return a parser for one response to ``prompt_token_ids``. Without ``tools``, tool calls are content."""
-        name_call = CallNames(prompt_token_ids)
         if self._format is None and self._family is not None:
-            return WholeParser(self._family.renderer({}), prompt_token_ids, tools, name_call, self._decode)
+            return WholeParser(self._family.renderer({}), self._tokenizer, prompt_token_ids, tools)
         form = self._format or MessageFormat()
         reader = PieceReader(self._vocabulary, form.marks(with_tools=bool(tools)), frozenset(self.stop_token_ids))
-        opened = self._opens_reasoning(form, prompt_token_ids)
-        return StreamParser(reader, MessageBuilder(form, tools, name_call, reasoning_open=opened))
+        opened = False
+        if form.reasoning is not None:
+            # A template may open reasoning in the generation prompt; then the response has only the closing mark.
+            tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
+            opened = str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
+        return StreamParser(reader, MessageBuilder(form, tools, prompt_token_ids, reasoning_open=opened))
 
     def parse(
         self,
@@ -314,21 +315,12 @@ class ChatRenderer:
             return message_format(tool_parser or name or "none", reasoning_parser or "think")
         # Unknown family: the marks in the template and the vocabulary show the format.
         hints = "\n".join([self._template, *self._vocabulary.added.values()])
-        return message_format(tool_parser or guess_tool_format(hints), reasoning_parser or guess_reasoning(hints))
+        tools, reasoning = guess_formats(hints)
+        return message_format(tool_parser or tools, reasoning_parser or reasoning)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary.of(self._tokenizer)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return text_of(self._tokenizer, token_ids)
-
-    def _opens_reasoning(self, form: MessageFormat, prompt_token_ids: Sequence[int]) -> bool:
-        if form.reasoning is None:
-            return False
-        # A template may open reasoning in the generation prompt; then the response has only the closing mark.
-        tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
-        return str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
+        return Vocabulary(self._tokenizer)
 
 
 def _cached(function: Callable[[str], T]) -> Callable[[str], T]:
@@ -337,24 +329,11 @@ def _cached(function: Callable[[str], T]) -> Callable[[str], T]:
     return lambda key: (cached if len(key) <= _CACHED_CHARACTERS else function)(key)
 
 
-def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    template = tokenizer.chat_template
-    return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
-
-
 def _json(value: object) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"A conversation must consist of JSON values: {error}") from error
-
-
-def _overlap(response_ids: Sequence[int], closing: Sequence[int]) -> int:
-    """Return the length of the longest prefix of ``closing`` with which the response already ends."""
-    for length in range(min(len(closing), len(response_ids)), 0, -1):
-        if list(response_ids[-length:]) == list(closing[:length]):
-            return length
-    return 0
 
 
 def _contents(messages: Messages) -> str:

@@ -1,7 +1,10 @@
-"""A chat request and its result, common to all dialects.
+"""A chat request and its result, common to all dialects (OpenAI chat and responses, Anthropic messages).
 
 dialect ──ChatRequest──> ChatService ──ChatEvent ...──> dialect (streaming)
                                      ──ChatResult─────> dialect
+
+Request messages are plain mappings in OpenAI's chat shape (``role``, ``content``, ``tool_calls``, ``tool_call_id``,
+``reasoning_content``); the dialects translate theirs into it. Sampled messages are :class:`AssistantMessage`.
 """
 
 from __future__ import annotations
@@ -10,11 +13,59 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationChunk
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of the model. ``arguments`` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantMessage:
+    """A parsed response. ``content`` is empty if the model only reasoned or called tools."""
+
+    content: str
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return the message in OpenAI's chat shape; ``content`` is None if there are only tool calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of tool call number ``index``. Only the first piece has ``id`` and ``name``."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDelta:
+    """A piece of a message that is still being sampled. The joined pieces are the parsed message."""
+
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

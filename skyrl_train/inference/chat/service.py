@@ -12,16 +12,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import RequestError
-from skyrl_train.inference.chat.messages import AssistantMessage, MessageDelta
 from skyrl_train.inference.chat.renderer import ChatRenderer
-from skyrl_train.inference.chat.requests import ChatChoice, ChatEvent, ChatRequest, ChatResult, FinishReason, PromptPlan
+from skyrl_train.inference.chat.requests import (
+    AssistantMessage,
+    ChatChoice,
+    ChatEvent,
+    ChatRequest,
+    ChatResult,
+    FinishReason,
+    MessageDelta,
+    PromptPlan,
+)
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.requests import Generation, GenerationRequest, GenerationService
 from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
+
+if TYPE_CHECKING:
+    from skyrl_train.endpoint.sessions.session import Session
 
 # A long response is parsed in slices of this many tokens (some milliseconds each), so that the event loop runs in between.
 _SLICE_TOKENS = 1024
@@ -33,31 +44,11 @@ _CONTEXTS_COUNTED = 2
 Messages = Sequence[Mapping[str, Any]]
 
 
-class RecordingSession(Protocol):
-    """A session plans the prompts of its turns and records what was sampled. Plans are passed back as they came."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def oldest_version(self) -> int | None: ...
-
-    def plan(self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any]) -> Any: ...
-
-    def plan_completion(self, prompt_token_ids: Sequence[int]) -> Any: ...
-
-    def check_room(self, responses: int = 1, *, plan: Any = None, sampled_tokens: int = 0) -> None: ...
-
-    def record(self, plan: Any, choice: ChatChoice) -> int: ...
-
-    def record_completion(self, plan: Any, generation: Generation) -> int: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Turn:
+class _PlannedTurn:
     """A request with its prompt. ``requests`` has one entry per choice."""
 
-    plan: PromptPlan
+    plan: Any  # the session's, which takes it back with each response; a PromptPlan without a session
     tools: Messages
     requests: list[GenerationRequest]
 
@@ -76,7 +67,7 @@ class ChatService:
         self.renderer = renderer
         renderer.load_parsers()
 
-    async def complete(self, request: ChatRequest, session: RecordingSession | None = None) -> ChatResult:
+    async def complete(self, request: ChatRequest, session: Session | None = None) -> ChatResult:
         """Return when all ``n`` choices have ended; then record all of them.
 
         If one fails, the others are cancelled and nothing is recorded, because the caller sees none of them.
@@ -91,9 +82,7 @@ class ChatService:
                 session.record(turn.plan, choice)
         return ChatResult(turn.plan.prompt_token_ids, tuple(choices), turn.plan.reused_tokens)
 
-    async def stream(
-        self, request: ChatRequest, session: RecordingSession | None = None
-    ) -> AsyncGenerator[ChatEvent, None]:
+    async def stream(self, request: ChatRequest, session: Session | None = None) -> AsyncGenerator[ChatEvent, None]:
         """Yield pieces of all ``n`` choices as they are sampled. Malformed requests raise at the first piece.
 
         The reader pulls: at most one piece of each choice is buffered. Closing the iterator cancels every unfinished
@@ -110,7 +99,7 @@ class ChatService:
         finally:
             await events.aclose()
 
-    async def prompt(self, request: ChatRequest, session: RecordingSession | None = None) -> tuple[list[int], int]:
+    async def prompt(self, request: ChatRequest, session: Session | None = None) -> tuple[list[int], int]:
         """Return the prompt's tokens, and how many were taken from earlier turns as sampled. Samples nothing."""
         plan, _ = await self._plan_prompt(request, session)
         return plan.prompt_token_ids, plan.reused_tokens
@@ -124,8 +113,8 @@ class ChatService:
             return await asyncio.to_thread(self.renderer.render, messages, tools, arguments)
         return self.renderer.render(messages, tools, arguments)
 
-    async def _plan_prompt(self, request: ChatRequest, session: RecordingSession | None) -> tuple[PromptPlan, Messages]:
-        """Return the prompt, and the tools that it shows."""
+    async def _plan_prompt(self, request: ChatRequest, session: Session | None) -> tuple[Any, Messages]:
+        """Return the plan of the prompt, and the tools that it shows."""
         tools = () if request.tool_choice == "none" else request.tools
         # Short conversations stay on the loop, because a thread costs more than the work.
         if self._count_characters(request.messages, tools) > LONG_TEXT:
@@ -161,7 +150,7 @@ class ChatService:
                 continue
             for text in (message.get("content"), message.get("reasoning_content")):
                 for start in range(0, len(text) if isinstance(text, str) else 0, _SLICE_CHARACTERS):
-                    count += self.renderer.count(str(text)[start : start + _SLICE_CHARACTERS])
+                    count += len(self.renderer.encode(str(text)[start : start + _SLICE_CHARACTERS]))
                     if count > _CONTEXTS_COUNTED * context:
                         raise RequestError(
                             f"The conversation has more than {_CONTEXTS_COUNTED * context} tokens, and the context "
@@ -169,7 +158,7 @@ class ChatService:
                         )
         return messages
 
-    async def _plan_turn(self, request: ChatRequest, session: RecordingSession | None) -> _Turn:
+    async def _plan_turn(self, request: ChatRequest, session: Session | None) -> _PlannedTurn:
         plan, tools = await self._plan_prompt(request, session)
         context, prompt_tokens = self.generation.capabilities.max_model_len, len(plan.prompt_token_ids)
         # Reject before sampling: the engines would raise later, after other choices have begun.
@@ -208,12 +197,13 @@ class ChatService:
             )
             for index in range(request.params.n)
         ]
-        return _Turn(plan, tools, requests)
+        return _PlannedTurn(plan, tools, requests)
 
-    async def _choice(self, turn: _Turn, index: int) -> ChatChoice:
+    async def _choice(self, turn: _PlannedTurn, index: int) -> ChatChoice:
         generation = await self.generation.complete(turn.requests[index])
         parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools)
-        visible = _visible(generation)
+        # Text from the stop string on is not part of the message.
+        visible = None if generation.stop_string is None else len(generation.text)
         for start in range(0, len(generation.token_ids), _SLICE_TOKENS):
             # Let other requests run between two slices of a long response.
             if start:
@@ -221,7 +211,7 @@ class ChatService:
             parser.feed(generation.token_ids[start : start + _SLICE_TOKENS], visible)
         return _finished_choice(index, parser.finish(visible)[1], generation)
 
-    async def _choice_events(self, turn: _Turn, index: int) -> AsyncGenerator[ChatEvent, None]:
+    async def _choice_events(self, turn: _PlannedTurn, index: int) -> AsyncGenerator[ChatEvent, None]:
         request = turn.requests[index]
         parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools)
         chunks = self.generation.stream(request)
@@ -233,7 +223,7 @@ class ChatService:
                     # With stop strings, text beyond ``shown`` may still turn out to be a part of one.
                     yield ChatEvent(index, parser.feed(chunk.token_ids, shown if request.params.stop else None), chunk)
                     continue
-                visible = _visible(chunk.generation)
+                visible = None if chunk.generation.stop_string is None else len(chunk.generation.text)
                 first = parser.feed(chunk.token_ids, visible)
                 last, message = parser.finish(visible)
                 delta = MessageDelta(
@@ -244,11 +234,6 @@ class ChatService:
                 yield ChatEvent(index, delta, chunk, _finished_choice(index, message, chunk.generation))
         finally:
             await chunks.aclose()
-
-
-def _visible(generation: Generation) -> int | None:
-    """Return the number of characters before the stop string; None: all of them."""
-    return None if generation.stop_string is None else len(generation.text)
 
 
 def _finished_choice(index: int, message: AssistantMessage, generation: Generation) -> ChatChoice:

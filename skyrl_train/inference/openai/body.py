@@ -1,14 +1,13 @@
 """Pydantic models of request bodies: the base class, markers for fields without effect, and readable errors.
 
-A model is the only description of its body. It validates, it gives the OpenAPI schema that the endpoint is fuzzed with
-(:func:`body_schema`), and it gives the tables of the docs (:func:`field_table`).
+A model is the only description of its body: it validates, it gives the OpenAPI schema (:func:`body_schema`), and the tables of
+the docs are compared with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError
@@ -19,15 +18,6 @@ from skyrl_train.inference.openai.errors import DialectError
 MAX_DEPTH = 64  # of nested JSON; chat templates and JSON writers recurse
 MAX_INT64 = 2**63 - 1
 _TAG = "="  # tags of unions begin with it, so that error paths can leave them out
-
-
-class Support(StrEnum):
-    """How a request field is treated."""
-
-    SUPPORTED = "supported"
-    IGNORED = "ignored"  # any value is accepted and has no effect
-    NEUTRAL = "default only"  # accepted with the value that changes nothing, rejected with any other
-    REJECTED = "rejected"
 
 
 class RequestBody(BaseModel):
@@ -108,11 +98,8 @@ def variants(key: str, expected: str, default: str | None = None) -> Discriminat
     return Discriminator(tag, custom_error_type="variant", custom_error_message=message)
 
 
-def _text_or_list(value: Any) -> str:
-    return "=list" if isinstance(value, list) else "=text"
-
-
-TEXT_OR_LIST = Discriminator(_text_or_list)  # of a union of a string (Tag "=text") and a list (Tag "=list")
+# Of a union of a string (Tag "=text") and a list (Tag "=list").
+TEXT_OR_LIST = Discriminator(lambda value: "=list" if isinstance(value, list) else "=text")
 
 
 def _without_fraction(value: Any) -> Any:
@@ -135,16 +122,11 @@ def check_depth(value: dict[str, Any]) -> dict[str, Any]:
     """Return ``value``; raise a ValueError if it is nested more than ``MAX_DEPTH`` levels deep."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for entry in level for child in _children(entry)]
+        nested = [entry for entry in level if isinstance(entry, dict | list)]
+        level = [child for entry in nested for child in (entry.values() if isinstance(entry, dict) else entry)]
         if not level:
             return value
     raise PydanticCustomError("invalid_value", "is nested more than {depth} levels deep.", {"depth": MAX_DEPTH})
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_depth)]
@@ -196,30 +178,6 @@ def _dialect_error(errors: list[ErrorDetails]) -> DialectError:
     text, code = _MESSAGES[kind]
     facts = {**error.get("ctx", {}), "got": f"{value!r:.100}", "kind": _KINDS.get(type(value), "a number")}
     return DialectError(f"{param} {text.format(**facts)}", param, code)
-
-
-@dataclass(frozen=True, slots=True)
-class FieldNote:
-    """A row of the docs' table of request fields."""
-
-    name: str
-    support: Support
-    note: str
-    required: bool
-
-
-def field_table(model: type[RequestBody]) -> list[FieldNote]:
-    """Return how each field of ``model`` is treated, required fields first."""
-    rows = []
-    for name, field in model.model_fields.items():
-        marker = next((entry for entry in field.metadata if isinstance(entry, Unsupported)), None)
-        if marker is not None:
-            support = Support.NEUTRAL if marker.neutral else Support.REJECTED
-            rows.append(FieldNote(name, support, marker.note, False))
-        else:
-            support = Support.IGNORED if field.exclude else Support.SUPPORTED
-            rows.append(FieldNote(name, support, field.description or "", field.is_required()))
-    return sorted(rows, key=lambda row: not row.required)
 
 
 def body_schema(model: type[RequestBody]) -> dict[str, Any]:

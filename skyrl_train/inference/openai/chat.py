@@ -9,22 +9,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from skyrl_train.inference.chat.messages import MessageDelta, ToolCallDelta
-from skyrl_train.inference.chat.requests import ChatChoice, ChatEvent, ChatRequest, ChatResult
-from skyrl_train.inference.interface import StructuredOutput, TopLogprobs
+from skyrl_train.inference.chat.requests import (
+    ChatEvent,
+    ChatRequest,
+    ChatResult,
+    MessageDelta,
+)
+from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.inference.openai.body import JsonObject, NonEmpty, RequestBody, Unsupported, Whole, ignored
-from skyrl_train.inference.openai.dialect import Frame, ResponseContext
+from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 from skyrl_train.inference.openai.messages import Messages, ToolChoice, Tools, plain_messages, plain_tools
-from skyrl_train.inference.openai.sampling import MAX_TOP_LOGPROBS, OpenAIBody, TokenCount, usage
-from skyrl_train.inference.openai.tokens import TokenTexts
+from skyrl_train.inference.openai.sampling import MAX_TOP_LOGPROBS, OpenAIBody, TokenCount, template_arguments, usage
+from skyrl_train.inference.requests import Generation, GenerationChunk
 
 _TEXT_ONLY = "this endpoint takes and gives text only"
 _OLD = "tools has taken its place"
 DONE = Frame("[DONE]")
 
 
-class SchemaFormat(RequestBody):
+class NamedSchema(RequestBody):
     """A JSON schema that the response shall follow."""
 
     name: NonEmpty
@@ -37,22 +41,7 @@ class ResponseFormat(RequestBody):
     """OpenAI's ``response_format``: text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
-
-    def structured(self) -> StructuredOutput | None:
-        """Return the grammar for the engines; None for text.
-
-        Raises:
-            DialectError: the schema is missing.
-        """
-        if self.type == "json_object":
-            return StructuredOutput("json_object")
-        if self.type == "text":
-            return None
-        if self.json_schema is None:
-            param = "response_format.json_schema"
-            raise DialectError(f"{param} is required with type json_schema.", param, "missing_required_parameter")
-        return StructuredOutput("json_schema", json.dumps(self.json_schema.json_schema))
+    json_schema: NamedSchema | None = None
 
 
 class ChatCompletionBody(OpenAIBody):
@@ -109,19 +98,31 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         raise DialectError("max_tokens and max_completion_tokens contradict each other.", "max_tokens", "invalid_value")
     if read.top_logprobs and not read.logprobs:
         raise DialectError("top_logprobs is only allowed with logprobs: true.", "top_logprobs", "invalid_value")
-    structured = read.response_format.structured() if read.response_format else None
-    template_kwargs: dict[str, Any] = {}
-    if read.reasoning_effort is not None:
-        template_kwargs["reasoning_effort"] = read.reasoning_effort
-        if read.reasoning_effort == "none":
-            template_kwargs["enable_thinking"] = False
+    structured = None
+    if read.response_format is not None and read.response_format.type != "text":
+        named = read.response_format.json_schema
+        if read.response_format.type == "json_object":
+            structured = StructuredOutput("json_object")
+        elif named is not None:
+            structured = StructuredOutput("json_schema", json.dumps(named.json_schema))
+        else:
+            param = "response_format.json_schema"
+            raise DialectError(f"{param} is required with type json_schema.", param, "missing_required_parameter")
+    params = read.sampling_params(
+        max_tokens,
+        n=read.n or 1,
+        seed=read.seed,
+        stop=tuple(read.stop or ()),
+        top_logprobs=read.top_logprobs or 0,
+        structured=structured,
+    )
     request = ChatRequest(
         messages=plain_messages(read.messages),
-        params=read.openai_params(max_tokens, top_logprobs=read.top_logprobs or 0, structured=structured),
+        params=params,
         max_tokens=max_tokens,
         tools=plain_tools(read.tools),
         tool_choice=read.tool_choice or "auto",
-        template_kwargs={**template_kwargs, **(read.chat_template_kwargs or {})},
+        template_kwargs=template_arguments(read.reasoning_effort, read.chat_template_kwargs),
         logprobs=bool(read.logprobs),
     )
     return ChatCompletionCall(
@@ -131,11 +132,6 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         include_usage=read.include_usage,
         token_ids=bool(read.return_token_ids),
     )
-
-
-def error(error: DialectError) -> dict[str, Any]:
-    """Return the body of an error response."""
-    return openai_error(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +146,21 @@ class ChatCompletionCall:
 
     def response(self, result: ChatResult, context: ResponseContext) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
+        choices = []
+        for choice in result.choices:
+            done = choice.generation
+            shown: dict[str, Any] = {
+                "index": choice.index,
+                "message": choice.message.to_openai(),
+                "logprobs": self.logprobs(done, context.tokens),
+                "finish_reason": choice.finish_reason,
+            }
+            if self.token_ids:
+                shown["skyrl"] = training_data(done)
+            choices.append(shown)
         body = {
             **_head(self.model, context, "chat.completion"),
-            "choices": [self._choice(choice, context.tokens) for choice in result.choices],
+            "choices": choices,
             "usage": usage(len(result.prompt_token_ids), result.completion_tokens),
         }
         if self.token_ids:
@@ -163,37 +171,11 @@ class ChatCompletionCall:
         """Return the formatter of one streamed response."""
         return ChatCompletionStream(self, context)
 
-    def _choice(self, choice: ChatChoice, tokens: TokenTexts) -> dict[str, Any]:
-        done = choice.generation
-        shown: dict[str, Any] = {
-            "index": choice.index,
-            "message": choice.message.to_openai(),
-            "logprobs": self.logprobs(done.token_ids, done.logprobs, done.top_logprobs, tokens),
-            "finish_reason": choice.finish_reason,
-        }
-        if self.token_ids:
-            shown["skyrl"] = {
-                "token_ids": done.token_ids,
-                "logprobs": done.logprobs,
-                "versions": done.versions,
-                "segments": done.segments,
-                "restarts": done.restarts,
-            }
-        return shown
-
-    def logprobs(
-        self, token_ids: list[int], logprobs: list[float], top: TopLogprobs | None, tokens: TokenTexts
-    ) -> dict[str, Any] | None:
-        """Return OpenAI's log-probs of some tokens; None if not requested."""
+    def logprobs(self, sampled: Generation | GenerationChunk, tokens: TokenTexts) -> dict[str, Any] | None:
+        """Return OpenAI's log-probs of the sampled tokens; None if not requested."""
         if not self.request.logprobs:
             return None
-        alternatives = top or [[]] * len(token_ids)
-        content = []
-        for token_id, logprob, others in zip(token_ids, logprobs, alternatives, strict=True):
-            entry = tokens.entry(token_id, logprob)
-            entry["top_logprobs"] = [tokens.entry(other, value) for other, value in others]
-            content.append(entry)
-        return {"content": content, "refusal": None}
+        return {"content": tokens.entries(sampled.token_ids, sampled.logprobs, sampled.top_logprobs), "refusal": None}
 
 
 class ChatCompletionStream:
@@ -218,14 +200,13 @@ class ChatCompletionStream:
 
     def event(self, event: ChatEvent) -> list[Frame]:
         """Return one chunk, or two at the end of a choice."""
-        chunk = event.chunk
-        frames = []
-        if event.delta or (self._shows_tokens and chunk.token_ids):
-            logprobs = self._call.logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._tokens)
+        chunk, choice, frames = event.chunk, event.choice, []
+        delta = _delta(event.delta)
+        if delta or (self._shows_tokens and chunk.token_ids):
             shown: dict[str, Any] = {
                 "index": event.index,
-                "delta": _delta(event.delta),
-                "logprobs": logprobs,
+                "delta": delta,
+                "logprobs": self._call.logprobs(chunk, self._tokens),
                 "finish_reason": None,
             }
             if self._call.token_ids:
@@ -235,8 +216,17 @@ class ChatCompletionStream:
                     "versions": chunk.versions,
                 }
             frames.append(Frame({**self._head, "choices": [shown]}))
-        if event.choice is not None:
-            frames.append(self._finish(event.choice))
+        if choice is not None:
+            # The finish reason has a chunk of its own, after the last piece.
+            done = choice.generation
+            self._prompt_tokens = len(done.prompt_token_ids)
+            self._completion_tokens += len(done.token_ids)
+            shown = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+            prompt: dict[str, Any] = {}
+            if self._call.token_ids:
+                shown["skyrl"] = {"segments": done.segments, "restarts": done.restarts}
+                prompt = {"skyrl": {"prompt_token_ids": done.prompt_token_ids}}
+            frames.append(Frame({**self._head, "choices": [shown], **prompt}))
         return frames
 
     def closed(self) -> list[Frame]:
@@ -250,39 +240,22 @@ class ChatCompletionStream:
         """Return the error, after which no frame follows."""
         return [Frame(openai_error(error))]
 
-    def _finish(self, choice: ChatChoice) -> Frame:
-        done = choice.generation
-        self._prompt_tokens = len(done.prompt_token_ids)
-        self._completion_tokens += len(done.token_ids)
-        shown: dict[str, Any] = {
-            "index": choice.index,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-        }
-        if not self._call.token_ids:
-            return Frame({**self._head, "choices": [shown]})
-        shown["skyrl"] = {"segments": done.segments, "restarts": done.restarts}
-        return Frame({**self._head, "choices": [shown], "skyrl": {"prompt_token_ids": done.prompt_token_ids}})
-
 
 def _head(model: str, context: ResponseContext, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{context.unique}", "object": kind, "created": context.created, "model": model}
 
 
 def _delta(delta: MessageDelta) -> dict[str, Any]:
+    """Return a piece of a message in OpenAI's shape; empty if nothing is new."""
     shown: dict[str, Any] = {}
     if delta.content:
         shown["content"] = delta.content
     if delta.reasoning_content:
         shown["reasoning_content"] = delta.reasoning_content
-    if delta.tool_calls:
-        shown["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
+    for call in delta.tool_calls:
+        # Clients take name and id from the first piece of a call, and append the arguments of each.
+        name = {} if call.name is None else {"name": call.name}
+        identity = {} if call.id is None else {"id": call.id, "type": "function"}
+        piece = {"index": call.index, **identity, "function": {**name, "arguments": call.arguments}}
+        shown.setdefault("tool_calls", []).append(piece)
     return shown
-
-
-def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
-    function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
-    if call.id is None:
-        return {"index": call.index, "function": function}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}

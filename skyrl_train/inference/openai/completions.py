@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from skyrl_train.inference.chat.requests import PromptPlan
-from skyrl_train.inference.chat.service import RecordingSession
-from skyrl_train.inference.interface import SamplingParams, TopLogprobs
+from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.openai.body import NonEmpty, Unsupported, Whole
 from skyrl_train.inference.openai.chat import DONE
-from skyrl_train.inference.openai.dialect import Frame, ResponseContext
+from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 from skyrl_train.inference.openai.sampling import MAX_TOP_LOGPROBS, OpenAIBody, TokenCount, TokenId, usage
-from skyrl_train.inference.openai.tokens import TokenTexts
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.inference.text_length import LONG_TEXT, check_characters
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
 
 if TYPE_CHECKING:
+    from skyrl_train.endpoint.sessions.session import Session
     from skyrl_train.inference.client import RequestClient
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -70,7 +69,13 @@ def parse(body: Mapping[str, Any]) -> CompletionCall:
     # A list of integers is one prompt of tokens; any other list is a list of prompts.
     several = isinstance(read.prompt, list) and not isinstance(read.prompt[0], int)
     prompts: list[Any] = list(read.prompt) if several else [read.prompt]
-    params = read.openai_params(read.max_tokens or DEFAULT_MAX_TOKENS, top_logprobs=read.logprobs or 0)
+    params = read.sampling_params(
+        read.max_tokens or DEFAULT_MAX_TOKENS,
+        n=read.n or 1,
+        seed=read.seed,
+        stop=tuple(read.stop or ()),
+        top_logprobs=read.logprobs or 0,
+    )
     if len(prompts) * params.n > MAX_PROMPTS:
         raise DialectError(
             f"{len(prompts)} prompts with n={params.n} make more than {MAX_PROMPTS} responses.", "n", "invalid_value"
@@ -100,51 +105,45 @@ class CompletionCall:
 
     def response(self, done: Sequence[Generation], context: ResponseContext) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
-        return {
-            **_head(self.model, context),
-            "choices": [self._choice(index, generation, context.tokens) for index, generation in enumerate(done)],
-            "usage": _usage(done, self.params.n),
-        }
+        choices = []
+        for index, generation in enumerate(done):
+            shown: dict[str, Any] = {
+                "index": index,
+                "text": generation.text,
+                "logprobs": self.shown_logprobs(generation, context.tokens, 0),
+                "finish_reason": str(generation.stop_reason),
+            }
+            if self.token_ids:
+                shown["skyrl"] = {"prompt_token_ids": generation.prompt_token_ids, **training_data(generation)}
+            choices.append(shown)
+        return {**_head(self.model, context), "choices": choices, "usage": _usage(done, self.params.n)}
 
     def stream(self, context: ResponseContext) -> CompletionStream:
         """Return the formatter of one streamed response."""
         return CompletionStream(self, context)
 
-    def _choice(self, index: int, done: Generation, tokens: TokenTexts) -> dict[str, Any]:
-        shown: dict[str, Any] = {
-            "index": index,
-            "text": done.text,
-            "logprobs": self.shown_logprobs(done.token_ids, done.logprobs, done.top_logprobs, tokens, 0),
-            "finish_reason": str(done.stop_reason),
-        }
-        if self.token_ids:
-            shown["skyrl"] = {
-                "prompt_token_ids": done.prompt_token_ids,
-                "token_ids": done.token_ids,
-                "logprobs": done.logprobs,
-                "versions": done.versions,
-                "segments": done.segments,
-                "restarts": done.restarts,
-            }
-        return shown
-
     def shown_logprobs(
-        self, token_ids: list[int], logprobs: list[float], top: TopLogprobs | None, tokens: TokenTexts, offset: int
+        self, sampled: Generation | GenerationChunk, tokens: TokenTexts, offset: int
     ) -> dict[str, Any] | None:
         """Return log-probs in the older shape; None if not requested. ``offset``: characters before these tokens."""
         if not self.logprobs:
             return None
-        texts = [tokens[token_id].text for token_id in token_ids]
+        texts = [tokens[token_id].text for token_id in sampled.token_ids]
         offsets = []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         alternatives: list[dict[str, float]] = []
-        for place, (text, logprob) in enumerate(zip(texts, logprobs, strict=True)):
-            others = top[place] if top is not None else []
+        top = sampled.top_logprobs or [[]] * len(texts)
+        for text, logprob, others in zip(texts, sampled.logprobs, top, strict=True):
             # The sampled token comes last, so that it wins over another token with the same spelling.
             alternatives.append({**{tokens[other].text: value for other, value in others}, text: logprob})
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": alternatives, "text_offset": offsets}
+        return {
+            "tokens": texts,
+            "token_logprobs": sampled.logprobs,
+            "top_logprobs": alternatives,
+            "text_offset": offsets,
+        }
 
 
 class CompletionStream:
@@ -167,9 +166,7 @@ class CompletionStream:
             self._done[index] = done
         elif not chunk.text and not (self._shows_tokens and chunk.token_ids):
             return []
-        logprobs = self._call.shown_logprobs(
-            chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._tokens, self._offsets[index]
-        )
+        logprobs = self._call.shown_logprobs(chunk, self._tokens, self._offsets[index])
         if logprobs is not None:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         shown: dict[str, Any] = {
@@ -179,9 +176,13 @@ class CompletionStream:
             "finish_reason": None if done is None else str(done.stop_reason),
         }
         if self._call.token_ids:
-            ids = {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "versions": chunk.versions}
-            last = {} if done is None else _last(done)
-            shown["skyrl"] = {**ids, **last}
+            shown["skyrl"] = {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "versions": chunk.versions}
+            if done is not None:
+                shown["skyrl"] |= {
+                    "prompt_token_ids": done.prompt_token_ids,
+                    "segments": done.segments,
+                    "restarts": done.restarts,
+                }
         return [Frame({**self._head, "choices": [shown]})]
 
     def closed(self) -> list[Frame]:
@@ -194,10 +195,6 @@ class CompletionStream:
     def failed(self, error: DialectError) -> list[Frame]:
         """Return the error, after which no frame follows."""
         return [Frame(openai_error(error))]
-
-
-def _last(done: Generation) -> dict[str, Any]:
-    return {"prompt_token_ids": done.prompt_token_ids, "segments": done.segments, "restarts": done.restarts}
 
 
 def _usage(done: Sequence[Generation], n: int) -> dict[str, int]:
@@ -223,7 +220,7 @@ class CompletionRun:
         generation: GenerationService,
         call: CompletionCall,
         adapter: str | None = None,
-        session: RecordingSession | None = None,
+        session: Session | None = None,
         session_id: str | None = None,
     ) -> None:
         self._client = client

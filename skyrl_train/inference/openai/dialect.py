@@ -1,21 +1,28 @@
-"""The interface of a chat dialect: it parses request bodies into ``ChatRequest`` and formats results as response bodies.
+"""The parts of responses that the dialects share.
 
-    body ──ChatDialect.parse──> ChatCall ──request──> ChatService
-                                         ──response(result)────> body
-                                         ──stream()──> ChatStream: opened / event / closed / failed ──> Frames
+    body ──parse──> call ──request──> ChatService
+                     │ ──response(result, context)──────> body
+                     └ ──stream(context)──> formatter: opened / event / closed / failed ──> Frames
 
 Dialects are pure: time and ids come from :class:`ResponseContext`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skyrl_train.inference.chat.requests import ChatEvent, ChatRequest, ChatResult
-from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.tokens import TokenTexts
+from skyrl_train.inference.interface import TopLogprobs
+from skyrl_train.inference.requests import Generation
+from skyrl_train.inference.response_text import BYTE_LEVEL, REPLACEMENT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece vocabularies write a space
 
 
 class Frame(NamedTuple):
@@ -40,53 +47,61 @@ class ResponseContext:
     tokens: TokenTexts
 
 
-class ChatStream(Protocol):
-    """Formats one streamed response: ``opened``, then each ``event``, then ``closed`` or ``failed``."""
+class TokenText(NamedTuple):
+    """One token. ``text`` has a replacement character if the token is only part of a character; ``bytes`` is exact."""
 
-    def opened(self) -> list[Frame]:
-        """Return the frames before the first event."""
-
-    def event(self, event: ChatEvent) -> list[Frame]:
-        """Return the frames of a piece; there may be none."""
-
-    def closed(self) -> list[Frame]:
-        """Return the frames after the last choice."""
-
-    def failed(self, error: DialectError) -> list[Frame]:
-        """Return the frames of an error, after which none follow."""
+    text: str
+    bytes: list[int]
 
 
-class ChatCall(Protocol):
-    """A parsed body."""
+class TokenTexts:
+    """Caches the spelling of a vocabulary's tokens."""
 
-    @property
-    def model(self) -> str:
-        """The name that the caller gave."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, TokenText] = {}
 
-    @property
-    def streamed(self) -> bool:
-        """Whether the caller wants events."""
+    def __getitem__(self, token_id: int) -> TokenText:
+        known = self._known.get(token_id)
+        if known is not None:
+            return known
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+        text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        if (byte := _BYTE.fullmatch(piece)) is not None:
+            known = TokenText(text, [int(byte[1], 16)])
+        elif REPLACEMENT in text and piece and all(character in BYTE_LEVEL for character in piece):
+            known = TokenText(text, [BYTE_LEVEL[character] for character in piece])
+        else:
+            if piece.startswith(_WORD_START) and not text.startswith(" "):
+                text = " " + text  # decoders drop the space before the first word
+            known = TokenText(text, list(text.encode()))
+        self._known[token_id] = known
+        return known
 
-    @property
-    def request(self) -> ChatRequest:
-        """The request for the chat service."""
+    def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """Return a token with its log-prob in OpenAI's shape."""
+        text, spelt = self[token_id]
+        return {"token": text, "bytes": spelt, "logprob": logprob}
 
-    def response(self, result: ChatResult, context: ResponseContext) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
+    def entries(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | None
+    ) -> list[dict[str, Any]]:
+        """Return sampled tokens with their alternatives in OpenAI's shape. ``top`` is None if none were requested."""
+        alternatives = top or [[]] * len(token_ids)
+        entries = []
+        for token_id, logprob, others in zip(token_ids, logprobs, alternatives, strict=True):
+            entry = self.entry(token_id, logprob)
+            entry["top_logprobs"] = [self.entry(other, value) for other, value in others]
+            entries.append(entry)
+        return entries
 
-    def stream(self, context: ResponseContext) -> ChatStream:
-        """Return the formatter of one streamed response."""
 
-
-class ChatDialect(Protocol):
-    """A chat dialect; modules and objects implement it."""
-
-    def parse(self, body: Mapping[str, Any]) -> ChatCall:
-        """Parse a body.
-
-        Raises:
-            DialectError: the body is wrong, or asks for what is not supported; ``param`` names the field.
-        """
-
-    def error(self, error: DialectError) -> dict[str, Any]:
-        """Return the body of an error response."""
+def training_data(generation: Generation) -> dict[str, Any]:
+    """Return the fields of the ``skyrl`` object: what a trainer needs of a response, besides its prompt."""
+    return {
+        "token_ids": generation.token_ids,
+        "logprobs": generation.logprobs,
+        "versions": generation.versions,
+        "segments": generation.segments,
+        "restarts": generation.restarts,
+    }

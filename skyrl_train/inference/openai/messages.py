@@ -147,19 +147,25 @@ class ToolFunction(RequestBody):
     strict: bool | None = None
 
 
-class Tool(RequestBody):
+class ChatTool(RequestBody):
     """A tool; functions are the only type."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-Tools = Annotated[list[Tool], Field(max_length=128)]
+Tools = Annotated[list[ChatTool], Field(max_length=128)]
 
 
-def plain_tools(tools: list[Tool] | None) -> tuple[dict[str, Any], ...]:
+def plain_tools(tools: list[ChatTool] | None) -> tuple[dict[str, Any], ...]:
     """Return validated tools as the renderer takes them."""
     return tuple(tool.model_dump(exclude_none=True) for tool in tools or ())
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool of another dialect as the renderer takes it."""
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
 
 def _unforced(choice: Any) -> Any:

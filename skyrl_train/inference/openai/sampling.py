@@ -1,10 +1,11 @@
-"""Request fields for sampling: the fields of every dialect, and the additions of OpenAI's two request bodies."""
+"""Request fields that dialects share: those of all dialects, and the additions of OpenAI's two completions bodies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.openai.body import TEXT_OR_LIST, NonEmpty, RequestBody, Unsupported, Whole, ignored
@@ -18,6 +19,7 @@ SEED_NOTE = "the same seed samples the same tokens from the same policy version"
 StopStrings = Annotated[
     Annotated[NonEmpty, Tag("=text")] | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS), Tag("=list")],
     TEXT_OR_LIST,
+    AfterValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Whole(1, MAX_TOKENS)]
@@ -96,11 +98,6 @@ class OpenAIBody(GenerationBody):
     ] = None
     user: Any = ignored("sessions are named by the key")
 
-    def openai_params(self, max_tokens: int | None, **further: Any) -> SamplingParams:
-        """Return the sampling parameters, those that only OpenAI's bodies have included."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return self.sampling_params(max_tokens, n=self.n or 1, seed=self.seed, stop=stop, **further)
-
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage.
@@ -113,6 +110,14 @@ class OpenAIBody(GenerationBody):
         if not self.stream:
             raise DialectError("stream_options is only allowed with stream: true.", "stream_options", "invalid_value")
         return bool(self.stream_options.include_usage)
+
+
+def template_arguments(effort: str | None, further: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of the chat template: the effort of reasoning, and the caller's own, which win."""
+    arguments: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        arguments["enable_thinking"] = False  # the switch that most templates have
+    return {**arguments, **(further or {})}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
