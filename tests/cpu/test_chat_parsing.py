@@ -92,9 +92,23 @@ def prompt_of(family: str) -> list[int]:
     return chat_renderer(family).render(ASK, TOOLS)
 
 
+def parse_tokens(
+    renderer: ChatRenderer,
+    response_ids: Sequence[int],
+    *,
+    prompt_token_ids: Sequence[int],
+    tools: Sequence[dict] = (),
+    visible: int | None = None,
+) -> AssistantMessage:
+    """A whole response as a message; ``visible`` characters of it come before its stop string."""
+    parser = renderer.parser(prompt_token_ids, tools)
+    parser.feed(response_ids, visible)
+    return parser.finish(visible)[1]
+
+
 def parse(family: str, response: str | Sequence[int], tools: Sequence[dict] = TOOLS) -> AssistantMessage:
     ids = encode(family, response) if isinstance(response, str) else list(response)
-    return chat_renderer(family).parse(ids, prompt_token_ids=prompt_of(family), tools=tools)
+    return parse_tokens(chat_renderer(family), ids, prompt_token_ids=prompt_of(family), tools=tools)
 
 
 def decoded(family: str, ids: Sequence[int]) -> str:
@@ -253,7 +267,7 @@ def test_ids_of_calls_are_the_formats_own_or_repeat_with_the_conversation() -> N
     ids, renderer = encode(family, hermes("look_up", ARGUMENTS)), chat_renderer(family)
 
     def call_id(prompt: list[int]) -> str:
-        return renderer.parse(ids, prompt_token_ids=prompt, tools=TOOLS).tool_calls[0].id
+        return parse_tokens(renderer, ids, prompt_token_ids=prompt, tools=TOOLS).tool_calls[0].id
 
     assert call_id([5, 6]) == call_id([5, 6]) != call_id([5, 7])
     (call,) = parse("moonshotai/Kimi-K2-Instruct", kimi("look_up", ARGUMENTS)).tool_calls
@@ -295,10 +309,12 @@ def test_a_family_that_the_library_reads_whole_comes_with_the_end() -> None:
     assert join([delta]) == message
     assert (message.reasoning_content, message.content) == ("hm", "yes")
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("look_up", '{"city": "x"}')]
-    without = chat_renderer(INKLING).parse(ids, prompt_token_ids=[1], tools=[])
+    without = parse_tokens(chat_renderer(INKLING), ids, prompt_token_ids=[1], tools=[])
     assert without.tool_calls == () and '"args"' in without.content
     shown = len(decoded(INKLING, encode(INKLING, "hmye")))
-    assert chat_renderer(INKLING).parse(ids, prompt_token_ids=[1], visible=shown) == AssistantMessage("ye", "hm")
+    assert parse_tokens(chat_renderer(INKLING), ids, prompt_token_ids=[1], visible=shown) == AssistantMessage(
+        "ye", "hm"
+    )
 
 
 # Parsers by name --------------------------------------------------------------------------------------------------
@@ -307,14 +323,14 @@ def test_a_family_that_the_library_reads_whole_comes_with_the_end() -> None:
 def test_parsers_can_be_chosen_by_name() -> None:
     tokenizer = chat_tokenizer("nothing known")
     said = encode("nothing known", "<think>hm</think>" + xml("look_up", {"city": "x"}))
-    plain = ChatRenderer(tokenizer, "").parse(said, prompt_token_ids=[1], tools=TOOLS)
+    plain = parse_tokens(ChatRenderer(tokenizer, ""), said, prompt_token_ids=[1], tools=TOOLS)
     assert (plain.reasoning_content, plain.tool_calls) == (None, ())
     chosen = ChatRenderer(tokenizer, "", tool_parser="qwen3.5", reasoning_parser="think")
-    message = chosen.parse(said, prompt_token_ids=[1], tools=TOOLS)
+    message = parse_tokens(chosen, said, prompt_token_ids=[1], tools=TOOLS)
     assert (message.reasoning_content, [call.name for call in message.tool_calls]) == ("hm", ["look_up"])
     none = ChatRenderer(chat_tokenizer("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B", tool_parser="none")
     said = encode("Qwen/Qwen3-0.6B", hermes("look_up", {}))
-    assert none.parse(said, prompt_token_ids=[1], tools=TOOLS).content == hermes("look_up", {})
+    assert parse_tokens(none, said, prompt_token_ids=[1], tools=TOOLS).content == hermes("look_up", {})
 
 
 @pytest.mark.parametrize("setting", ["tool_parser", "reasoning_parser"])
@@ -370,7 +386,7 @@ def test_deltas_joined_are_the_parse_of_the_whole_response(family: str, data: st
     chunks = cut(ids, data.draw(st.lists(st.integers(0, 5), max_size=40)))
     renderer, prompt = chat_renderer(family), prompt_of(family)
     joined, message = stream(renderer.parser(prompt, tools), chunks)
-    assert joined == message == renderer.parse(ids, prompt_token_ids=prompt, tools=tools)
+    assert joined == message == parse_tokens(renderer, ids, prompt_token_ids=prompt, tools=tools)
 
 
 @pytest.mark.parametrize("family", ["Qwen/Qwen3-0.6B", "generic without mark tokens", "deepseek-ai/DeepSeek-V3"])
@@ -410,8 +426,11 @@ def test_content_ends_before_the_stop_string(family: str, data: st.DataObject) -
     before = data.draw(st.lists(WORDS, max_size=6).map("".join))
     renderer, ids = chat_renderer(family), encode(family, before)
     shown = len(decoded(family, ids))
-    whole = renderer.parse(ids, prompt_token_ids=[1], tools=TOOLS)
-    assert renderer.parse([*ids, *encode(family, "STOP!")], prompt_token_ids=[1], tools=TOOLS, visible=shown) == whole
+    whole = parse_tokens(renderer, ids, prompt_token_ids=[1], tools=TOOLS)
+    assert (
+        parse_tokens(renderer, [*ids, *encode(family, "STOP!")], prompt_token_ids=[1], tools=TOOLS, visible=shown)
+        == whole
+    )
     parser = renderer.parser([1], TOOLS)
     certain = data.draw(st.integers(0, shown))
     deltas = [parser.feed(ids, certain), parser.feed(encode(family, "STOP!"), shown)]

@@ -298,7 +298,7 @@ def test_a_history_holds_the_latest_responses_only() -> None:
     history = ResponseHistory(max_responses=2)
     for number in range(3):
         history.keep(f"resp_{number}", ({"role": "user", "content": str(number)},))
-    assert len(history) == 2
+    assert len(history.conversations) == 2
     assert history.conversation("resp_2") == ({"role": "user", "content": "2"},)
     with pytest.raises(DialectError, match="older than the last 2"):
         history.conversation("resp_0")
@@ -310,7 +310,7 @@ def test_nothing_is_kept_before_the_end_of_a_stream() -> None:
     *pieces, last = events_of(choice_of(AssistantMessage("ab")), list(deltas_of(AssistantMessage("ab"), 1)))
     for event in pieces:
         stream.event(event)
-    assert len(history) == 0
+    assert len(history.conversations) == 0
     stream.event(last)
     assert [message["content"] for message in history.conversation("resp_abc123")] == ["hi", "ab"]
 

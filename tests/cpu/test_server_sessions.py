@@ -172,7 +172,7 @@ async def test_a_response_history_is_dropped_with_its_session() -> None:
         for _ in range(2):
             answer = await world.http.post("/v1/responses", json=body, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 200, answer.text
-        assert [len(history) for history in world.gateway.response_histories.values()] == [2]
+        assert [len(history.conversations) for history in world.gateway.response_histories.values()] == [2]
         await world.http.delete(f"/v1/sessions/{session_id}")
         gc.collect()
         assert len(world.gateway.response_histories) == 0

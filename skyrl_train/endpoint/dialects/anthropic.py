@@ -24,21 +24,24 @@ from skyrl_train.inference.chat.requests import (
 )
 from skyrl_train.inference.interface import SamplingParams, StructuredOutput
 from skyrl_train.inference.openai.body import (
+    SEED_NOTE,
     TEXT_OR_LIST,
+    GenerationBody,
     JsonObject,
     NonEmpty,
     RequestBody,
+    TokenCount,
     Unsupported,
     Whole,
     check_depth,
     ignored,
     only,
+    template_arguments,
     variants,
 )
 from skyrl_train.inference.openai.dialect import Frame, ResponseContext, training_data
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.openai.messages import function_tool
-from skyrl_train.inference.openai.sampling import SEED_NOTE, GenerationBody, TokenCount, template_arguments
 from skyrl_train.inference.requests import Generation
 
 # SDKs send a thinking block back only with a signature. Nothing is signed here: the block is compared with the sampled one.

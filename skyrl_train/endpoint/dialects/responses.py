@@ -23,27 +23,25 @@ from skyrl_train.endpoint.dialects.responses_output import ResponseBody, Respons
 from skyrl_train.inference.chat.requests import AssistantMessage, ChatRequest, ChatResult, ToolCall
 from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.inference.openai.body import (
+    MAX_TOP_LOGPROBS,
+    SEED_NOTE,
     TEXT_OR_LIST,
+    GenerationBody,
     JsonObject,
     NonEmpty,
     RequestBody,
+    StopStrings,
+    TokenCount,
     Unsupported,
     Whole,
     ignored,
     only,
+    template_arguments,
     variants,
 )
 from skyrl_train.inference.openai.dialect import ResponseContext
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.openai.messages import ToolChoice, function_tool
-from skyrl_train.inference.openai.sampling import (
-    MAX_TOP_LOGPROBS,
-    SEED_NOTE,
-    GenerationBody,
-    StopStrings,
-    TokenCount,
-    template_arguments,
-)
 
 MAX_RESPONSES = 256  # stored per session; the oldest is dropped first
 
@@ -528,17 +526,14 @@ class ResponseHistory:
 
     def __init__(self, max_responses: int = MAX_RESPONSES) -> None:
         self._max_responses = max_responses
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._conversations)
+        self.conversations: OrderedDict[str, Conversation] = OrderedDict()
 
     def keep(self, response_id: str, conversation: Conversation) -> None:
         """Store the conversation up to the end of a response."""
-        self._conversations[response_id] = conversation
+        self.conversations[response_id] = conversation
         # Bounds the memory of a session: the oldest response goes first.
-        while len(self._conversations) > self._max_responses:
-            self._conversations.popitem(last=False)
+        while len(self.conversations) > self._max_responses:
+            self.conversations.popitem(last=False)
 
     def conversation(self, response_id: str) -> Conversation:
         """Return the messages up to the end of a response.
@@ -546,7 +541,7 @@ class ResponseHistory:
         Raises:
             DialectError: the response is unknown or no longer stored.
         """
-        known = self._conversations.get(response_id)
+        known = self.conversations.get(response_id)
         if known is None:
             raise DialectError(
                 f"The previous response {response_id!r:.100} is not stored in this session: it was sent with store: false, "

@@ -182,11 +182,12 @@ class ResponsesStream:
         if self._logprobs:
             chunk, texts = event.chunk, self._body.context.tokens
             self._entries += texts.entries(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-        if delta.reasoning_content:
-            self._reasoning += delta.reasoning_content
-            frames += self._text("reasoning", delta.reasoning_content)
-        if delta.content:
-            frames += self._text("message", delta.content)
+        self._reasoning += delta.reasoning_content
+        for kind, text in (("reasoning", delta.reasoning_content), ("message", delta.content)):
+            if text:
+                if self._open is None or self._open.kind != kind:
+                    frames += self._start(kind)
+                frames.append(self._delta(text))
         for call in delta.tool_calls:
             if self._open is None or self._open.call_index != call.index:
                 frames += self._start(
@@ -209,11 +210,6 @@ class ResponsesStream:
     def failed(self, error: DialectError) -> list[Frame]:
         """Return the event that ends a stream after an error, with the items that were done."""
         return [self._frame("response.failed", response=self._body.failed(error, self._done))]
-
-    def _text(self, kind: str, text: str) -> list[Frame]:
-        """Add ``text`` to the open item if it is of this kind, otherwise to a new one."""
-        started = [] if self._open is not None and self._open.kind == kind else self._start(kind)
-        return [*started, self._delta(text)]
 
     def _start(self, kind: str, **fields: Any) -> list[Frame]:
         """End the open item, and open a new one."""

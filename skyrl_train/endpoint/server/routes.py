@@ -16,11 +16,10 @@ from starlette.responses import Response
 from skyrl_train.endpoint.server.gateway import METRICS_TYPE, Gateway, gateway_of
 from skyrl_train.endpoint.server.openapi import ERRORS, body_docs, json_docs
 from skyrl_train.endpoint.sessions.session import Session
-from skyrl_train.inference.openai.body import JsonObject, NonEmpty, RequestBody, Whole
+from skyrl_train.inference.openai.body import JsonObject, NonEmpty, RequestBody, TokenId, Whole
 from skyrl_train.inference.openai.completions import check_vocabulary, encode_text
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.openai.messages import Messages, Tools, plain_messages, plain_tools
-from skyrl_train.inference.openai.sampling import TokenId
 from skyrl_train.inference.pool.fleet import EngineState
 from skyrl_train.inference.text_length import LONG_TEXT, check_characters
 

@@ -41,6 +41,7 @@ def _message(message: Any, where: str, knows_developer: bool, strict_roles: bool
         raise ConfigError(f"{where}.role is missing or not a string; use one of {', '.join(ROLES)}.")
     if strict_roles and role not in ROLES:
         raise ConfigError(f"{where}.role {role!r} is unknown; use one of {', '.join(ROLES)}.")
+    # Templates ask whether a key is there, so null must be the same as absence.
     plain = {key: value for key, value in message.items() if value is not None}
     plain["role"] = "system" if role == "developer" and not knows_developer else role
     plain["content"] = _content(message.get("content"), f"{where}.content", may_be_none=role == "assistant")
@@ -51,7 +52,9 @@ def _message(message: Any, where: str, knows_developer: bool, strict_roles: bool
     if calls:
         if role != "assistant":
             raise ConfigError(f"{where}.tool_calls belongs to assistant messages; this one's role is {role!r}.")
-        plain["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise ConfigError(f"{where}.tool_calls must be a list, got {type(calls).__name__}.")
+        plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
 
 
@@ -81,17 +84,12 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{where} must be a string, got {type(value).__name__}.")
     if not value.isascii():
+        # JSON can express half of a surrogate pair, which no tokenizer can encode.
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"{where} is not valid Unicode: it has half of a surrogate pair.") from error
     return value
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise ConfigError(f"{where} must be a list, got {type(calls).__name__}.")
-    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

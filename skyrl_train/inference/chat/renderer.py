@@ -5,7 +5,7 @@ extend(prompt tokens, sampled tokens, new messages)
     = prompt tokens + sampled tokens            verbatim
     + the end of the assistant's turn           if the sampled tokens lack it
     + new messages + generation prompt
-parse(sampled tokens) ────────────────────────> reasoning, content, tool calls
+parser(prompt tokens).feed(sampled tokens) ───> reasoning, content, tool calls
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from skyrl_train.inference.chat.formats import (
 )
 from skyrl_train.inference.chat.parsing import MessageBuilder, ResponseParser, StreamParser, WholeParser
 from skyrl_train.inference.chat.pieces import PieceReader, Vocabulary
-from skyrl_train.inference.chat.requests import AssistantMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -280,29 +279,6 @@ class ChatRenderer:
             tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
             opened = str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
         return StreamParser(reader, MessageBuilder(form, tools, prompt_token_ids, reasoning_open=opened))
-
-    def parse(
-        self,
-        response_ids: Sequence[int],
-        *,
-        prompt_token_ids: Sequence[int],
-        tools: Messages = (),
-        visible: int | None = None,
-    ) -> AssistantMessage:
-        """Parse a whole response into a message.
-
-        Args:
-            visible: characters of the decoded response before its stop string; None: there is none.
-        """
-        parser = self.parser(prompt_token_ids, tools)
-        parser.feed(response_ids, visible)
-        return parser.finish(visible)[1]
-
-    def load_parsers(self) -> None:
-        """Import the parsers, which takes seconds, so that no request waits for it."""
-        import renderers.parsing  # noqa: F401
-
-        self.parser(())
 
     @cached_property
     def _format(self) -> MessageFormat | None:

@@ -65,7 +65,10 @@ class ChatService:
     def __init__(self, generation: GenerationService, renderer: ChatRenderer) -> None:
         self.generation = generation
         self.renderer = renderer
-        renderer.load_parsers()
+        # Import the parsers now: it takes seconds, for which no request should wait.
+        import renderers.parsing  # noqa: F401
+
+        renderer.parser(())
 
     async def complete(self, request: ChatRequest, session: Session | None = None) -> ChatResult:
         """Return when all ``n`` choices have ended; then record all of them.

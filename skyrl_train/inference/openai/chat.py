@@ -16,11 +16,21 @@ from skyrl_train.inference.chat.requests import (
     MessageDelta,
 )
 from skyrl_train.inference.interface import StructuredOutput
-from skyrl_train.inference.openai.body import JsonObject, NonEmpty, RequestBody, Unsupported, Whole, ignored
-from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data
+from skyrl_train.inference.openai.body import (
+    MAX_TOP_LOGPROBS,
+    JsonObject,
+    NonEmpty,
+    OpenAIBody,
+    RequestBody,
+    TokenCount,
+    Unsupported,
+    Whole,
+    ignored,
+    template_arguments,
+)
+from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data, usage
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 from skyrl_train.inference.openai.messages import Messages, ToolChoice, Tools, plain_messages, plain_tools
-from skyrl_train.inference.openai.sampling import MAX_TOP_LOGPROBS, OpenAIBody, TokenCount, template_arguments, usage
 from skyrl_train.inference.requests import Generation, GenerationChunk
 
 _TEXT_ONLY = "this endpoint takes and gives text only"

@@ -12,11 +12,18 @@ from pydantic import Discriminator, Field, Tag
 
 from skyrl_train.inference.chat.requests import PromptPlan
 from skyrl_train.inference.interface import SamplingParams
-from skyrl_train.inference.openai.body import NonEmpty, Unsupported, Whole
+from skyrl_train.inference.openai.body import (
+    MAX_TOP_LOGPROBS,
+    NonEmpty,
+    OpenAIBody,
+    TokenCount,
+    TokenId,
+    Unsupported,
+    Whole,
+)
 from skyrl_train.inference.openai.chat import DONE
-from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data
+from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data, usage
 from skyrl_train.inference.openai.errors import DialectError, openai_error
-from skyrl_train.inference.openai.sampling import MAX_TOP_LOGPROBS, OpenAIBody, TokenCount, TokenId, usage
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.inference.text_length import LONG_TEXT, check_characters
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged

@@ -105,3 +105,12 @@ def training_data(generation: Generation) -> dict[str, Any]:
         "segments": generation.segments,
         "restarts": generation.restarts,
     }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Return OpenAI's usage object; each token counts once."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
