@@ -1,4 +1,4 @@
-"""Small byte-level tokenizers with the marks of real chat formats, made on the spot, and what renders with them."""
+"""Small byte-level tokenizers with the marks of real chat formats, and renderers that use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers for the tests of dialects: any message, whole or in pieces, with a token for every character."""
+"""Sampled messages for the tests of dialects: any message, whole or in pieces, with a token for every character."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def context(unique: str = "abc123") -> ResponseContext:
 def choice_of(
     message: AssistantMessage, finish_reason: FinishReason | None = None, stop_string: str | None = None
 ) -> ChatChoice:
-    """An answer that said ``message``; its tokens spell reasoning, content and calls one after the other."""
+    """A choice with this message; its tokens spell reasoning, content and calls one after the other."""
     calls = "".join(f"<{call.name}{call.arguments}>" for call in message.tool_calls)
     spelt = f"({message.reasoning_content or ''}){message.content}{calls}{stop_string or ''}"
     token_ids = [ord(character) for character in spelt]

@@ -1,4 +1,4 @@
-"""A whole endpoint over a real socket, whose model says what a test wants: its n-th answer of a conversation is the n-th text."""
+"""An endpoint over a real socket with a scripted model: its n-th answer of a conversation is the n-th text of the test."""
 
 from __future__ import annotations
 

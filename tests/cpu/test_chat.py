@@ -1,4 +1,4 @@
-"""Messages to tokens: what was sampled stays as it is, and the rest is what the template would have written."""
+"""Messages to tokens: sampled tokens stay as they are, and the rest equals the output of the template."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_prompt_is_rendered_with_the_generation_prompt(kind: str, text: str) -
         ("chatml", "7\n", "<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
     ],
 )
-def test_the_next_turn_is_what_the_template_would_have_written(kind: str, sampled: str, added: str) -> None:
+def test_the_next_turn_equals_the_templates_output(kind: str, sampled: str, added: str) -> None:
     tokenizer = TOKENIZERS[kind]
     renderer = ChatRenderer(tokenizer, "")
     prompt, response = renderer.render(ASK), tokens(tokenizer, sampled)
@@ -87,7 +87,7 @@ def test_the_next_turn_is_what_the_template_would_have_written(kind: str, sample
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
-def test_the_extension_begins_with_the_prompt_and_exactly_what_was_sampled(kind: str, data: st.DataObject) -> None:
+def test_the_extension_begins_with_the_prompt_and_exactly_the_sampled_tokens(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     renderer = ChatRenderer(tokenizer, "")
     response = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=20))
@@ -123,7 +123,7 @@ def test_a_known_family_is_rendered_by_its_own_renderer_and_keeps_its_reasoning(
     assert renderer.extend(prompt, response, MORE) == prompt + response + added
 
 
-def test_what_cannot_be_rendered_is_refused() -> None:
+def test_messages_that_the_template_rejects_are_an_error() -> None:
     with pytest.raises(ConfigError, match="drops earlier answers"):
         ChatRenderer(make_tokenizer(FORGETFUL), "a/model").extend([5], [6], MORE)
     with pytest.raises(ConfigError, match=r"'a/model' refuses a conversation of \['tool'\]: no tools"):
@@ -140,7 +140,7 @@ def test_importing_is_cheap(statement: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_what_is_kept_of_rendered_conversations_is_bounded_in_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_rendered_conversations_is_bounded_in_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = character_tokenizer("long short")
     applied, rendered = tokenizer.apply_chat_template, []
 

@@ -1,4 +1,4 @@
-"""What may come in as messages, tools and template arguments, and what is refused by name."""
+"""Messages, tools and template arguments: valid ones are normalized, and errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tools_calls_and_results_are_rendered_by_a_known_family() -> None:
 
 
 @pytest.mark.parametrize("family", [QWEN, "zai-org/GLM-4.5-Air", "generic with mark tokens"])
-def test_a_tool_result_extends_what_was_sampled(family: str) -> None:
+def test_a_tool_result_extends_the_sampled_tokens(family: str) -> None:
     chat = chat_renderer(family)
     prompt = chat.render([ASK], [TOOL])
     response = list(tokenizer_of(family)("<tool_call>x</tool_call>", add_special_tokens=False)["input_ids"])
@@ -91,12 +91,12 @@ def test_arguments_of_the_template_reach_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["tokenize", "chat_template", "messages", "tools", "add_generation_prompt"])
-def test_arguments_that_the_renderer_sets_are_refused(key: str) -> None:
+def test_arguments_that_the_renderer_sets_are_rejected(key: str) -> None:
     with pytest.raises(ConfigError, match=f"'{key}' is set by the renderer"):
         renderer(OPEN).render([ASK], (), {key: "{{ 1 }}"})
 
 
-def test_an_argument_that_a_family_does_not_have_is_refused() -> None:
+def test_an_argument_that_a_family_does_not_have_is_rejected() -> None:
     with pytest.raises(ConfigError, match="chat template arguments of 'qwen3'"):
         chat_renderer(QWEN).render([ASK], (), {"thinking_budget": 5})
 
@@ -143,12 +143,12 @@ def test_parts_of_text_are_joined() -> None:
         ),
     ],
 )
-def test_a_malformed_message_is_refused_by_index_and_field(message: object, complaint: str) -> None:
+def test_a_malformed_message_is_rejected_by_index_and_field(message: object, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         chat_renderer(QWEN).render([ASK, message])  # type: ignore[list-item]
 
 
-def test_no_message_at_all_and_what_is_no_json_are_refused() -> None:
+def test_an_empty_conversation_and_values_that_are_not_json_are_errors() -> None:
     with pytest.raises(ConfigError, match="messages is empty"):
         chat_renderer(QWEN).render([])
     with pytest.raises(ConfigError, match="must consist of JSON values"):
@@ -161,7 +161,7 @@ def test_a_call_without_arguments_has_none() -> None:
         assert "(f)" in text(renderer(OPEN), [ASK, {"role": "assistant", "tool_calls": [call]}])
 
 
-def test_a_template_that_fails_is_refused_with_its_own_words() -> None:
+def test_a_template_that_fails_is_rejected_with_its_own_words() -> None:
     with pytest.raises(ConfigError, match=r"refuses a conversation of \['user'\]"):
         renderer("{{ messages[0].content + 5 }}").render([ASK])
 

@@ -146,11 +146,11 @@ def cut(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return [*chunks, list(ids[start:])]
 
 
-# What a response says ---------------------------------------------------------------------------------------------
+# Reasoning, content and calls ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", WRITERS)
-def test_reasoning_content_and_a_call_are_told_apart(family: str) -> None:
+def test_reasoning_content_and_a_call_are_separated(family: str) -> None:
     said = thinking(family, "\nA müsing.\n</think>\n\nI look.\n") + WRITERS[family]("look_up", ARGUMENTS)
     message = parse(family, said)
     assert (message.reasoning_content, message.content) == ("A müsing.", "I look.")
@@ -209,7 +209,7 @@ def test_several_calls_and_text_behind_them() -> None:
     ],
 )
 @pytest.mark.parametrize("family", ["Qwen/Qwen3-0.6B", "generic without mark tokens", "nothing known"])
-def test_what_is_no_call_stays_as_it_was_written(family: str, broken: str) -> None:
+def test_text_that_is_no_valid_call_stays_unchanged(family: str, broken: str) -> None:
     end = "</think>" if family in OPENED else ""
     assert parse(family, f"{end}a {broken}").content == f"a {broken}"
     assert parse(family, f"{end}a {broken}").tool_calls == ()
@@ -296,7 +296,7 @@ def test_a_natural_response_is_read_as_the_library_reads_it(family: str, data: s
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == calls
 
 
-def test_a_family_that_the_library_reads_whole_comes_with_the_end() -> None:
+def test_a_family_that_the_library_parses_whole_has_its_message_at_the_end() -> None:
     call = (
         '<|message_model|>look_up<|content_invoke_tool_json|>{"name": "look_up", "args": {"city": "x"}}<|end_message|>'
     )
@@ -334,7 +334,7 @@ def test_parsers_can_be_chosen_by_name() -> None:
 
 
 @pytest.mark.parametrize("setting", ["tool_parser", "reasoning_parser"])
-def test_an_unknown_parser_is_refused_with_the_known_ones(setting: str) -> None:
+def test_an_unknown_parser_is_rejected_with_the_known_ones(setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"generator\.chat\.{setting} 'gpt' is unknown; use one of: .*none"):
         ChatRenderer(chat_tokenizer("nothing known"), "", **{setting: "gpt"})
 

@@ -1,4 +1,4 @@
-"""Conversations answered: n choices at once, each read as a message and recorded once, none left behind."""
+"""The chat service: n choices at once, each parsed as a message and recorded once, and no request left in the engine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Scripted:
 
 @dataclass
 class Recorder:
-    """A session that remembers what was recorded."""
+    """A session that keeps the recorded choices."""
 
     id: str = "s1"
     oldest_version: int | None = 2
@@ -145,7 +145,7 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(within())
 
 
-# What comes back --------------------------------------------------------------------------------------------------
+# Results ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_read_as_a_message() -> None:
@@ -198,7 +198,7 @@ def test_the_events_of_several_choices_come_as_they_are_sampled() -> None:
     assert order[:2] == [1, 1] and sorted(order) == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-# What is asked for ------------------------------------------------------------------------------------------------
+# Requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_choice_is_a_request_of_its_own() -> None:
@@ -230,14 +230,14 @@ def test_no_tool_choice_keeps_the_tools_from_the_model() -> None:
     assert session.planned == [(list(ASK), (), {"enable_thinking": False})]
 
 
-def test_max_tokens_is_what_is_asked_or_what_the_context_leaves() -> None:
+def test_max_tokens_is_the_requested_number_or_the_rest_of_the_context() -> None:
     generation = Scripted()
     for asked, expected in ((None, CONTEXT - PROMPT), (7, 7), (CONTEXT - PROMPT, CONTEXT - PROMPT)):
         run(service(generation).complete(request(max_tokens=asked)))
         assert generation.requests[-1].params.max_tokens == expected
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_a_request_that_does_not_fit_is_rejected_with_the_numbers() -> None:
     chat, room = service(Scripted()), CONTEXT - PROMPT
     with pytest.raises(RequestError, match=rf"{PROMPT} tokens and {room + 1} are asked for, beyond .* {CONTEXT}"):
         run(collect(chat.stream(request(max_tokens=room + 1))))
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     ("text", "words"),
     [("x" * (128 * CONTEXT + 1), "more than 512000 characters"), ("word " * 12_000, "more than 8000 tokens")],
 )
-def test_what_can_never_fit_is_neither_rendered_nor_planned(
+def test_text_that_can_never_fit_is_neither_rendered_nor_planned(
     session: Recorder | None, text: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def render(*_: Any) -> list[int]:
@@ -266,7 +266,7 @@ def test_what_can_never_fit_is_neither_rendered_nor_planned(
     assert generation.requests == [] and (session is None or session.planned == [])
 
 
-def test_what_the_assistant_said_is_not_counted_where_a_template_may_leave_it_out() -> None:
+def test_assistant_messages_are_not_counted_where_a_template_may_omit_them() -> None:
     said = {"role": "assistant", "content": "<think>" + "word " * 12_000 + "</think>Yes."}
     messages = (*ASK, said, {"role": "user", "content": "Why?"})
     assert run(service(Scripted()).complete(ChatRequest(messages=messages))).prompt_token_ids
@@ -302,20 +302,20 @@ def test_all_choices_together_need_room_in_the_session(streamed: bool, max_token
 
 
 @pytest.mark.parametrize("max_tokens", [0, -5])
-def test_no_tokens_at_all_are_refused(max_tokens: int) -> None:
+def test_max_tokens_below_one_is_an_error(max_tokens: int) -> None:
     with pytest.raises(ConfigError, match="max_tokens must be at least 1"):
         run(collect(service(Scripted()).stream(request(max_tokens=max_tokens))))
 
 
 @pytest.mark.parametrize("session", [None, Recorder()])
-def test_a_malformed_message_is_refused_before_anything_is_planned(session: Recorder | None) -> None:
+def test_a_malformed_message_is_rejected_before_anything_is_planned(session: Recorder | None) -> None:
     generation = Scripted()
     with pytest.raises(ConfigError, match=r"messages\[0\] must be an object"):
         run(collect(service(generation).stream(ChatRequest(messages=("hi",)), session)))  # type: ignore[arg-type]
     assert generation.requests == [] and (session is None or session.planned == [])
 
 
-# What is recorded, and what is left -------------------------------------------------------------------------------
+# Recording and cancellation ---------------------------------------------------------------------------------------
 
 
 def test_finished_choices_are_recorded_once() -> None:
@@ -343,7 +343,7 @@ def test_one_failure_cancels_the_other_choices_and_records_none() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("read", [0, 1, 4])
-def test_a_reader_that_leaves_cancels_what_has_not_ended(n: int, read: int) -> None:
+def test_a_reader_that_leaves_cancels_unfinished_choices(n: int, read: int) -> None:
     async def scenario() -> None:
         generation, session = Scripted(["a" * 50], chunk=1), Recorder()
         events = service(generation).stream(request(n), session)
@@ -382,7 +382,7 @@ def test_a_choice_that_ended_before_the_reader_left_stays_recorded() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_nothing_piles_up_before_a_reader_that_does_not_read(n: int) -> None:
+def test_a_reader_that_does_not_read_buffers_one_piece_per_choice(n: int) -> None:
     async def scenario() -> None:
         generation = Scripted(["a" * 300], chunk=1)
         events = service(generation).stream(request(n))

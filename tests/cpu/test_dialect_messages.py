@@ -1,4 +1,4 @@
-"""Anthropic's dialect as a pure translation: what comes in, what goes out, and that the one is inverse to the other."""
+"""Anthropic's dialect as a pure translation: requests, responses, and that the one is inverse to the other."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"colour": "red"}, "colour", "not a field"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], param: str, says: str) -> None:
+def test_errors_name_the_unsupported_field(changes: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(DialectError, match=says) as refused:
         parse(**changes)
     assert (refused.value.param, refused.value.status) == (param, 400)
@@ -221,7 +221,7 @@ def test_a_message_has_its_blocks_in_order_and_its_usage() -> None:
     assert "skyrl" not in body
 
 
-def test_token_ids_come_where_asked_for_streamed_or_not() -> None:
+def test_requested_token_ids_are_returned_streamed_or_not() -> None:
     choice = choice_of(AssistantMessage("ok"))
     call = parse(return_token_ids=True)
     skyrl = call.response(result_of(choice), context())["skyrl"]
@@ -326,7 +326,7 @@ def test_every_field_says_why_or_how() -> None:
     assert [field.name for field in field_table(dialect.MessagesBody) if not field.note] == []
 
 
-def test_every_field_is_in_the_schema_unless_it_is_refused() -> None:
+def test_every_field_is_in_the_schema_unless_it_is_rejected() -> None:
     served = {field.name for field in field_table(dialect.MessagesBody) if field.support is not Support.REJECTED}
     assert set(body_schema(dialect.MessagesBody)["properties"]) == served
 

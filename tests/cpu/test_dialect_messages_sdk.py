@@ -28,7 +28,7 @@ def client_of(world: World, **options: Any) -> Any:
 
 
 def results_of(message: Any) -> dict[str, Any]:
-    """What a program sends after calls: the result of each."""
+    """The message that a program sends after calls: the result of each."""
     calls = [block.id for block in message.content if block.type == "tool_use"]
     return {
         "role": "user",
@@ -102,7 +102,7 @@ def test_tools_may_have_every_field_that_the_client_can_send() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_conversation_with_tools_goes_on_token_by_token(streamed: bool) -> None:
+async def test_a_conversation_with_tools_continues_token_by_token(streamed: bool) -> None:
     async with serving() as world, client_of(world) as client:
         messages, tokens = await converse(client, streamed)
         world.session.finish()
@@ -153,7 +153,7 @@ async def test_events_come_in_anthropics_order() -> None:
     assert once == ["message_start", *block, *block, "message_delta", "message_stop"]
 
 
-async def test_it_is_told_why_a_message_ended() -> None:
+async def test_a_message_has_its_stop_reason() -> None:
     async with serving(["one END two"]) as world, client_of(world) as client:
         request = {"model": "policy", "messages": START}
         stopped = await client.messages.create(**request, max_tokens=50, stop_sequences=["STOP", "END"])

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: every request field is supported, refused by name, or harmless to ignore."""
+"""OpenAI's chat completions: every request field is supported, rejected by name, or harmless to ignore."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_table_has_every_field_that_the_openai_client_can_send() -> None:
     assert sent <= {entry.name for entry in field_table(openai_chat.ChatCompletionBody)}
 
 
-def test_what_is_asked_for_arrives() -> None:
+def test_every_field_arrives_in_the_chat_request() -> None:
     call = openai_chat.parse(EVERYTHING)
     request = call.request
     assert (call.model, call.streamed, call.include_usage, call.token_ids) == ("policy", True, True, True)
@@ -128,7 +128,7 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"beam_width": 2}, "beam_width"),
     ],
 )
-def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
+def test_an_error_names_the_field(fields: dict[str, Any], param: str) -> None:
     error = refusal(**fields)
     assert (error.status, error.param) == (400, param)
     assert openai_error(error)["error"]["type"] == "invalid_request_error"
@@ -143,11 +143,11 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "prediction": 1},
     ],
 )
-def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
+def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None:
     assert openai_chat.parse({**ASK, **fields}) == openai_chat.parse(ASK)
 
 
-def test_deep_objects_are_refused() -> None:
+def test_deep_objects_are_rejected() -> None:
     deep: Any = {}
     for _ in range(100):
         deep = {"a": deep}
@@ -203,7 +203,7 @@ def test_a_response_has_openais_shape_and_counts_each_token_once() -> None:
     assert body["skyrl"] == {"prompt_token_ids": PROMPT, "reused_tokens": 2}
 
 
-def test_a_stream_shows_usage_and_tokens_where_asked_for() -> None:
+def test_a_stream_has_the_requested_usage_and_tokens() -> None:
     chunk_type = pytest.importorskip("openai.types.chat").ChatCompletionChunk
     choice = choice_of(AssistantMessage("ok"))
     asked = {

@@ -62,7 +62,7 @@ def test_a_prompt_is_a_text_or_tokens_or_a_list_of_either(prompt: Any, prompts: 
         ({"logprobs": True}, "logprobs"),
     ],
 )
-def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
+def test_an_error_names_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(DialectError) as caught:
         openai_completions.parse({**ASK, **fields})
     assert (caught.value.status, caught.value.param) == (400, param)

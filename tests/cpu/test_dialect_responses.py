@@ -1,4 +1,4 @@
-"""OpenAI's responses as a pure translation: what comes in, what goes out, and that the one is inverse to the other."""
+"""OpenAI's responses as a pure translation: requests, responses, and that the one is inverse to the other."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/x.png"}
         ({"colour": "red"}, "colour", "not a field"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], param: str, says: str) -> None:
+def test_errors_name_the_unsupported_field(changes: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(DialectError, match=says) as refused:
         parse(**changes)
     assert (refused.value.param, refused.value.status) == (param, 400)
@@ -271,7 +271,7 @@ def test_text_behind_a_call_gets_an_item_of_its_own_and_comes_back_as_one_messag
     assert list(parse(input=[USER, *output]).request.messages) == [USER, message.to_openai()]
 
 
-def test_a_failure_inside_a_stream_ends_it_with_what_was_done() -> None:
+def test_a_failure_inside_a_stream_ends_it_with_the_finished_items() -> None:
     stream = parse().stream(context())
     stream.opened()
     message = AssistantMessage("ab", "hm")
@@ -337,7 +337,7 @@ def test_every_field_says_why_or_how() -> None:
     assert [field.name for field in field_table(dialect.ResponsesBody) if not field.note] == []
 
 
-def test_every_field_is_in_the_schema_unless_it_is_refused() -> None:
+def test_every_field_is_in_the_schema_unless_it_is_rejected() -> None:
     served = {field.name for field in field_table(dialect.ResponsesBody) if field.support is not Support.REJECTED}
     assert set(body_schema(dialect.ResponsesBody)["properties"]) == served
 

@@ -32,7 +32,7 @@ def client_of(world: World, **options: Any) -> Any:
 
 
 def outputs_of(response: Any) -> list[dict[str, Any]]:
-    """What a program sends after calls: the output of each."""
+    """The items that a program sends after calls: the output of each."""
     calls = [item.call_id for item in response.output if item.type == "function_call"]
     return [{"type": "function_call_output", "call_id": call, "output": "clouds"} for call in calls]
 
@@ -59,7 +59,7 @@ async def converse(client: Any, streamed: bool, stored: bool = False) -> list[An
 
 
 def told(response: Any) -> dict[str, Any]:
-    """All that a response says; ids and times are new each time, and a stream does not know what was reused."""
+    """A response without its ids and times, which are new each time, and without the reused tokens, which streams omit."""
     body = response.model_dump()
     assert body.pop("id").startswith("resp_")
     for item in body["output"]:
@@ -112,7 +112,7 @@ def test_tools_may_have_every_field_that_the_client_can_send() -> None:
 
 
 @pytest.mark.parametrize(("streamed", "stored"), [(False, False), (True, False), (False, True), (True, True)])
-async def test_a_conversation_with_tools_goes_on_token_by_token(streamed: bool, stored: bool) -> None:
+async def test_a_conversation_with_tools_continues_token_by_token(streamed: bool, stored: bool) -> None:
     async with serving() as world, client_of(world) as client:
         responses = await converse(client, streamed, stored)
         world.session.finish()

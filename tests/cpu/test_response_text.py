@@ -127,7 +127,7 @@ def test_a_line_break_of_a_fallback_vocabulary_is_text_at_once() -> None:
     stop=st.lists(st.text("ab xé€\n�", min_size=1, max_size=3), max_size=2),
     reads=st.randoms(use_true_random=False),
 )
-def test_what_is_handed_out_is_the_text_before_the_first_stop_string(
+def test_returned_text_ends_before_the_first_stop_string(
     response: tuple[str, list[int]], stop: list[str], reads: object
 ) -> None:
     name, token_ids = response

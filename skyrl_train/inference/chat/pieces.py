@@ -85,6 +85,7 @@ class PieceReader:
         special = token_id in self._vocabulary.special
         if mark is None and not special:
             return self._split(self._decoder.feed(token_id))
+        # A special token ends an unfinished character, and text before it can no longer become a mark.
         pieces = self.flush()
         shown = len(self._decoder.feed(token_id))
         return [*pieces, Piece(self._vocabulary.added[token_id], shown, mark, special=mark is None)]
@@ -107,6 +108,7 @@ class PieceReader:
             before, found = text[start : match.start()], match.group()
             pieces += [Piece(before, len(before)), Piece(found, len(found), self._marks[found])]
             start = match.end()
+        # The end may be the first letters of a mark whose other letters come with later tokens.
         rest = text[start:]
         held = 0
         for size in range(min(len(self._spelt[0]) - 1, len(rest)), 0, -1):

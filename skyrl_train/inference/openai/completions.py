@@ -40,6 +40,7 @@ Prompt = str | list[int]
 def _kind_of_prompt(value: Any) -> str:
     if not isinstance(value, list):
         return "=text"
+    # The first entry decides. Validation as that kind then names any entry of another kind.
     first = value[0] if value else None
     return "=texts" if isinstance(first, str) else "=token lists" if isinstance(first, list) else "=tokens"
 
@@ -162,7 +163,7 @@ class CompletionStream:
         self._head = _head(call.model, context)
         if call.include_usage:
             self._head["usage"] = None
-        self._offsets = [0] * (len(call.prompts) * call.params.n)
+        self._offsets = [0] * (len(call.prompts) * call.params.n)  # characters of each response so far
         self._done: dict[int, Generation] = {}
         self._shows_tokens = call.logprobs or call.token_ids
 
@@ -251,6 +252,7 @@ class CompletionRun:
 
     async def stream(self) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
         """Yield the pieces of all responses with the number of the response. Closing the iterator cancels them."""
+        # All prompts are checked before the first is sampled, so that an error costs no samples.
         pieces = merged([self._generation.stream(request) for request in await self._plan_requests()])
         try:
             async for index, chunk in pieces:
@@ -281,6 +283,7 @@ class CompletionRun:
                     "context_length_exceeded",
                 )
             plan = PromptPlan(token_ids) if session is None else session.plan_completion(token_ids)
+            # Each response is a request of its own: it continues alone across weight updates.
             params = dataclasses.replace(call.params, n=1)
             oldest = None if session is None else session.oldest_version
             for choice in range(call.params.n):

@@ -116,7 +116,9 @@ def plain_messages(messages: list[Any]) -> tuple[dict[str, Any], ...]:
     """Return validated messages in the shape that the renderer takes."""
     plain = []
     for message in messages:
+        # For optional fields, null and absence mean the same.
         values = message.model_dump(exclude_none=True)
+        # Few chat templates know the developer role.
         if values["role"] == "developer":
             values["role"] = "system"
         if not values.get("tool_calls", True):  # templates treat an empty list as calls
