@@ -103,7 +103,7 @@ OBSERVED: ContextVar[bool] = ContextVar("OBSERVED", default=False)
 
 
 async def test_a_chat_request_that_a_weight_sync_interrupts_passes_few_functions() -> None:
-    """A recorded request, from HTTP to the engine and back; 167 functions in 31 files when this was written."""
+    """A request of a session, from HTTP to the engine and back, continued after the sync."""
     passed: set[tuple[str, str]] = set()
 
     def observe(frame: FrameType, event: str, _: Any) -> None:
