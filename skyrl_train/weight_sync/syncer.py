@@ -12,16 +12,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
-if TYPE_CHECKING:  # the client is above this package, which never imports it when it runs
+if TYPE_CHECKING:
     import torch
-
-    from skyrl_train.inference.client import InferenceEngineClient
 
 # Gathers the current weights through a transport, as a version: ``TrainingBackend.stage``, or ``weights_of``. It blocks.
 WeightSource = Callable[[WeightTransport, int], WeightUpdate]
@@ -30,6 +28,23 @@ WeightSource = Callable[[WeightTransport, int], WeightUpdate]
 def weights_of(named_weights: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> WeightSource:
     """Return the source of weights that lie in this process, such as ``model.named_parameters``."""
     return lambda transport, version: transport.gather(named_weights(), version)
+
+
+class UpdatableEngines(Protocol):
+    """The part of ``InferenceEngineClient`` that a sync calls. The client is above this package and imports it."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether an engine takes requests."""
+
+    async def wait_for_engine(self) -> None:
+        """Return when an engine takes requests."""
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        """Copy the update to the engines' receive buffers while they serve."""
+
+    async def load_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
+        """Load the update while the engines are paused; return the seconds of the pause."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class WeightSyncer:
 
     def __init__(
         self,
-        client: InferenceEngineClient,
+        client: UpdatableEngines,
         transport: WeightTransport,
         source: WeightSource,
         pause_mode: PauseMode,

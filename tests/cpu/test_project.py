@@ -66,16 +66,13 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
         _ = skyrl_train.NoSuchTrainer
 
 
-def imported_when_run(tree: ast.Module) -> Iterator[str]:
-    """Modules of this package that a module imports, those for the type checker alone left out."""
-    for node in tree.body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("skyrl_train."):
-                yield inner.module or ""
-            if isinstance(inner, ast.Import):
-                yield from (alias.name for alias in inner.names if alias.name.startswith("skyrl_train."))
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Modules of this package that a module imports, also inside functions and for the type checker alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skyrl_train."):
+            yield node.module or ""
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("skyrl_train."))
 
 
 def level_of(module: str) -> int:
@@ -92,10 +89,10 @@ def modules() -> dict[str, ast.Module]:
 
 def test_imports_run_one_way() -> None:
     backwards = [
-        f"{module} imports {imported}"
+        f"{module} imports {other}"
         for module, tree in modules().items()
-        for imported in imported_when_run(tree)
-        if level_of(imported) < level_of(module)
+        for other in imported(tree)
+        if level_of(other) < level_of(module)
     ]
     assert backwards == []
 

@@ -87,7 +87,7 @@ def test_checkpoints_of_earlier_versions_are_continued(tmp_path: Path, format_ve
     assert loader.ledger.failed == [1]
     assert [fresh.issue() for _ in range(6)] == list(range(6))
     assert [loader.source.record(group_index) for group_index in (3, 4, 5)] == [
-        fresh.record(group_index) for group_index in (3, 4, 5)
+        fresh.source.record(group_index) for group_index in (3, 4, 5)
     ]
 
 

@@ -17,7 +17,7 @@ from vllm_engines import PROMPT, Served, request, tiny_model
 from skyrl_train.errors import EngineDeadError
 from skyrl_train.types import PauseMode
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.ends_shared_engines]
 on_the_session_loop = pytest.mark.asyncio(loop_scope="session")
 
 

@@ -19,7 +19,7 @@ _EVENT_NAMES = {
 
 
 @dataclass(slots=True)
-class _Item:
+class _OutputItem:
     """An output item. ``call_index`` is the position of a function call among the calls of its message."""
 
     kind: str  # a key of _ID_PREFIXES
@@ -30,7 +30,7 @@ class _Item:
     name: str = ""
 
     @classmethod
-    def numbered(cls, kind: str, unique: str, position: int, **fields: Any) -> _Item:
+    def numbered(cls, kind: str, unique: str, position: int, **fields: Any) -> _OutputItem:
         """Return an item whose id names the response, so that items that come back can be grouped by response."""
         return cls(kind, f"{_ID_PREFIXES[kind]}_{unique}_{position}", **fields)
 
@@ -56,13 +56,13 @@ def output_items(choice: ChatChoice, unique: str, entries: Sequence[Mapping[str,
     message = choice.message
     reasoning, items = message.reasoning_content or "", []
     if reasoning:
-        items.append(_Item.numbered("reasoning", unique, 0, text=reasoning).shown("completed"))
+        items.append(_OutputItem.numbered("reasoning", unique, 0, text=reasoning).shown("completed"))
     if message.content or not (items or message.tool_calls):
-        item = _Item.numbered("message", unique, len(items), text=message.content)
+        item = _OutputItem.numbered("message", unique, len(items), text=message.content)
         items.append(item.shown("completed", tokens_of_text(entries, message.content, reasoning)))
     for call in message.tool_calls:
         fields = {"text": call.arguments, "call_id": call.id, "name": call.name}
-        items.append(_Item.numbered("function_call", unique, len(items), **fields).shown("completed"))
+        items.append(_OutputItem.numbered("function_call", unique, len(items), **fields).shown("completed"))
     # The token limit can only cut off what was sampled last.
     items[-1]["status"] = _last_status(choice)
     return items
@@ -165,7 +165,7 @@ class ResponsesStream:
         self._entries: list[dict[str, Any]] = []  # the tokens sampled so far, if the client wants log-probs
         self._sequence_number = 0  # of the next event
         self._done: list[dict[str, Any]] = []
-        self._open: _Item | None = None
+        self._open: _OutputItem | None = None
         self._reasoning = ""
 
     def opened(self) -> list[Frame]:
@@ -215,7 +215,7 @@ class ResponsesStream:
         """End the open item, and open a new one."""
         frames = self._finish("completed")
         position = len(self._done)
-        self._open = _Item.numbered(kind, self._body.context.unique, position, **fields)
+        self._open = _OutputItem.numbered(kind, self._body.context.unique, position, **fields)
         shown = self._open.shown("in_progress")
         if kind == "function_call":
             return [*frames, self._frame("response.output_item.added", output_index=position, item=shown)]

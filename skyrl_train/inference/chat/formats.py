@@ -81,10 +81,11 @@ class ToolFormat:
         import renderers.parsing
 
         read = getattr(renderers.parsing, self.function)
-        # The functions for typed formats ask for the ids of reasoning marks, although a block has none.
-        marks = {**self.marks, "think_id": "<think>", "think_end_id": "</think>"} if self.typed else self.marks
-        vocabulary = _BlockVocabulary(tuple(marks.values()))
-        options: dict[str, Any] = {parameter: vocabulary.ids[mark] for parameter, mark in marks.items()}
+        # A model may write a reasoning mark inside a block. Functions for typed formats ask for the ids of these marks, too.
+        reasoning = {"think_id": "<think>", "think_end_id": "</think>"}
+        vocabulary = _BlockVocabulary([*self.marks.values(), *reasoning.values()])
+        parameters = {**self.marks, **reasoning} if self.typed else self.marks
+        options: dict[str, Any] = {parameter: vocabulary.ids[mark] for parameter, mark in parameters.items()}
         if self.typed:
             options["tools"] = [dict(tool) for tool in tools] or None
         ids: list[int] = []

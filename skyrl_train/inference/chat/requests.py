@@ -67,6 +67,9 @@ class MessageDelta:
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.tool_calls)
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from skyrl_train.errors import RequestError
 from skyrl_train.inference.chat.renderer import ChatRenderer
@@ -31,9 +31,6 @@ from skyrl_train.inference.requests import Generation, GenerationRequest, Genera
 from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
 
-if TYPE_CHECKING:
-    from skyrl_train.endpoint.sessions.session import Session
-
 # A long response is parsed in slices of this many tokens (some milliseconds each), so that the event loop runs in between.
 _SLICE_TOKENS = 1024
 # Tokens of a long conversation are counted in slices of this many characters, until it is clear that it is too long.
@@ -42,6 +39,26 @@ _SLICE_CHARACTERS = 1 << 16
 _CONTEXTS_COUNTED = 2
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+class RecordingSession(Protocol):
+    """The part of the endpoint's ``Session`` that chats and completions use. The endpoint imports this package."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def oldest_version(self) -> int | None: ...
+
+    def plan(self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any]) -> Any: ...
+
+    def plan_completion(self, prompt_token_ids: Sequence[int]) -> Any: ...
+
+    def check_room(self, responses: int = 1, *, plan: Any = None, sampled_tokens: int = 0) -> None: ...
+
+    def record(self, plan: Any, choice: ChatChoice) -> int: ...
+
+    def record_completion(self, plan: Any, generation: Generation) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +87,7 @@ class ChatService:
 
         renderer.parser(())
 
-    async def complete(self, request: ChatRequest, session: Session | None = None) -> ChatResult:
+    async def complete(self, request: ChatRequest, session: RecordingSession | None = None) -> ChatResult:
         """Return when all ``n`` choices have ended; then record all of them.
 
         If one fails, the others are cancelled and nothing is recorded, because the caller sees none of them.
@@ -85,7 +102,9 @@ class ChatService:
                 session.record(turn.plan, choice)
         return ChatResult(turn.plan.prompt_token_ids, tuple(choices), turn.plan.reused_tokens)
 
-    async def stream(self, request: ChatRequest, session: Session | None = None) -> AsyncGenerator[ChatEvent, None]:
+    async def stream(
+        self, request: ChatRequest, session: RecordingSession | None = None
+    ) -> AsyncGenerator[ChatEvent, None]:
         """Yield pieces of all ``n`` choices as they are sampled. Malformed requests raise at the first piece.
 
         The reader pulls: at most one piece of each choice is buffered. Closing the iterator cancels every unfinished
@@ -102,7 +121,7 @@ class ChatService:
         finally:
             await events.aclose()
 
-    async def prompt(self, request: ChatRequest, session: Session | None = None) -> tuple[list[int], int]:
+    async def prompt(self, request: ChatRequest, session: RecordingSession | None = None) -> tuple[list[int], int]:
         """Return the prompt's tokens, and how many were taken from earlier turns as sampled. Samples nothing."""
         plan, _ = await self._plan_prompt(request, session)
         return plan.prompt_token_ids, plan.reused_tokens
@@ -116,7 +135,7 @@ class ChatService:
             return await asyncio.to_thread(self.renderer.render, messages, tools, arguments)
         return self.renderer.render(messages, tools, arguments)
 
-    async def _plan_prompt(self, request: ChatRequest, session: Session | None) -> tuple[Any, Messages]:
+    async def _plan_prompt(self, request: ChatRequest, session: RecordingSession | None) -> tuple[Any, Messages]:
         """Return the plan of the prompt, and the tools that it shows."""
         tools = () if request.tool_choice == "none" else request.tools
         # Short conversations stay on the loop, because a thread costs more than the work.
@@ -161,7 +180,7 @@ class ChatService:
                         )
         return messages
 
-    async def _plan_turn(self, request: ChatRequest, session: Session | None) -> _PlannedTurn:
+    async def _plan_turn(self, request: ChatRequest, session: RecordingSession | None) -> _PlannedTurn:
         plan, tools = await self._plan_prompt(request, session)
         context, prompt_tokens = self.generation.capabilities.max_model_len, len(plan.prompt_token_ids)
         # Reject before sampling: the engines would raise later, after other choices have begun.

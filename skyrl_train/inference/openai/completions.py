@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from skyrl_train.inference.chat.requests import PromptPlan
+from skyrl_train.inference.chat.service import RecordingSession
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.openai.body import (
     MAX_TOP_LOGPROBS,
@@ -29,7 +30,6 @@ from skyrl_train.inference.text_length import LONG_TEXT, check_characters
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
 
 if TYPE_CHECKING:
-    from skyrl_train.endpoint.sessions.session import Session
     from skyrl_train.inference.client import RequestClient
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -228,7 +228,7 @@ class CompletionRun:
         generation: GenerationService,
         call: CompletionCall,
         adapter: str | None = None,
-        session: Session | None = None,
+        session: RecordingSession | None = None,
         session_id: str | None = None,
     ) -> None:
         self._client = client
