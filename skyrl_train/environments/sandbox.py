@@ -27,6 +27,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,8 @@ REMEDIES = {
     ),
     "limits": (
         "It needs util-linux (prlimit, setpriv). Started by root, the program becomes a user without rights, who must be "
-        "able to read the Python interpreter: train as an ordinary user, or with a Python outside of root's home."
+        "able to read the Python interpreter. One in root's home needs unshare and mount, too, and a container in which root "
+        "may mount: else train as an ordinary user, or with a Python outside of root's home."
     ),
 }
 
@@ -153,7 +155,9 @@ def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> San
             (folder / "status").open("wb") as status,
         ):
             # Files and not pipes: their size is limited, and a program that writes much does not block.
-            command = _in_namespaces(folder, limits, user, status.fileno()) if apart else _in_limits(limits, user)
+            command = (
+                _in_namespaces(folder, limits, user, status.fileno()) if apart else _in_limits(folder, limits, user)
+            )
             process = subprocess.Popen(
                 command,
                 stdin=given,
@@ -210,10 +214,24 @@ def _in_namespaces(folder: Path, limits: SandboxLimits, user: int, status: int) 
     ]
 
 
-def _in_limits(limits: SandboxLimits, user: int) -> list[str]:
+def _in_limits(folder: Path, limits: SandboxLimits, user: int) -> list[str]:
     """Return the command that runs the program of the working folder with limits alone."""
+    outer: list[str] = []
+    python = Path(sys.base_prefix).resolve()
+    if os.getuid() == 0:
+        # The user without rights cannot pass a folder that is closed to others, such as root's home. In a mount namespace that
+        # nothing else sees, root lays an empty file system over that folder, with only the interpreter in it.
+        closed = next((place for place in reversed(python.parents) if not place.stat().st_mode & stat.S_IXOTH), None)
+        if closed is not None:
+            script = (
+                'mkdir "$2" && mount --bind "$1" "$2" && mount -t tmpfs -o mode=755 sandbox "$3" && mkdir -p "$1" && '
+                'mount --move "$2" "$1" && mount -o remount,bind,ro "$1" && shift 3 && exec "$@"'
+            )
+            arguments = [str(python), str(folder / "python"), str(closed)]
+            outer = [_tool("unshare"), "--mount", "--propagation", "private", "sh", "-c", script, "sandbox", *arguments]
     # The kernel compares the limit with all processes of the user, so those that run already are added.
     return [
+        *outer,
         *_as_user(user if os.getuid() == 0 else None),
         *_with_limits(limits, processes=limits.processes + _count_processes(user)),
     ]
