@@ -232,15 +232,16 @@ class TimedBackend(LocalBackend):
         )
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        self._modelled.update(minibatch)
-        return super().update(minibatch)
+        self._modelled.accumulate(minibatch)
+        return super().update(minibatch)  # calls finish(), once per pass
 
     def accumulate(self, part: Minibatch) -> None:
         self._modelled.accumulate(part)
         super().accumulate(part)
 
     def finish(self, step: int) -> dict[str, float]:
-        self._modelled.finish(step)
+        if self._modelled.step is not None:  # the time of a step does not depend on its number of passes
+            self._modelled.finish(step)
         return super().finish(step)
 
     def discard(self) -> None:

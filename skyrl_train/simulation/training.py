@@ -52,7 +52,7 @@ class ModelledBackend(TrainingBackend):
     speed: TrainingSpeed
     spend: Spend
     steps: list[TrainedTokens] = field(default_factory=list)
-    _step: TrainedTokens | None = None  # the accumulated parts
+    step: TrainedTokens | None = None  # the accumulated parts
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return [torch.zeros(len(sequence)) for sequence in sequences]
@@ -67,8 +67,8 @@ class ModelledBackend(TrainingBackend):
         trained = versions[torch.cat([sequence.loss_mask for sequence in part.sequences])]
         sampled = int((versions >= 0).sum())
         max_lag = part.step - 1 - int(trained.min()) if len(trained) else -1
-        before = self._step or TrainedTokens(part.step, groups=0, sampled=0, trained=0, max_lag=-1)
-        self._step = TrainedTokens(
+        before = self.step or TrainedTokens(part.step, groups=0, sampled=0, trained=0, max_lag=-1)
+        self.step = TrainedTokens(
             step=part.step,
             groups=before.groups + part.num_groups,
             sampled=before.sampled + sampled,
@@ -80,14 +80,14 @@ class ModelledBackend(TrainingBackend):
     def finish(self, step: int) -> dict[str, float]:
         """Record the step over all parts."""
         self.spend(self.speed.per_step_s)
-        assert self._step is not None and self._step.step == step, "a step ends with what it has accumulated"
-        self.steps.append(self._step)
-        self._step = None
+        assert self.step is not None and self.step.step == step, "a step ends with what it has accumulated"
+        self.steps.append(self.step)
+        self.step = None
         return {"loss/policy": 0.0, "policy/tokens": float(self.steps[-1].trained)}
 
     def discard(self) -> None:
         """Discard the parts of a step that will not be finished."""
-        self._step = None
+        self.step = None
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "steps", torch.tensor([float(len(self.steps))])

@@ -278,7 +278,7 @@ class Run:
             self.m.finish(group_index, finished.oldest_version)
         else:
             self._settle(group_index, group.outcome)
-            (self.m.fail if group.outcome == "failed" else self.m.filter)(group_index)
+            self.m.release(group_index, group.outcome)
         self._notify()
         return None
 
