@@ -155,7 +155,9 @@ class RolloutSequence:
             return False
         theirs = other.row()
         return all(
-            np.array_equal(mine, theirs[name]) if isinstance(mine, np.ndarray) else mine == theirs[name]
+            np.array_equal(mine, theirs[name])
+            if isinstance(mine, np.ndarray) or isinstance(theirs[name], np.ndarray)
+            else mine == theirs[name]
             for name, mine in self.row().items()
         )
 

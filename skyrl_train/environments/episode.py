@@ -45,7 +45,7 @@ class Episode:
     async def __aenter__(self) -> Self:
         if self._factory.is_blocking:
             # One thread, so that calls run in order. A shared pool would fill up with hung environments.
-            self._thread = DaemonThreadPool(max_threads=1)
+            self._thread = DaemonThreadPool(max_threads=1, name=f"environment {self._factory.name}")
 
         def make() -> None:
             # Set in the environment's thread: if the episode is cancelled meanwhile, the queued close() finds it.
@@ -76,9 +76,14 @@ class Episode:
 
     async def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Return the messages that the policy sees first, and metadata. The environment gets copies of the messages."""
-        copies = [dict(message) for message in prompt]
-        answer: tuple[ConversationType, dict[str, Any]] = await self._call(lambda: self._environment.init(copies))
-        return answer
+
+        def init() -> tuple[ConversationType, dict[str, Any]]:
+            answer: tuple[ConversationType, dict[str, Any]] = self._environment.init(
+                [dict(message) for message in prompt]
+            )
+            return answer
+
+        return await self._call(init)
 
     async def step(self, action: str, stop_reason: str) -> EnvironmentStep:
         """Take the policy's text, which ended for ``stop_reason``, and return the checked result."""

@@ -67,7 +67,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         problem = ""
-        if self.max_tokens < 1:
+        if not self.max_tokens >= 1:
             problem = f"max_tokens must be at least 1, got {self.max_tokens}"
         elif not 0 <= self.min_tokens <= self.max_tokens:
             problem = f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}"
@@ -77,11 +77,11 @@ class SamplingParams:
             problem = f"top_p must be in (0, 1], got {self.top_p}"
         elif not 0 <= self.min_p <= 1:
             problem = f"min_p must be in [0, 1], got {self.min_p}"
-        elif self.n < 1:
+        elif not self.n >= 1:
             problem = f"n must be at least 1, got {self.n}"
         elif not all(self.stop):
             problem = "stop must not contain an empty string"
-        elif self.top_logprobs < 0:
+        elif not self.top_logprobs >= 0:
             problem = f"top_logprobs must be at least 0, got {self.top_logprobs}"
         if problem:
             raise ConfigError(f"sampling_params.{problem}")

@@ -367,7 +367,7 @@ class ReplayCache:
         self._enabled = enabled
         self._groups: dict[int, _Group] = {}
         self._sessions: dict[str, SessionRecord] = {}  # of the groups that have begun in this process
-        self.totals = ReplayTotals()
+        self.totals = ReplayTotals()  # changes while groups run
 
     # Groups -------------------------------------------------------------------------------------------------------
 

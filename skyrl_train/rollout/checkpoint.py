@@ -50,7 +50,8 @@ def read_rollout_state(folder: Path) -> tuple[dict[str, Any], Iterator[RolloutGr
     """Read the output of :func:`write_rollout_state`, also of earlier versions, without the replay cache. Blocking.
 
     Returns:
-        The state and the finished groups, which are read one by one when they are iterated; that may raise the same errors.
+        The state and the finished groups, which are read one by one when they are iterated, once; that may raise the same
+        errors.
 
     Raises:
         CheckpointError: the files are missing or broken, or have a newer format.

@@ -31,13 +31,17 @@ class DaemonThreadPool(ThreadPoolExecutor):
     class, for which the interpreter waits at exit.
 
     Args:
+        name: of the threads, with a number behind it.
         shutdown_limit_s: time limit of :meth:`shutdown` for running calls; after that they are abandoned.
     """
 
-    def __init__(self, max_threads: int = MAX_THREADS, *, shutdown_limit_s: float = SHUTDOWN_LIMIT_S) -> None:
+    def __init__(
+        self, max_threads: int = MAX_THREADS, *, name: str = "call", shutdown_limit_s: float = SHUTDOWN_LIMIT_S
+    ) -> None:
         # Its threads are never started, because submit() is overridden.
         super().__init__(max_workers=1)
         self._max_threads = max_threads
+        self._name = name
         self._shutdown_limit_s = shutdown_limit_s
         self._state = threading.Condition()
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -61,7 +65,8 @@ class DaemonThreadPool(ThreadPoolExecutor):
                 self._state.notify()
             elif self._started < self._max_threads:
                 self._started += 1
-                threading.Thread(target=self._work, name=f"call-{self._started}", daemon=True).start()
+                name = f"{self._name}-{self._started}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

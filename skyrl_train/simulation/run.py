@@ -269,7 +269,7 @@ async def _simulate(
 
 
 def settings_of_virtual_time(folder: str) -> list[str]:
-    """Return the settings of every run in virtual time: one process, one attempt, nothing to look at."""
+    """Return the settings of every run in virtual time: no checkpoints, trackers or watchdog; files in ``folder``."""
     return [
         f"trainer.run_dir={folder}",
         "trainer.ckpt_interval=0",

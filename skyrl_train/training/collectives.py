@@ -19,7 +19,7 @@ from skyrl_train.training.sequence_parallel import SequenceRanks
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class Collectives:
     """Every method is called by all ranks, in the same order; each returns the same decision on all of them.
 

@@ -69,8 +69,8 @@ class CriticWorker(GradientAccumulator[CriticMicroBatch]):
             snapshots: of the model and its optimizer: neither moves while one is being copied.
 
         Raises:
-            ConfigError: an impossible number in ``trainer_config``, or ``packing`` is True, or ranks share sequences, and the
-                model does not allow it.
+            ConfigError: the scheduler is unknown, a pattern of ``lr_multipliers`` matches nothing, or the model does not allow
+                ``packing`` or ranks that share sequences.
             ModelError: the model has no body apart from its head.
         """
         super().__init__(model, trainer_config, total_steps, collectives, snapshots, "trainer.critic")

@@ -62,7 +62,7 @@ class GradientAccumulator(ABC, Generic[M]):
         section: the section of the configuration with the model's settings, for messages.
 
     Raises:
-        ConfigError: an impossible number in ``trainer_config``.
+        ConfigError: the scheduler is unknown, or a pattern of ``lr_multipliers`` matches nothing.
     """
 
     role: ClassVar[str]  # prefix of the metrics: policy, critic

@@ -99,7 +99,7 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
             seed: of torch's generators, for models that draw random numbers in their forward pass.
 
         Raises:
-            ConfigError: an unknown name or an impossible number in ``trainer_config``.
+            ConfigError: an unknown name in ``trainer_config``, or a pattern of ``lr_multipliers`` that matches nothing.
             ModelError: the model folder cannot be used.
         """
         torch.manual_seed(seed)
@@ -167,7 +167,7 @@ class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):
             total_steps: optimizer minibatches of the whole run, over which the learning rate decays.
 
         Raises:
-            ConfigError: an unknown name or an impossible number in ``trainer_config``.
+            ConfigError: an unknown name in ``trainer_config``, or a pattern of ``lr_multipliers`` that matches nothing.
             ModelError: the model folder cannot be used, or its model cannot predict values.
         """
         model = put_value_head(load_model(model_path, trainer_config.policy.dtype, trainer_config.device))

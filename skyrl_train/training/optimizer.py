@@ -78,10 +78,12 @@ class PolicyOptimizer:
         adamw: moves the masters; their accumulated gradients are in ``grad``.
 
     Raises:
-        ConfigError: a pattern of ``lr_multipliers`` matches nothing.
+        ConfigError: the scheduler is unknown in this process, or a pattern of ``lr_multipliers`` matches nothing.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, section: str = "trainer.policy") -> None:
+        # The driver may know a scheduler that a rank does not. It must fail here, before the first rollout.
+        SCHEDULES.get(config.scheduler, f"{section}.optimizer_config.scheduler")
         self._section = section
         self._max_grad_norm = config.max_grad_norm
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}

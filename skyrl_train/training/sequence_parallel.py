@@ -84,8 +84,8 @@ class SequenceRanks:
         return self.exchange(query), self.exchange(key), self.exchange(value)
 
     def exchange(self, states: torch.Tensor) -> torch.Tensor:
-        """Cut ``[1, a * ranks, b, D]`` along the first of its two axes, send part j to rank j, and join the parts that arrive
-        along the other one, in the order of the ranks: ``[1, a, b * ranks, D]``.
+        """Cut ``[1, a * ranks, b, D]`` along axis 1, send part j to rank j, and join the received parts along axis 2, in the
+        order of the ranks: ``[1, a, b * ranks, D]``.
 
         From heads and slices of tokens it makes shares of the heads and all tokens; with the axes swapped, the reverse.
         """

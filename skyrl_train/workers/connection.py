@@ -190,12 +190,13 @@ class Peer:
         for message in messages:
             match message:
                 case Item() | Result() | Failure():
-                    answer = self._call_error(message) if isinstance(message, Failure) else message
-                    # No entry, or a done one: the call was cancelled while its answer travelled.
                     waiting = self.pending.get(message.id)
+                    if waiting is None:
+                        continue  # the call was cancelled while its answer travelled
+                    answer = self._call_error(message) if isinstance(message, Failure) else message
                     if isinstance(waiting, asyncio.Queue):
                         waiting.put_nowait(answer)
-                    elif waiting is not None and not waiting.done():
+                    elif not waiting.done():
                         if isinstance(answer, Exception):
                             waiting.set_exception(answer)
                         else:
@@ -229,7 +230,12 @@ class Peer:
     def _flush(self) -> None:
         messages, self._outbox = self._outbox, []
         if messages and self.gone is None:
-            if (state := self._own_state()) is not None:
+            try:
+                state = self._own_state()
+            except Exception as error:  # a hosted object of the user; the other end must not wait for the lost batch
+                self._transmit([LastWords(f"its state cannot be read: {error!r}")])
+                return
+            if state is not None:
                 # First in the batch, so that calls in it see the state of their sender.
                 messages.insert(0, PeerState(state))
             self._transmit(messages)

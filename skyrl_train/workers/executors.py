@@ -196,10 +196,13 @@ class RemoteWorker:
         if self._connection is None:
             raise WorkerGone("it was stopped")
         try:
-            return pickle.loads(await self._connection.call("run_pickled", pickle.dumps(argument)))
-        except (CallFailed, WorkerGone):
-            raise
+            pickled = pickle.dumps(argument)
         except Exception as error:  # user objects may raise anything when they are pickled
+            raise CallFailed(Failure.of(0, error)) from error
+        answer = await self._connection.call("run_pickled", pickled)
+        try:
+            return pickle.loads(answer)
+        except Exception as error:  # likewise
             raise CallFailed(Failure.of(0, error)) from error
 
     async def stop(self) -> None:

@@ -119,9 +119,12 @@ class _ActorLink(WorkerLink):
 
     async def _create(self, actor_class: type, *arguments: Any) -> Any:
         """Create the actor with these constructor arguments; returns before it has started."""
-        await asyncio.to_thread(connect)
-        remote = ray.remote(actor_class).options(**self._placement.options())
-        self._actor = await asyncio.to_thread(remote.remote, *arguments)
+
+        def create() -> Any:
+            connect()
+            return ray.remote(actor_class).options(**self._placement.options()).remote(*arguments)
+
+        self._actor = await asyncio.to_thread(create)  # Ray's calls block
         return self._actor
 
     async def diagnosis(self) -> str:

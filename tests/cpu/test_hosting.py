@@ -199,6 +199,17 @@ async def test_the_object_calls_the_driver_and_both_learn_the_others_state() -> 
         assert set(learned) == {"from the host"}
 
 
+async def test_an_object_whose_state_cannot_be_read_fails_its_calls() -> None:
+    async with started() as (connection, _, hosted):
+
+        def broken() -> str:
+            raise ValueError("no version yet")
+
+        hosted.driver._own_state = broken
+        with pytest.raises(EngineDeadError, match=r"its state cannot be read: ValueError\('no version yet'\)"):
+            await connection.call("echo", 1)
+
+
 @pytest.mark.parametrize("how", ["the host dies", "last words"])
 async def test_a_death_cancels_the_objects_requests_then_fails_all_calls(how: str) -> None:
     answering, lost = Answering(), []

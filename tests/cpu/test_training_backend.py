@@ -317,6 +317,7 @@ def _empty() -> TrainingSequence:
         ("algorithm__loss_reduction", "sum"),
         ("algorithm__off_policy_correction__tis_ratio_type", "sequences"),
         ("policy__dtype", "float16"),
+        ("policy__optimizer_config__scheduler", "step"),
         ("device", "cuda:99"),
         ("device", "gpu"),
     ],

@@ -498,8 +498,9 @@ class ResponsesCall:
         if self.request.logprobs:
             entries = context.tokens.entries(generation.token_ids, generation.logprobs, generation.top_logprobs)
         output = output_items(choice, context.unique, entries)
+        body = self._body(context).ended(choice, output, result.reused_tokens)
         self._keep(context, choice.message)
-        return self._body(context).ended(choice, output, result.reused_tokens)
+        return body
 
     def stream(self, context: ResponseContext) -> ResponsesStream:
         """Return the formatter of one streamed response."""

@@ -64,7 +64,9 @@ class Gateway:
         self.in_flight = 0  # generations that hold a slot
         self.changed = Signal()  # notified when in_flight changes
         self.stopping = False  # new generations are rejected
-        self.active_watchers: set[DisconnectWatcher] = set()  # of running generations; stop() interrupts them
+        self.active_watchers: set[DisconnectWatcher] = (
+            set()
+        )  # of running generations; ``EndpointServer.stop`` interrupts them
         self.token_texts = TokenTexts(client.tokenizer)
         # Only the digest of the key is kept. Digests of equal length are compared in constant time.
         self._admin_digest = None if settings.admin_key is None else _digest(settings.admin_key)

@@ -117,7 +117,10 @@ class SessionStore:
         return session
 
     def close(self, session_id: str, why: str = "was closed") -> None:
-        """Drop a session and its key. Does nothing if there is none. Later requests of the session fail with ``why``."""
+        """Drop a session and its key. Does nothing if there is none.
+
+        Code that still holds the session gets a SessionError with ``why``.
+        """
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self._reserved.discard(session_id)

@@ -86,12 +86,12 @@ class ToolFormat:
         vocabulary = _BlockVocabulary([*self.marks.values(), *reasoning.values()])
         parameters = {**self.marks, **reasoning} if self.typed else self.marks
         options: dict[str, Any] = {parameter: vocabulary.ids[mark] for parameter, mark in parameters.items()}
-        if self.typed:
-            options["tools"] = [dict(tool) for tool in tools] or None
         ids: list[int] = []
         for piece in pieces:
             ids += vocabulary.encode(piece.text) if piece.mark is None else [vocabulary.ids[piece.text]]
         try:
+            if self.typed:
+                options["tools"] = [dict(tool) for tool in tools] or None
             return block_of(read(vocabulary, ids, stop_ids=set(), **options).tool_calls)
         except _PARSE_ERRORS:
             return Block((), ("".join(piece.text for piece in pieces),))

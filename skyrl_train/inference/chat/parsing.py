@@ -18,10 +18,11 @@ is dropped, at the ends of reasoning and content. Without any mark the content i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -107,7 +108,7 @@ class WholeParser:
         thinking = parsed.reasoning_complete is False
         content = "".join([parsed.content, *block.malformed, "" if thinking else rest])
         reasoning = (parsed.reasoning_content or "") + (rest if thinking else "")
-        calls = _with_ids(block.calls, self._prompt)
+        calls = _with_ids(block.calls, lambda: _digest_of(self._prompt))
         message = AssistantMessage(content, reasoning.strip() or None, calls)
         pieces = tuple(ToolCallDelta(i, call.arguments, call.id, call.name) for i, call in enumerate(calls))
         return MessageDelta(message.content, message.reasoning_content or "", pieces), message
@@ -148,6 +149,8 @@ class MessageBuilder:
         self._form = form
         self._tools = tools
         self._prompt = prompt_token_ids
+        # Hashed once, for the first call without an id: prompts are long.
+        self._prompt_digest = functools.cache(lambda: _digest_of(prompt_token_ids))
         self._state = _ParserState.REASONING if reasoning_open else _ParserState.START
         self._content = _Text(trimmed=reasoning_open)
         self._reasoning = _Text(trimmed=True)
@@ -223,7 +226,7 @@ class MessageBuilder:
             return
         self._content.trimmed = True
         # Numbered over the whole response: a call's position is part of its id.
-        self._calls += _with_ids(block.calls, self._prompt, len(self._calls))
+        self._calls += _with_ids(block.calls, self._prompt_digest, len(self._calls))
         for attempt in block.malformed:
             self._content.add(attempt)
 
@@ -298,18 +301,22 @@ class _Text:
         return "".join(self._certain)
 
 
-def _with_ids(calls: Sequence[CallText], prompt_token_ids: Sequence[int], first: int = 0) -> tuple[ToolCall, ...]:
+def _digest_of(prompt_token_ids: Sequence[int]) -> bytes:
+    """Return 16 bytes that stand for the prompt in the ids of calls."""
+    return hashlib.blake2b(array("q", prompt_token_ids).tobytes(), digest_size=16).digest()
+
+
+def _with_ids(calls: Sequence[CallText], prompt_digest: Callable[[], bytes], first: int = 0) -> tuple[ToolCall, ...]:
     """Return the calls, the first of which is number ``first`` of its response. Calls without an id get one.
 
     An id follows from the prompt, the call and its position: the same conversation gets the same ids, and the next turn has
     another prompt and therefore other ids.
     """
-    named, prompt = [], b""
+    named = []
     for index, call in enumerate(calls, first):
         name = call.id
         if not name:
-            prompt = prompt or hashlib.blake2b(array("q", prompt_token_ids).tobytes(), digest_size=16).digest()
             said = f"{index}\0{call.name}\0{call.arguments}".encode()
-            name = f"call_{hashlib.blake2b(said, key=prompt, digest_size=12).hexdigest()}"
+            name = f"call_{hashlib.blake2b(said, key=prompt_digest(), digest_size=12).hexdigest()}"
         named.append(ToolCall(name, call.name, call.arguments))
     return tuple(named)

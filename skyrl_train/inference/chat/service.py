@@ -42,7 +42,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class RecordingSession(Protocol):
-    """The part of the endpoint's ``Session`` that chats and completions use. The endpoint imports this package."""
+    """The part of the endpoint's ``Session`` that chats and completions use.
+
+    A protocol, because the endpoint imports this package and not the reverse.
+    """
 
     @property
     def id(self) -> str: ...

@@ -123,7 +123,7 @@ def check_depth(value: dict[str, Any]) -> dict[str, Any]:
     """Return ``value``; raise a ValueError if it is nested more than ``MAX_DEPTH`` levels deep."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        nested = [entry for entry in level if isinstance(entry, dict | list)]
+        nested = [entry for entry in level if isinstance(entry, (dict, list))]
         level = [child for entry in nested for child in (entry.values() if isinstance(entry, dict) else entry)]
         if not level:
             return value

@@ -275,7 +275,8 @@ class FleetUpdates:
         stale_if_none: Mapping[int, EngineError] | None = None,
         suspects: str = "",
     ) -> None:
-        """Mark engines stale that failed where another one succeeded. Raise the cancellation, or that none succeeded.
+        """Mark engines stale that failed where another one succeeded. Then raise CancelledError if the phase was
+        cancelled, or WeightSyncError if no engine succeeded.
 
         Args:
             stale_if_none: the failures that make an engine stale even if none succeeded.

@@ -345,7 +345,7 @@ class StalenessManager:
         )
 
     def view(self) -> StalenessView:
-        """Return what a policy sees now. The mappings are the manager's own, so it is valid until the next call."""
+        """Return what a policy sees now. The mappings are the manager's own, so it is valid until the manager changes."""
         return StalenessView(
             step=self.step,
             batch_groups=self.batch_groups,

@@ -286,6 +286,8 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         self._received = None
         # A load that has begun is finished even when its caller is cancelled: half of one is no model.
         self._loading = asyncio.ensure_future(self._load(link, requests, update.version, self._paused))
+        # Read the exception even if the caller is cancelled: asyncio reports one that was never read.
+        self._loading.add_done_callback(lambda load: load.cancelled() or load.exception())
         await asyncio.shield(self._loading)
 
     async def _load(self, link: Link, requests: RequestTracker, version: int, mode: PauseMode) -> None:
