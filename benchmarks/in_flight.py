@@ -131,7 +131,7 @@ async def measure(requests: int, seconds: float, mode: PauseMode, streams: bool)
     """Return KiB per request, and the median and the 99th percentile of the loop's lag in ms."""
     client = InferenceEngineClient([ScriptedEngine(), ScriptedEngine()], character_tokenizer("0123456789abcdef"))
     await client.start()
-    await publish(client, 0, mode)
+    await sync_weights(client, 0, mode)
     gc.collect()
     before = resident_bytes()
     tasks = [asyncio.create_task(serve(client, index, streams)) for index in range(requests)]
@@ -145,7 +145,7 @@ async def measure(requests: int, seconds: float, mode: PauseMode, streams: bool)
     while time.perf_counter() < until:
         await asyncio.sleep(2)
         version += 1
-        await publish(client, version, mode)
+        await sync_weights(client, version, mode)
     kib = (resident_bytes() - before) / requests / 1024
     watching.cancel()
     for task in tasks:
@@ -165,7 +165,7 @@ async def serve(client: InferenceEngineClient, index: int, streams: bool) -> Non
         pass
 
 
-async def publish(client: InferenceEngineClient, version: int, mode: PauseMode) -> None:
+async def sync_weights(client: InferenceEngineClient, version: int, mode: PauseMode) -> None:
     update = WeightUpdate(version, "none", "", 0, ())
     await client.receive_weights(update)
     await client.load_weights(update, mode)

@@ -105,7 +105,7 @@ def run(work: Cell) -> dict[str, Any]:
         "step_s": outcome.step_s,
         "mean_lag": outcome.mean_lag,
         "max_trained_lag": outcome.max_trained_lag,
-        "over_bound": outcome.share_over(work.bound),
+        "exceeds_bound": outcome.share_over(work.bound),
         "masked": outcome.masked_share,
         "dropped": outcome.dropped_share,
         "rewards": [round(reward, 4) for reward in outcome.rewards],
@@ -136,7 +136,7 @@ def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
             print(
                 f"| `{row['task']}` | {row['bound']} | {row['depth']:g} | `{row['policy']}` | {_yes_no(row['corrected'])} "
                 f"| {row['seed']} | {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} "
-                f"| {row['max_trained_lag']} | {row['over_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
+                f"| {row['max_trained_lag']} | {row['exceeds_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
                 flush=True,
             )
 
@@ -162,7 +162,7 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
         yield (
             f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.bound} | {setting.depth:g} | `{setting.policy}` "
             f"| {len(own)} | **{median(rewards):.3f}** | {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} "
-            f"| {_mean(own, 'mean_lag'):.2f} | {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'over_bound'):.3f} "
+            f"| {_mean(own, 'mean_lag'):.2f} | {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'exceeds_bound'):.3f} "
             f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
         )
 

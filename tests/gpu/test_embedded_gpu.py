@@ -37,7 +37,7 @@ def full_logprobs(model: torch.nn.Module, prompt: list[int], tokens: list[int]) 
     return logprobs[len(prompt) - 1 : -1].gather(-1, sequence[0, len(prompt) :, None])[:, 0].cpu()
 
 
-async def publish(
+async def sync_weights(
     engine: EmbeddedEngine, transport: SharedMemoryTransport, model: torch.nn.Module, version: int
 ) -> None:
     update = await asyncio.to_thread(transport.gather, model.named_parameters(), version)
@@ -54,7 +54,7 @@ async def test_logprobs_match_the_plain_forward_pass(folder: str, dtype: str, ex
     await engine.start()
     try:
         await engine.pause(PauseMode.KEEP)
-        await publish(engine, transport, model, 0)
+        await sync_weights(engine, transport, model, 0)
         await engine.resume()
         params = {"max_tokens": 60, "ignore_eos": True, "seed": 5}
         output = await engine.generate(InferenceEngineInput(prompt_token_ids=PROMPTS, sampling_params=params))
@@ -74,7 +74,7 @@ async def test_versions_tell_which_weights_sampled_each_token(folder: str, dtype
     await engine.start()
     try:
         await engine.pause(PauseMode.KEEP)
-        await publish(engine, transport, model, 0)
+        await sync_weights(engine, transport, model, 0)
         await engine.resume()
         params = {"max_tokens": 300, "ignore_eos": True}
         stream = engine.stream(InferenceEngineInput(prompt_token_ids=[[3, 4]], sampling_params=params))
@@ -83,7 +83,7 @@ async def test_versions_tell_which_weights_sampled_each_token(folder: str, dtype
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.01)
-        await publish(engine, transport, model, 1)
+        await sync_weights(engine, transport, model, 1)
         await engine.resume()
         async for chunk in stream:
             versions += chunk.versions
