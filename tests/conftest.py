@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from rooms import ROOMS, room_of
+
+# The tests start dozens of processes. Where the environment forbids writing bytecode, each of them compiles torch and
+# transformers again, which takes 10 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray) share a process too.
 SHARED = {

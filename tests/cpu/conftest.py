@@ -11,6 +11,7 @@ os.environ.setdefault(
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imported, as skyrl_train.workers.ray does
 
 import pytest
+from forked_runs import ForkServer
 from hypothesis import settings
 from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import reading_back, started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
@@ -22,6 +23,13 @@ from skyrl_train.config import import_path
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Runs commands and scripts in processes that have imported everything."""
+    with ForkServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session", autouse=True)

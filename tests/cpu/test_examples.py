@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ SHORT = [
 MODES = sorted(path.stem for path in (EXAMPLES / "modes").glob("*.py"))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
-
-
 def test_an_example_is_a_command(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "quickstart.py"), *SHORT, f"trainer.run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -38,9 +31,9 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["synchronous", "multi_turn", "custom_generator", *(f"modes/{name}" for name in MODES)]
 )
-def test_an_example_trains(server: ForkServer, tmp_path: Path, name: str) -> None:
+def test_an_example_trains(fork_server: ForkServer, tmp_path: Path, name: str) -> None:
     output = tmp_path / "output.log"
-    code = server.run(output, [*SHORT, f"trainer.run_dir={tmp_path / 'run'}"], script=EXAMPLES / f"{name}.py")
+    code = fork_server.run(output, [*SHORT, f"trainer.run_dir={tmp_path / 'run'}"], script=EXAMPLES / f"{name}.py")
     assert code == 0, output.read_text()
     assert_trained(tmp_path / "run")
 

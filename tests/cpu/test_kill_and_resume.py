@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,7 @@ def history(folder: Path, steps: int) -> list[int]:
     return [group_index for row in rows for group_index in row["group_indices"]]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
-
-
-def kill_and_finish(server: ForkServer, root: Path, mode: str, steps: int, kills: int, seed: int) -> list[Path]:
+def kill_and_finish(fork_server: ForkServer, root: Path, mode: str, steps: int, kills: int, seed: int) -> list[Path]:
     """Kills at random moments, every second process only once its loop has trained a step; then lets the run finish.
 
     A machine may be so fast that a run ends between two kills; the kills then go on in another one. Returns all runs.
@@ -71,13 +65,13 @@ def kill_and_finish(server: ForkServer, root: Path, mode: str, steps: int, kills
         in_loop = killed % 2 == 1
         kill_after_s = rng.uniform(0.0, 0.25 if in_loop else 2.0)
         once_printed = "step " if in_loop else ""
-        code = server.run(output, command(runs[-1], mode, steps), kill_after_s, once_printed=once_printed)
+        code = fork_server.run(output, command(runs[-1], mode, steps), kill_after_s, once_printed=once_printed)
         assert code in (None, 0), output.read_text()
         if code == 0:
             runs.append(root / f"run-{len(runs)}")
         else:
             killed += 1
-    assert server.run(output, command(runs[-1], mode, steps)) == 0, output.read_text()
+    assert fork_server.run(output, command(runs[-1], mode, steps)) == 0, output.read_text()
     return runs
 
 
@@ -181,9 +175,9 @@ class Lives:
 @pytest.mark.parametrize("ends", [2, pytest.param(19, marks=pytest.mark.slow)])  # in all modes: 22, or 209
 @pytest.mark.parametrize("mode", MODES)
 def test_however_a_run_ends_every_prompt_is_trained_once_per_epoch(
-    server: ForkServer, tmp_path: Path, mode: str, ends: int
+    fork_server: ForkServer, tmp_path: Path, mode: str, ends: int
 ) -> None:
-    lives = Lives(server, tmp_path, mode, steps=8 if ends == 2 else 12, rng=random.Random(f"{mode} {ends}"))
+    lives = Lives(fork_server, tmp_path, mode, steps=8 if ends == 2 else 12, rng=random.Random(f"{mode} {ends}"))
     ended = 0
     while ended < ends:  # each mode begins with other kinds
         ended += lives.end_once(ENDS[(2 * list(MODES).index(mode) + ended) % len(ENDS)])
@@ -191,20 +185,35 @@ def test_however_a_run_ends_every_prompt_is_trained_once_per_epoch(
     lives.check()
 
 
-def test_a_run_that_hangs_fails_with_the_stacks_of_its_threads_and_tasks(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_run_has_its_libraries_imported(fork_server: ForkServer, tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\nbefore = set(sys.modules)\nfrom skyrl_train.entrypoints.train import main\n"
+        f"main({command(tmp_path / 'run', 'fully_async', steps=1)})\nprint('new:', sorted(set(sys.modules) - before))\n"
+    )
+    assert fork_server.run(tmp_path / "run.log", [], script=script) == 0, (tmp_path / "run.log").read_text()
+    new = ast.literal_eval((tmp_path / "run.log").read_text().rpartition("new: ")[2])
+    assert len([name for name in new if name.startswith(("torch", "transformers"))]) < 30, new
+
+
+def test_a_run_that_hangs_fails_with_the_stacks_of_its_threads_and_tasks(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     hangs: dict[str, Any] = {"fault": Fault("update", "hang", 2), "once_printed": "step 1/", "limit_s": 0.5}
     with pytest.raises(AssertionError, match=r"(?s)in _happen.*trainer\.py:\d+ train_step"):
-        server.run(tmp_path / "run.log", command(tmp_path / "run", "sync", steps=2), **hangs)
+        fork_server.run(tmp_path / "run.log", command(tmp_path / "run", "sync", steps=2), **hangs)
 
 
 @pytest.mark.timeout(600)
 def test_a_killed_synchronous_run_ends_with_the_weights_of_an_uninterrupted_one(
-    server: ForkServer, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     steps = 24
     whole = tmp_path / "whole"
-    assert server.run(tmp_path / "whole.log", command(whole, "sync", steps)) == 0, (tmp_path / "whole.log").read_text()
-    for run in kill_and_finish(server, tmp_path, "sync", steps, kills=5, seed=1):
+    assert fork_server.run(tmp_path / "whole.log", command(whole, "sync", steps)) == 0, (
+        tmp_path / "whole.log"
+    ).read_text()
+    for run in kill_and_finish(fork_server, tmp_path, "sync", steps, kills=5, seed=1):
         assert history(run, steps) == history(whole, steps)
         expected, got = (
             load_file(f / "checkpoints" / f"global_step_{steps}" / "policy" / "policy.safetensors")
@@ -217,10 +226,10 @@ def test_a_killed_synchronous_run_ends_with_the_weights_of_an_uninterrupted_one(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
 def test_a_signal_stops_with_a_checkpoint_exit_zero_and_the_command_that_resumes(
-    server: ForkServer, tmp_path: Path, mode: str, number: int
+    fork_server: ForkServer, tmp_path: Path, mode: str, number: int
 ) -> None:
     steps, folder, output = 12, tmp_path / "run", tmp_path / "run.log"
-    assert server.run(output, command(folder, mode, steps), 0.0, number, once_printed="step 1/") == 0, (
+    assert fork_server.run(output, command(folder, mode, steps), 0.0, number, once_printed="step 1/") == 0, (
         output.read_text()
     )
     # The line alone: libraries may have their own last words at exit.
@@ -228,5 +237,5 @@ def test_a_signal_stops_with_a_checkpoint_exit_zero_and_the_command_that_resumes
     assert shlex.split(printed)[:3] == ["python", "-m", "skyrl_train.entrypoints.train"]
     latest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
     assert 1 <= json.loads((latest / "rollout_state.json").read_text())["global_step"] < steps
-    assert server.run(output, shlex.split(printed)[3:]) == 0, output.read_text()
+    assert fork_server.run(output, shlex.split(printed)[3:]) == 0, output.read_text()
     assert sorted(history(folder, steps)) == list(range(steps * GROUPS))
