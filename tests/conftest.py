@@ -1,8 +1,10 @@
-"""How the tests are spread over processes (``pytest -n 2``), and the tests of one room (``pytest --room staleness``)."""
+"""How the tests are spread over processes (``pytest -n 2``), the tests of one room (``--room staleness``), and a random order
+(``--shuffle 1``)."""
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,6 +29,7 @@ SHARED = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--room", help="read and run the tests of one room only; 'list' prints the rooms")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +46,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if room_of(collection_path.name) != room else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        order = random.Random(seed)
+        # A file's tests stay together: the fixtures of a file are set up once.
+        places = {path: order.random() for path in sorted({item.path for item in items})}
+        order.shuffle(items)
+        items.sort(key=lambda item: places[item.path])
     items.sort(key=lambda item: item.get_closest_marker("ends_shared_engines") is not None)
 
 

@@ -197,6 +197,36 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert ".ci/run" in [step.get("run") for step in steps]
 
 
+@pytest.mark.slow  # starts pytest three times
+@pytest.mark.parametrize("passes", [True, False])
+def test_the_tests_can_be_run_again_and_again_in_random_orders(tmp_path: Path, passes: bool) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text(f"def test_it():\n    assert {passes}\n")
+    options = [
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command = [sys.executable, "tests/steady.py", "--runs=3", "--busy-runs=1", *options, str(test)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (0 if passes else 1), done.stdout + done.stderr
+    assert re.findall(r"run (\d) of 3, (\d) busy", done.stdout) == [("1", "0"), ("2", "0"), ("3", "4")]
+    assert done.stdout.strip().endswith(f"{3 if passes else 0} of 3 runs passed")
+    assert ("--shuffle 2" in done.stdout) is not passes
+
+
 def test_no_lock_file_is_committed() -> None:
     listed = subprocess.run(["git", "ls-files", "*.lock"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
