@@ -1,5 +1,5 @@
-"""How the tests are spread over processes (``pytest -n 2``), the tests of one room (``--room staleness``), and a random order
-(``--shuffle 1``)."""
+"""How the tests are spread over processes (``pytest -n 2``), the tests of one room (``--room staleness``), a random order
+(``--shuffle 1``), and the examples of property tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
+from hypothesis.internal.conjecture import engine as examples
 from rooms import ROOMS, room_of
 
 # The tests start dozens of processes. Where the environment forbids writing bytecode, each of them compiles torch and
@@ -26,17 +28,49 @@ SHARED = {
     "test_distributed": "ray",
 }
 
+# Property tests. By default the examples are the same in each run, so that only a change of the code or of a test makes one
+# fail. Run with -m slow, each property test tries as many new ones. An example has no deadline, because wall-clock time says
+# nothing on a shared machine.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("new", deadline=None, database=None, print_blob=True)
+settings.load_profile("same")
+# Hypothesis has no setting for it. After its own bound of 300 s, a test's time limit has long ended it, without an example.
+examples.MAX_SHRINKING_SECONDS = 20
+
+
+def tries_new_examples(config: pytest.Config) -> bool:
+    expression = config.option.markexpr
+    return "slow" in expression and "not slow" not in expression
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--room", help="read and run the tests of one room only; 'list' prints the rooms")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis takes the seed
 def pytest_configure(config: pytest.Config) -> None:
     room = config.getoption("--room")
     if room is not None and room not in ROOMS:
         problem = "" if room == "list" else f"there is no room {room!r}. "
         pytest.exit(f"{problem}Rooms: {', '.join(sorted(ROOMS))}", returncode=0 if room == "list" else 2)
+    if tries_new_examples(config):
+        settings.load_profile("new")
+        if config.option.hypothesis_seed is None:  # the processes of -n 2 get it from the one that starts them
+            config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if tries_new_examples(item.config) and is_hypothesis_test(getattr(item, "obj", None)):
+        item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if tries_new_examples(config) and terminalreporter.stats.get("failed"):
+        seed = config.option.hypothesis_seed
+        terminalreporter.line(
+            f"The same examples again: pytest -m slow --hypothesis-seed={seed} and a failed test's name"
+        )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -12,17 +12,10 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imp
 
 import pytest
 from forked_runs import ForkServer
-from hypothesis import settings
 from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import reading_back, started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
 
 from skyrl_train.config import import_path
-
-# Machines are shared and slow at times, so an example's wall-clock time says nothing. In CI the examples are the same each
-# time; everywhere else new ones are tried.
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(scope="session")

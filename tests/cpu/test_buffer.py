@@ -171,7 +171,7 @@ async def test_files_of_a_killed_run_are_removed_from_the_folder(tmp_path: Path)
     assert files(tmp_path) == ["1"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.sampled_from(["put", "put", "take", "load", "flush", "snapshot", "restore"]), max_size=40),
     st.randoms(use_true_random=False),

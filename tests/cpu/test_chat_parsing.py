@@ -279,7 +279,7 @@ NATURAL = st.text("ab é\n.{}", max_size=12)
 
 @pytest.mark.parametrize("family", [family for family in WRITERS if "/" in family])
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_natural_response_is_read_as_the_library_reads_it(family: str, data: st.DataObject) -> None:
     reasoning, content = data.draw(NATURAL), data.draw(NATURAL)
     arguments = {"city": data.draw(st.text("ab é", min_size=1, max_size=5).map(str.strip)), "days": 3}
@@ -379,7 +379,7 @@ def responses(family: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_deltas_joined_are_the_parse_of_the_whole_response(family: str, data: st.DataObject) -> None:
     ids = data.draw(responses(family))
     tools = data.draw(st.sampled_from([TOOLS, []]))
@@ -391,7 +391,7 @@ def test_deltas_joined_are_the_parse_of_the_whole_response(family: str, data: st
 
 @pytest.mark.parametrize("family", ["Qwen/Qwen3-0.6B", "generic without mark tokens", "deepseek-ai/DeepSeek-V3"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nothing_but_marks_and_space_is_lost_without_calls(family: str, data: st.DataObject) -> None:
     text = data.draw(st.lists(st.sampled_from(["a ", "ü", "\n", "<", "</think>", "<think>"]), max_size=12).map("".join))
     message = parse(family, text)
@@ -421,7 +421,7 @@ def test_a_call_is_sent_when_it_is_complete() -> None:
 
 @pytest.mark.parametrize("family", ["Qwen/Qwen3-0.6B", "generic without mark tokens"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_content_ends_before_the_stop_string(family: str, data: st.DataObject) -> None:
     before = data.draw(st.lists(WORDS, max_size=6).map("".join))
     renderer, ids = chat_renderer(family), encode(family, before)

@@ -167,7 +167,7 @@ def test_the_finish_reason_is_the_engines_without_calls(reason: StopReason, fini
 
 @pytest.mark.parametrize("n", [1, 3])
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_events_joined_are_the_choices_of_the_result(n: int, data: st.DataObject) -> None:
     words = st.sampled_from(
         ["yes ", "é", "<think>", "</think>", "\n", hermes("look_up", ARGUMENTS), "<tool_call>", "<"]

@@ -53,7 +53,7 @@ async def uninterrupted(engine_input: InferenceEngineInput) -> InferenceEngineOu
     return await client.generate(engine_input)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     schedule=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(list(PauseMode))), max_size=8),
     max_tokens=st.integers(1, 40),
@@ -355,7 +355,7 @@ async def test_the_gate_closes_before_the_engines_pause_and_opens_after_they_res
 # Responses in pieces -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     schedule=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=12),
     stop=st.lists(st.text("0123abcd", min_size=1, max_size=3), max_size=2),

@@ -28,7 +28,7 @@ SPECIAL = [0.0, -0.0, float("nan"), float("inf"), 1.0, -1.5]
     before=st.lists(st.sampled_from(SPECIAL), max_size=40),
     changed=st.dictionaries(st.integers(0, 39), st.sampled_from(SPECIAL), max_size=40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_change_gives_identical_bytes(dtype: torch.dtype, before: list[float], changed: dict[int, float]) -> None:
     old = torch.tensor(before, dtype=dtype)
     new = old.clone()

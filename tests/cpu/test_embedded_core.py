@@ -18,7 +18,7 @@ from skyrl_train.inference.engines.embedded.runner import CachedRunner, Recomput
 from skyrl_train.runtime.seeds import segment_seed
 from skyrl_train.types import PauseMode
 
-few_examples = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+few_examples = settings(max_examples=10, suppress_health_check=list(HealthCheck))
 PROMPT = st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=14)
 # (steps before the request joins, prompt, tokens it may have, temperature, seed)
 COMPANY = st.lists(

@@ -61,7 +61,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(PARAMS, min_size=1, max_size=5), st.integers(0, 2**31), st.booleans())
 def test_each_row_has_the_distribution_of_its_own_parameters(params: list[Row], seed: int, ban: bool) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(params), 7)).astype(np.float32) * 2)
@@ -72,7 +72,7 @@ def test_each_row_has_the_distribution_of_its_own_parameters(params: list[Row], 
         np.testing.assert_allclose(got[index].numpy(), expected, atol=2e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(PARAMS, min_size=1, max_size=5), st.integers(0, 2**31), st.floats(0, 1, exclude_max=True))
 def test_the_draw_is_the_inverse_cdf_and_its_logprob_is_the_distributions(
     params: list[Row], seed: int, draw: float

@@ -101,7 +101,7 @@ def test_a_retired_engine_never_comes_back() -> None:
         fleet.restarting(0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(["silent", "answered", "died", "missed", "recover", "fail", "tick"]), max_size=60))
 def test_in_every_schedule_only_a_caught_up_engine_is_healthy_and_restarts_stay_within_the_limit(
     events: list[str],
@@ -144,7 +144,7 @@ def test_in_every_schedule_only_a_caught_up_engine_is_healthy_and_restarts_stay_
             assert planned or fleet.records[0].recent_restarts == LIMITS.max_restarts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_train.rollout.data.ledger import OUTCOMES, GroupLedger
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from(["issue", "finish", *OUTCOMES, "checkpoint", "crash"]), max_size=80),
     st.randoms(use_true_random=False),

@@ -118,7 +118,7 @@ class Model:
         return len(self.runs), False
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=6))
 def test_a_command_continues_the_newest_unfinished_run_of_its_configuration_or_starts_a_new_one(
     commands: list[tuple[int, bool, bool]],
@@ -232,7 +232,6 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
         assert list(read_jsonl(folder.metrics.path)) == [{"step": 1, "a": None, "b": None, "c": 1.0}]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.data())
 def test_a_kill_at_any_byte_loses_at_most_the_line_that_was_being_written(lines: int, data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:

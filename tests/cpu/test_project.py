@@ -10,9 +10,13 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture import engine
 from rooms import ROOMS, room_of
 
 import skyrl_train
@@ -225,6 +229,79 @@ def test_the_tests_can_be_run_again_and_again_in_random_orders(tmp_path: Path, p
     assert re.findall(r"run (\d) of 3, (\d) busy", done.stdout) == [("1", "0"), ("2", "0"), ("3", "4")]
     assert done.stdout.strip().endswith(f"{3 if passes else 0} of 3 runs passed")
     assert ("--shuffle 2" in done.stdout) is not passes
+
+
+def test_property_tests_have_the_same_examples_in_each_run() -> None:
+    def examples() -> list[int]:
+        drawn: list[int] = []
+
+        @settings(max_examples=20)
+        @given(st.integers())
+        def draws(number: int) -> None:
+            drawn.append(number)
+
+        draws()
+        return drawn
+
+    assert examples() == examples()
+
+
+def test_a_failing_example_is_shrunk_for_20_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0  # an example takes a second
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now))
+    failed_at: list[float] = []
+
+    @given(st.lists(st.integers(0, 10**9), min_size=30))
+    def fails(numbers: list[int]) -> None:
+        nonlocal now
+        now += 1.0
+        if len({number % 7 for number in numbers}) > 3:
+            failed_at.append(now)
+            raise AssertionError
+
+    with pytest.raises(AssertionError):
+        fails()
+    assert 20 <= failed_at[-1] - failed_at[0] <= 30, "the last one tells the result"
+
+
+PROPERTY_TEST = """
+import pytest
+from hypothesis import given, strategies
+
+drawn = []
+
+@given(strategies.integers())
+def test_it(number):
+    drawn.append(number)
+
+@pytest.mark.slow
+def test_fails():
+    raise Exception(drawn)
+"""
+
+
+@pytest.mark.slow  # starts pytest three times
+def test_with_m_slow_property_tests_try_new_examples_that_can_be_had_again(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text(PROPERTY_TEST)
+
+    def examples(*options: str) -> tuple[str, str]:
+        settings_file = str(ROOT / "pyproject.toml")
+        command = [sys.executable, "-m", "pytest", "--rootdir", str(ROOT), "-c", settings_file, "-p", "tests.conftest"]
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", "-m", "slow", *options, str(test)],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        (drawn,) = re.findall(r"^E +Exception: (.*)$", done.stdout, re.MULTILINE)
+        (seed,) = re.findall(r"--hypothesis-seed=(\d+) and", done.stdout)
+        return drawn, seed
+
+    drawn, seed = examples()
+    assert examples("--hypothesis-seed", seed) == (drawn, seed)
+    assert examples("--hypothesis-seed", seed + "1")[0] != drawn
 
 
 def test_no_lock_file_is_committed() -> None:

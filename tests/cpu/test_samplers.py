@@ -62,7 +62,7 @@ def test_a_group_index_names_the_same_row_whenever_it_is_asked_for(name: str) ->
     assert {index: again.row(index) for index in order} == {index: expected[index] for index in order}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1),
     st.integers(0, 3),

@@ -72,7 +72,7 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(worlds())
 def test_every_policy_keeps_its_promise_in_runs_that_can_be_shrunk(world: World) -> None:
     Run(world).play()
