@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
+import orjson
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.vllm.remote_server import ENGINE_PATH, REQUESTS_PATH
@@ -46,7 +47,6 @@ from skyrl_train.types import PauseMode
 
 logger = logging.getLogger(__name__)
 IDLE_S = 4.0  # below the 5 s after which the server closes an idle connection
-POOL_REQUESTS = 64  # httpx looks at every connection of a pool for every request, so that one large pool would be slow
 RETRY_S = 0.5  # between looks for a server that is still starting; nothing announces it
 ARRIVAL_S = 0.02  # for a request that was sent before an abort and arrives after it: then it is aborted again
 VERIFY_ROUNDS = 3
@@ -62,14 +62,20 @@ _KEEPALIVE = [
 ]
 
 
-@dataclass
-class _ConnectionPool:
-    client: httpx.AsyncClient
-    in_flight: int = 0
+def _keepalive_socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for option in _KEEPALIVE:
+        made.setsockopt(*option)
+    return made
+
+
+def _succeeded(response: aiohttp.ClientResponse) -> bool:
+    return 200 <= response.status < 300
 
 
 class Connection:
-    """HTTP calls to one server, and what each failure means.
+    """HTTP calls to one server, and what each failure means. Create it on a running event loop.
 
     Generation requests share connections, without a limit to their number; each other call has a fresh one, which no idle
     timeout of the server can have closed meanwhile. Proxies that the environment names are not used.
@@ -84,45 +90,33 @@ class Connection:
         self.url = base_url
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._control_timeout_s = control_timeout_s
-        self._patient = httpx.Timeout(control_timeout_s, read=None, write=None)
+        self._patient = aiohttp.ClientTimeout(total=None, sock_connect=control_timeout_s)
         self._certificates = ssl.create_default_context()
         # Control calls keep no connection, so none is lost to the server's idle timeout.
-        self._control = self._client(kept=0)
-        self._pools: list[_ConnectionPool] = []
+        self._control = self._session(force_close=True)
+        self._generation = self._session(keepalive_timeout=IDLE_S)
 
-    def _client(self, kept: int | None) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept, keepalive_expiry=IDLE_S)
-        transport = httpx.AsyncHTTPTransport(verify=self._certificates, limits=limits, socket_options=_KEEPALIVE)
-        return httpx.AsyncClient(
-            base_url=self.url.rstrip("/"),
-            headers=self._headers,
-            transport=transport,
-            timeout=self._control_timeout_s,
-            trust_env=False,
+    def _session(self, **options: Any) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._certificates, socket_factory=_keepalive_socket, **options)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._control_timeout_s, sock_read=self._control_timeout_s
         )
-
-    @contextlib.contextmanager
-    def _pool(self) -> Iterator[httpx.AsyncClient]:
-        """Hold a place in a client that has few enough requests in flight."""
-        # Fill one client before the next: its idle connections are used again.
-        pool = next((pool for pool in self._pools if pool.in_flight < POOL_REQUESTS), None)
-        if pool is None:
-            pool = _ConnectionPool(self._client(kept=None))
-            self._pools.append(pool)
-        pool.in_flight += 1
-        try:
-            yield pool.client
-        finally:
-            pool.in_flight -= 1
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            timeout=timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            json_serialize_bytes=orjson.dumps,
+        )
 
     async def close(self) -> None:
         """Close all connections, which aborts the requests on them."""
-        for client in (self._control, *(pool.client for pool in self._pools)):
-            await client.aclose()
+        await self._control.close()
+        await self._generation.close()
 
     async def get(self, path: str) -> Any:
         """Return the JSON at ``path``; errors as in :meth:`post`."""
-        return await self._exchange(self._control, self._control.build_request("GET", path))
+        return await self._exchange(self._control, "GET", path)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, patient: bool = False) -> Any:
         """Return the server's JSON answer.
@@ -136,64 +130,68 @@ class Connection:
             EngineError: the server failed, or did not answer in time.
             EngineDeadError: the server is gone.
         """
-        timeout = self._patient if patient else httpx.USE_CLIENT_DEFAULT
-        return await self._exchange(
-            self._control, self._control.build_request("POST", path, json=body, timeout=timeout)
-        )
+        options = {"timeout": self._patient} if patient else {}
+        return await self._exchange(self._control, "POST", path, json=body, **options)
 
     async def generate(self, body: Mapping[str, Any]) -> Any:
         """Return the whole answer to a request; errors as in :meth:`post`."""
-        with self._pool() as client:
-            request = client.build_request("POST", GENERATE_PATH, json=body, timeout=self._patient)
-            return await self._exchange(client, request)
+        return await self._exchange(self._generation, "POST", GENERATE_PATH, json=body, timeout=self._patient)
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[Any]:
         """Yield the events of a streamed answer; errors as in :meth:`post`."""
+        async with self._response(
+            self._generation, "POST", GENERATE_PATH, json=body, timeout=self._patient
+        ) as response:
+            if not _succeeded(response):
+                self._check(response, await response.read())
+            rest = b""
+            async for piece in response.content.iter_any():
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: ") and line.rstrip() != b"data: [DONE]":
+                        yield orjson.loads(line.removeprefix(b"data: "))
+
+    async def _exchange(self, session: aiohttp.ClientSession, method: str, path: str, **options: Any) -> Any:
+        async with self._response(session, method, path, **options) as response:
+            content = await response.read()
+        self._check(response, content)
+        return orjson.loads(content) if content else None
+
+    @contextlib.asynccontextmanager
+    async def _response(
+        self, session: aiohttp.ClientSession, method: str, path: str, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = self.url.rstrip("/") + path
         try:
-            with self._pool() as client:
-                async with client.stream("POST", GENERATE_PATH, json=body, timeout=self._patient) as response:
-                    if not response.is_success:
-                        await response.aread()
-                        self._check(response)
-                    async for line in response.aiter_lines():
-                        if line.startswith("data: ") and line != "data: [DONE]":
-                            yield json.loads(line.removeprefix("data: "))
-        except httpx.TransportError as error:
-            raise self._failure(error) from error
+            async with session.request(method, url, allow_redirects=False, **options) as response:
+                yield response
+        except aiohttp.SocketTimeoutError as error:
+            raise EngineError(
+                f"The vLLM server at {self.url} did not answer within {self._control_timeout_s:g} s."
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineDeadError(
+                f"The vLLM server at {self.url} is gone: {str(error) or type(error).__name__}."
+            ) from error
 
-    async def _exchange(self, client: httpx.AsyncClient, request: httpx.Request) -> Any:
-        try:
-            response = await client.send(request)
-        except httpx.TransportError as error:
-            raise self._failure(error) from error
-        self._check(response)
-        return response.json() if response.content else None
-
-    def _failure(self, error: httpx.TransportError) -> EngineError:
-        if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
-            return EngineError(f"The vLLM server at {self.url} did not answer within {self._control_timeout_s:g} s.")
-        return EngineDeadError(f"The vLLM server at {self.url} is gone: {str(error) or type(error).__name__}.")
-
-    def _check(self, response: httpx.Response) -> None:
-        if response.is_success:
+    def _check(self, response: aiohttp.ClientResponse, content: bytes) -> None:
+        if _succeeded(response):
             return
-        status, path = response.status_code, response.request.url.path
+        status, path = response.status, response.url.path
         try:
-            message = error_message(response.json())
+            message = error_message(orjson.loads(content))
         except (ValueError, AttributeError):
-            message = response.text[:200]
+            message = content.decode(errors="replace")[:200]
         match status:
-            case httpx.codes.UNAUTHORIZED | httpx.codes.FORBIDDEN:
+            case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
                 raise ConfigError(
                     f"The vLLM server at {self.url} rejects the API key; set api_key to the key that it was started with."
                 )
-            case httpx.codes.NOT_FOUND | httpx.codes.METHOD_NOT_ALLOWED if (
-                "not found" in message.lower() or not message
-            ):
+            case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED if "not found" in message.lower() or not message:
                 raise ConfigError(
                     f"The vLLM server at {self.url} has no {path}; start it as docs/tutorials/engines.md says."
                 )
-            case httpx.codes.BAD_REQUEST | httpx.codes.NOT_FOUND | httpx.codes.UNPROCESSABLE_ENTITY:
+            case HTTPStatus.BAD_REQUEST | HTTPStatus.NOT_FOUND | HTTPStatus.UNPROCESSABLE_ENTITY:
                 raise RequestError(f"vLLM rejects the request: {message}")
             case _:
                 raise EngineError(f"The vLLM server at {self.url} failed {path} with status {status}: {message}")
@@ -487,6 +485,9 @@ class SharedLook:
         # A call that runs already may have left before what the caller wants to see; the next one has not.
         if self._next is None:
             self._next = asyncio.ensure_future(self._after(self._running))
+            self._next.add_done_callback(
+                lambda call: call.cancelled() or call.exception()
+            )  # seen, even if nobody waits
         return await asyncio.shield(self._next)
 
     async def _after(self, running: asyncio.Future[Any] | None) -> Any:
