@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
+
+import numpy as np
 
 from skyrl_train.config.keys import did_you_mean, nearest
 from skyrl_train.environments.base import Environment, EnvironmentFactory, EnvironmentStep, PromptRecord
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.runtime.seeds import derive_seed
 
 
 class ReasoningGymEnvironment(Environment):
@@ -36,6 +41,22 @@ class ReasoningGymEnvironment(Environment):
     def step(self, action: str) -> EnvironmentStep:
         reward = float(self._dataset.score_answer(action.strip(), self._entry))
         return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+
+
+@contextmanager
+def _global_generators_seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of ``random`` and numpy inside the context, and restore them after it.
+
+    Some tasks draw from these although they have a seed. Prompts are generated before the run starts any thread.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def reasoning_gym_environment(task: str, kwargs: Mapping[str, Any]) -> EnvironmentFactory:
@@ -76,7 +97,10 @@ def reasoning_gym_environment(task: str, kwargs: Mapping[str, Any]) -> Environme
     def generate_prompts(count: int, seed: int) -> list[PromptRecord]:
         # Entries travel in the prompt records, so scoring needs no copy of this data set.
         dataset = create_dataset(seed=seed, size=count)
-        entries = [dataset[index] for index in range(count)]
+        entries = []
+        for index in range(count):
+            with _global_generators_seeded(derive_seed(seed, index)):
+                entries.append(dataset[index])
         return [
             PromptRecord(
                 uid=f"{task}-{seed}-{index}",

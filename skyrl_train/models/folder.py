@@ -15,15 +15,16 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from skyrl_train.errors import ConfigError, ModelError, first_line
+from skyrl_train.models.seeded_draws import SeededDraws
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Errors of transformers and safetensors for a folder or hub name that they cannot use.
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 _SETTING = "trainer.policy.model.path"
-# transformers switches globals while it builds a model. Two threads that build at once can leave the globals in a state in which
-# later models are not initialised and their embeddings not tied.
-_building = threading.Lock()
+# transformers switches globals while it builds a model, torch's default dtype among them. Two threads that build layers at once
+# can leave the globals in a state in which later models are not initialised, or in another dtype, or their embeddings not tied.
+BUILDING = threading.Lock()
 
 
 def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
@@ -84,6 +85,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
     """Build the architecture without reading weights, for an engine that receives them in the first weight sync.
 
+    Its random weights are the same each time, so that what an engine finds out by a trial on them is, too.
+
     Raises:
         ConfigError: an unknown dtype or a device that this machine does not have.
         ModelError: torch cannot build the architecture.
@@ -91,7 +94,7 @@ def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     config = load_config(path)
     try:
-        with _building, quiet_transformers():
+        with BUILDING, SeededDraws(0), quiet_transformers():
             built: Any = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     except _UNUSABLE as error:
         raise ModelError(
@@ -111,7 +114,7 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     load_config(path)
     try:
-        with _building, quiet_transformers():
+        with BUILDING, quiet_transformers():
             # Mismatched shapes are allowed here so that the error below can name them.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True

@@ -20,12 +20,16 @@ from transformers import PreTrainedModel
 from skyrl_train.config.schema import ALL_LINEAR, LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.adapter_spec import AdapterSpec
+from skyrl_train.models.folder import BUILDING
+from skyrl_train.models.seeded_draws import SeededDraws
+from skyrl_train.runtime.seeds import derive_seed
 
 _ADAPTER = "default"  # peft's name of the only adapter of a model
 _PREFIX = "base_model.model."  # of the model's names inside peft's model
 FINGERPRINT = "base_fingerprint"
 _SAMPLES = 1024  # elements of each weight that enter the fingerprint
 _SETTING = "trainer.policy.model.lora"
+_STREAM = 0x6C6F7261  # separates the seeds of adapters from those of models
 _INIT_METHODS = {"kaiming": True, "gaussian": "gaussian"}  # of A; peft's words for them
 
 
@@ -35,7 +39,7 @@ def add_adapter(
     """Add an adapter to ``model``, in place; all other parameters no longer take gradients.
 
     Args:
-        seed: of A's random numbers.
+        seed: A is a function of it, whatever else draws random numbers meanwhile.
         dtype: of A and B; None: the model's.
 
     Raises:
@@ -63,8 +67,8 @@ def add_adapter(
         task_type="CAUSAL_LM",
     )
     try:
-        with torch.random.fork_rng():  # the adapter's random numbers leave the run's generators unchanged
-            torch.manual_seed(seed)
+        # peft draws A from torch's global generator, from which an engine in a thread may draw at the same time.
+        with BUILDING, SeededDraws(derive_seed(seed, _STREAM)):
             inject_adapter_in_model(settings, model)
     except (ValueError, TypeError) as error:
         raise ConfigError(

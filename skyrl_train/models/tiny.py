@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import ConfigError, ModelError
-from skyrl_train.models.folder import quiet_transformers
+from skyrl_train.models.folder import BUILDING, quiet_transformers
+from skyrl_train.models.seeded_draws import SeededDraws
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # No markup between turns: a conversation is the text of its messages in a row.
@@ -69,10 +70,8 @@ def build_model_folder(build: BuildModelConfig, folder: Path, seed: int) -> None
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            with quiet_transformers():
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with BUILDING, SeededDraws(seed), quiet_transformers():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise ModelError(
             f"trainer.policy.model.build: cannot make a {build.model_type!r} model of these sizes: {error}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils import skip_init
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.losses import value_loss, value_metrics, value_statistics
@@ -157,7 +158,8 @@ def put_value_head(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__} does not end in a linear head, so it cannot predict values. Point "
             "trainer.critic.model.path at another model of the policy's vocabulary."
         )
-    value_head = torch.nn.Linear(head.in_features, 1, device=head.weight.device, dtype=head.weight.dtype)
+    # Without the layer's own initialisation, which draws from torch's global generator.
+    value_head = skip_init(torch.nn.Linear, head.in_features, 1, device=head.weight.device, dtype=head.weight.dtype)
     torch.nn.init.zeros_(value_head.weight)
     torch.nn.init.zeros_(value_head.bias)
     # With tied weights, transformers would put the embedding matrix in the head's place again.

@@ -96,7 +96,8 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
         Args:
             total_steps: optimizer minibatches of the whole run, over which the learning rate decays.
             temperature: of the sampled responses.
-            seed: of torch's generators, for models that draw random numbers in their forward pass.
+            seed: of an adapter, and of torch's global generators, for models that draw random numbers in their forward pass.
+                Runs of such a model repeat only while nothing else in the process draws: no engine or stage in a thread.
 
         Raises:
             ConfigError: an unknown name in ``trainer_config``, or a pattern of ``lr_multipliers`` that matches nothing.

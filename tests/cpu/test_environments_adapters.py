@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_train.config.schema import EnvironmentConfig
@@ -88,3 +90,16 @@ def test_without_the_package_the_message_names_the_extra(env_class: str, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[envs\]'"):
         factory(env_class)
+
+
+@pytest.mark.parametrize("task", ["list_functions", "pool_matrix"])  # draw from the generators of random and numpy
+def test_prompts_are_a_function_of_the_seed_whatever_the_process_has_drawn(task: str) -> None:
+    prompts = []
+    for number in (1, 2):
+        random.seed(number)
+        np.random.seed(number)
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        prompts.append(factory(f"reasoning_gym:{task}").generate_prompts(40, seed=7))
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert prompts[0] == prompts[1]
+    assert prompts[0] != factory(f"reasoning_gym:{task}").generate_prompts(40, seed=8)
