@@ -25,7 +25,7 @@ ROOMS = {
     "harness": ("harness",),
     "models": ("models",),
     "observability": ("observability",),
-    "project": ("project", "walks"),
+    "project": ("project", "walks", "mutate"),
     "rollout": ("buffer", "filters", "dispatcher", "rollout_checkpoint", "group"),
     "runtime": ("concurrency", "gc_tuning", "watchdog"),
     "sessions": ("sessions",),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import StalenessError
 from skyrl_train.rollout.staleness.manager import Overdue, RolloutCounts, StalenessManager
-from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
+from skyrl_train.rollout.staleness.policies import StalenessPolicy, resolve_staleness_policy
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,11 @@ def test_between_weight_sync_nothing_is_admitted() -> None:
     assert due == [False, False, True]
 
 
-def test_the_last_step_bounds_admission() -> None:
-    assert manager(3, 4, 4, steps=2).capacity() == 6
+def test_the_last_step_bounds_admission_and_the_budget() -> None:
+    m = manager(3, 4, 4, steps=2)
+    assert m.capacity() == 6
+    finish(m, range(6))
+    assert m.budget_spent, "no step is left for another group"
 
 
 def test_the_budget_is_spent_when_all_that_may_be_accepted_has_finished_and_open_again_after_a_step() -> None:
@@ -338,6 +341,22 @@ def test_mask_keeps_its_promise_by_not_training_old_tokens() -> None:
     m.assert_bound([Finished(0, 0)])
 
 
+def test_a_policy_that_trains_older_tokens_than_it_promises_is_found_out_by_the_groups_that_have_such_tokens() -> None:
+    class MasksTooLate(StalenessPolicy):
+        bounded = True
+
+        def oldest_trained_version(self, step: int, max_staleness_steps: int) -> int:
+            return step - 3 - max_staleness_steps
+
+    m = manager(1, 1, 1)
+    m.policy = MasksTooLate()
+    for _ in range(4):
+        m.advance()
+    m.assert_bound([Finished(0, 3), Finished(1, 4)])
+    with pytest.raises(StalenessError, match="lag 2 > S = 1"):
+        m.assert_bound([Finished(2, 2)])
+
+
 def test_accept_promises_nothing() -> None:
     m = manager(1, 1, 1, policy="accept")
     for _ in range(9):
@@ -533,6 +552,27 @@ def test_a_weight_sync_that_was_under_way_is_made_up_for_by_the_one_with_which_a
     restored = manager(1, 2, 1, overlap=True)
     restored.load_state_dict(m.state_dict(), m.step, buffer)
     assert restored.capacity() == 1
+
+
+def test_a_weight_sync_that_was_due_and_failed_is_made_up_for_too() -> None:
+    restored = manager(1, 2, 1)
+    counts = RolloutCounts(submitted=2, trained=2)
+    restored.load_state_dict({**asdict(counts), "published": 0}, 3, [])
+    assert restored.capacity() == 2, "as if version 2 were served: D + v + k = 4"
+    restored.load_state_dict({**asdict(counts), "published": 2}, 3, [])
+    assert restored.capacity() == 2
+
+
+def test_changed_sizes_outlive_any_number_of_resumes() -> None:
+    m = manager(2, 1, 1)
+    m.resize(max_staleness_steps=3, generate_ahead_steps=2.5, max_running=50)
+    for _ in range(2):
+        restored = manager(2, 1, 1)
+        restored.load_state_dict(m.state_dict(), 1, [])
+        assert (restored.max_staleness_steps, restored.generate_ahead_steps, restored.max_running) == (3, 2.5, 50)
+        assert restored.capacity() == 7
+        m = restored
+    assert "resized" not in manager(2, 1, 1).state_dict(), "the sizes of the settings are not kept: they may change"
 
 
 def test_a_bound_too_small_for_the_checkpoint_is_refused() -> None:
