@@ -19,14 +19,18 @@ from rooms import ROOMS, room_of
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray) share a process too.
+# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray, a fork server) share a process
+# too. These groups are the longest, and run first: one that came last would leave the other processes idle.
 SHARED = {
-    "test_vllm": "vllm",
     "test_ray": "ray",
     "test_executors": "ray",
     "test_rollout_actors": "ray",
     "test_distributed": "ray",
+    "test_vllm": "vllm",
+    "test_kill_and_resume": "fork server",
+    "test_examples": "fork server",
 }
+LONGEST_FIRST = [*dict.fromkeys(SHARED.values())]
 
 # Property tests. By default the examples are the same in each run, so that only a change of the code or of a test makes one
 # fail. Run with -m slow, each property test tries as many new ones. An example has no deadline, because wall-clock time says
@@ -80,14 +84,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if room_of(collection_path.name) != room else None
 
 
+def group_of(nodeid: str) -> str:
+    name = PurePosixPath(nodeid.partition("::")[0]).stem
+    return next((group for start, group in SHARED.items() if name.startswith(start)), name)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.getoption("--shuffle")
-    if seed is not None:
+    if seed is None:
+        places = {group: place for place, group in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: places.get(group_of(item.nodeid), len(places)))
+    else:
         order = random.Random(seed)
         # A file's tests stay together: the fixtures of a file are set up once.
-        places = {path: order.random() for path in sorted({item.path for item in items})}
+        files = {path: order.random() for path in sorted({item.path for item in items})}
         order.shuffle(items)
-        items.sort(key=lambda item: places[item.path])
+        items.sort(key=lambda item: files[item.path])
     items.sort(key=lambda item: item.get_closest_marker("ends_shared_engines") is not None)
 
 
@@ -98,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            name = PurePosixPath(nodeid.partition("::")[0]).stem
-            return next((group for start, group in SHARED.items() if name.startswith(start)), name)
+            return group_of(nodeid)
 
+    config.option.loadscopereorder = False  # groups start in the order of the tests, and not by their number of tests
     return Groups(config, log)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import hydra
@@ -77,7 +78,8 @@ def recipe_names(config_dir: str | None = None) -> list[str]:
 
 def to_yaml(config: RunConfig) -> str:
     """Return the whole configuration as yaml that ``from_yaml`` reads."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    # Not by way of the schema: checking values that are typed already takes 0.1 s more.
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def from_yaml(text: str, where: str = "config.yaml") -> RunConfig:

@@ -1,4 +1,4 @@
-"""Every example runs, shortened."""
+"""Every example runs, shortened. A fork server has imported what they need; ``test_quickstart`` starts a command from nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_runs import ForkServer
@@ -16,36 +17,46 @@ SHORT = [
     "trainer.policy_mini_batch_size=4",
     "generator.inference_engine.executor=thread",
 ]
+SIMPLE = {"quickstart", "synchronous", "multi_turn", "custom_generator"}
+MODES = {path.stem for path in (EXAMPLES / "modes").glob("*.py")} - {"decoupled_stages"}
 
 
-MODES = sorted(path.stem for path in (EXAMPLES / "modes").glob("*.py"))
-
-
-def test_an_example_is_a_command(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "quickstart.py"), *SHORT, f"trainer.run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert_trained(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    "name", ["synchronous", "multi_turn", "custom_generator", *(f"modes/{name}" for name in MODES)]
-)
-def test_an_example_trains(fork_server: ForkServer, tmp_path: Path, name: str) -> None:
-    output = tmp_path / "output.log"
-    code = fork_server.run(output, [*SHORT, f"trainer.run_dir={tmp_path / 'run'}"], script=EXAMPLES / f"{name}.py")
-    assert code == 0, output.read_text()
-    assert_trained(tmp_path / "run")
-
-
-def assert_trained(run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def train(fork_server: ForkServer, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    """The rows of the two steps that the example trains."""
+    output = folder / "output.log"
+    arguments = [*SHORT, *overrides, f"trainer.run_dir={folder / 'run'}"]
+    assert fork_server.run(output, arguments, script=EXAMPLES / f"{name}.py") == 0, output.read_text()
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
+    return rows
 
 
-@pytest.mark.timeout(600)  # four commands, one after the other
+@pytest.mark.parametrize("name", sorted(SIMPLE) + [f"modes/{name}" for name in sorted(MODES)])
+def test_an_example_trains(fork_server: ForkServer, tmp_path: Path, name: str) -> None:
+    train(fork_server, tmp_path, name)
+
+
+def test_decoupled_stages_have_a_reward_function_and_a_reference_in_processes_of_their_own(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    no_warmup = "trainer.policy.optimizer_config.num_warmup_steps=0"
+    first, second = train(fork_server, tmp_path, "modes/decoupled_stages", no_warmup)
+    assert first["policy/kl_to_reference"] == pytest.approx(0.0, abs=1e-6), "the policy is the reference still"
+    assert second["policy/kl_to_reference"] > 1e-5
+    for stage in ("reward", "reference"):
+        assert first[f"stages/{stage}/groups"] + second[f"stages/{stage}/groups"] >= 8
+
+
+@pytest.mark.timeout(600)  # two commands that import everything, one after the other
 def test_the_resume_example_loses_nothing() -> None:
-    command = [sys.executable, str(EXAMPLES / "resume.py"), "generator.n_samples_per_prompt=2"]
+    small = [
+        "generator.n_samples_per_prompt=2",
+        "generator.inference_engine.executor=thread",
+        "generator.sampling_params.max_tokens=12",
+        "trainer.policy.model.build.hidden_size=32",
+        "trainer.policy.model.build.num_layers=1",
+    ]
+    command = [sys.executable, str(EXAMPLES / "resume.py"), *small]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lost: 0, twice: 0" in done.stdout
@@ -53,5 +64,4 @@ def test_the_resume_example_loses_nothing() -> None:
 
 
 def test_all_examples_are_tested() -> None:
-    tested = {"quickstart", "synchronous", "multi_turn", "custom_generator", "resume"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == SIMPLE | {"resume"}

@@ -205,15 +205,15 @@ def test_a_run_that_hangs_fails_with_the_stacks_of_its_threads_and_tasks(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("steps", "kills"), [(12, 3), pytest.param(24, 8, marks=pytest.mark.slow)])
 def test_a_killed_synchronous_run_ends_with_the_weights_of_an_uninterrupted_one(
-    fork_server: ForkServer, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path, steps: int, kills: int
 ) -> None:
-    steps = 24
     whole = tmp_path / "whole"
     assert fork_server.run(tmp_path / "whole.log", command(whole, "sync", steps)) == 0, (
         tmp_path / "whole.log"
     ).read_text()
-    for run in kill_and_finish(fork_server, tmp_path, "sync", steps, kills=5, seed=1):
+    for run in kill_and_finish(fork_server, tmp_path, "sync", steps, kills, seed=1):
         assert history(run, steps) == history(whole, steps)
         expected, got = (
             load_file(f / "checkpoints" / f"global_step_{steps}" / "policy" / "policy.safetensors")
@@ -223,8 +223,15 @@ def test_a_killed_synchronous_run_ends_with_the_weights_of_an_uninterrupted_one(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [
+        ("sync", signal.SIGTERM),
+        ("fully_async", signal.SIGINT),
+        pytest.param("sync", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("fully_async", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_stops_with_a_checkpoint_exit_zero_and_the_command_that_resumes(
     fork_server: ForkServer, tmp_path: Path, mode: str, number: int
 ) -> None:

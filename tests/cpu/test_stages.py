@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -412,25 +409,3 @@ async def test_the_proximal_policy_is_the_one_at_arrival_where_that_is_asked_for
                 (scored,) = s.proximal_logprobs[s.loss_mask].unique().tolist()
                 updates = -scored - 1.0
                 assert int(s.versions.max()) <= updates <= minibatch.step - 1, "between its end and its step"
-
-
-# The real thing -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(300)
-def test_the_example_trains_with_a_reward_function_and_a_reference_in_processes_of_their_own(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "async" / "modes" / "decoupled_stages.py"
-    overrides = [
-        "trainer.max_steps=2",
-        "trainer.policy_mini_batch_size=4",
-        "trainer.policy.optimizer_config.num_warmup_steps=0",
-        "generator.inference_engine.executor=thread",
-        f"trainer.run_dir={tmp_path / 'run'}",
-    ]
-    done = subprocess.run([sys.executable, str(example), *overrides], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert first["policy/kl_to_reference"] == pytest.approx(0.0, abs=1e-6), "the policy is the reference still"
-    assert second["policy/kl_to_reference"] > 1e-5
-    for stage in ("reward", "reference"):
-        assert first[f"stages/{stage}/groups"] + second[f"stages/{stage}/groups"] >= 8
