@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -16,6 +17,7 @@ from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import reading_back, started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
 
 from skyrl_train.config import import_path
+from skyrl_train.entrypoints import run
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +32,14 @@ def _not_launched_by_uvw() -> Iterator[None]:
     """The commands that a run prints depend on how it was launched; tests that look at them are launched by pytest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SKYRL_TRAIN_LAUNCHER", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_full_collections() -> Iterator[None]:
+    """A run collects all garbage before it trains. In a process with everything imported, that takes longer than to train."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "gc_tuned", nullcontext)
         yield
 
 
