@@ -1,5 +1,5 @@
 """How the tests are spread over processes (``pytest -n 2``), the tests of one room (``--room staleness``), a random order
-(``--shuffle 1``), and the examples of property tests."""
+(``--shuffle 1``), the examples of property tests, and how close float comparisons come to their tolerances (``--margins``)."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def tries_new_examples(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--room", help="read and run the tests of one room only; 'list' prints the rooms")
+    parser.addoption("--margins", action="store_true", help="list float tolerances close to the differences")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
@@ -58,6 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if room is not None and room not in ROOMS:
         problem = "" if room == "list" else f"there is no room {room!r}. "
         pytest.exit(f"{problem}Rooms: {', '.join(sorted(ROOMS))}", returncode=0 if room == "list" else 2)
+    if config.getoption("--margins"):
+        from margins import Margins  # imports torch
+
+        config.pluginmanager.register(Margins())
     if tries_new_examples(config):
         settings.load_profile("new")
         if config.option.hypothesis_seed is None:  # the processes of -n 2 get it from the one that starts them
@@ -99,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A file's tests stay together: the fixtures of a file are set up once.
         files = {path: order.random() for path in sorted({item.path for item in items})}
         order.shuffle(items)
-        items.sort(key=lambda item: files[item.path])
+        items.sort(key=lambda item: (files[item.path], item.get_closest_marker("last_in_its_file") is not None))
     items.sort(key=lambda item: item.get_closest_marker("ends_shared_engines") is not None)
 
 

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine
+from margins import Margins
 from rooms import ROOMS, room_of
 
 import skyrl_train
@@ -51,7 +54,7 @@ LEVELS = (
 
 
 def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -302,6 +305,19 @@ def test_with_m_slow_property_tests_try_new_examples_that_can_be_had_again(tmp_p
     drawn, seed = examples()
     assert examples("--hypothesis-seed", seed) == (drawn, seed)
     assert examples("--hypothesis-seed", seed + "1")[0] != drawn
+
+
+def test_tolerances_close_to_the_differences_are_listed() -> None:
+    margins = Margins()
+    with margins.watching():
+        assert pytest.approx([1.0, 2.0], rel=0, abs=0.1) == [1.0, 2.05]
+        torch.testing.assert_close(torch.tensor([1.0, 3.0]), torch.tensor([1.25, 3.0]), rtol=0, atol=1.0)
+        np.testing.assert_allclose([4.0, 1.0], [5.0, 1.0], rtol=0.25)
+        for _ in range(2):
+            assert pytest.approx(1.5, rel=1.0) == 1.0
+        assert pytest.approx(2.0) != 1.0
+    found = [(site.share, site.times) for _, site in sorted(margins.sites.items())]
+    assert found == [(pytest.approx(0.5), 2), (0.25, 2), (0.8, 2), (pytest.approx(1 / 3), 2)]
 
 
 def test_no_lock_file_is_committed() -> None:
