@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -11,7 +12,9 @@ os.environ.setdefault(
 )  # before torch is imported, as the commands do: threads that outnumber cores crawl
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imported, as skyrl_train.workers.ray does
 
+import numpy as np
 import pytest
+import torch
 from forked_runs import ForkServer
 from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import reading_back, started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
@@ -41,6 +44,14 @@ def _no_full_collections() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "gc_tuned", nullcontext)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """What a test draws from the generators of the process does not depend on the tests before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ class WatchedEngine(ScriptedEngine):
 
     async def holds(self, requests: int) -> None:
         """Returns when it holds that many."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.changed.wait_until(lambda: len(self.running) == requests)
 
 

@@ -23,7 +23,7 @@ class Fault:
     Args:
         place: ``turn`` (one of the trainer's tasks goes on after a wait), ``update`` (a call of the backend that trains) or
             ``save`` (an operation on the disk of the checkpoints).
-        action: ``raise``, ``hang``, or a signal that the process gets: ``SIGKILL``, ``SIGTERM``.
+        action: ``raise``, ``hang``, or a signal that the process gets: ``SIGKILL``, ``SIGTERM``, ``SIGINT``.
         after: 1 for the first opportunity.
     """
 

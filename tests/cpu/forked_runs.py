@@ -27,7 +27,8 @@ from typing import NoReturn
 
 from faults import Fault
 
-LIMIT_S = 120.0  # no run here takes as long, on the busiest machine; one that does hangs
+LIMIT_S = 300.0  # no run here takes as long, on the busiest machine; one that does hangs
+STACKS_END = "end of the stacks\n"
 RAISED = -1  # the "exit code" of a run that ended with an exception
 # What the quickstart's run imports on its way. A module that is missing here is imported again by each child: torch and
 # transformers take 15 s without bytecode.
@@ -112,13 +113,14 @@ def print_tasks(*_: object) -> None:
     try:
         tasks = asyncio.all_tasks()
     except RuntimeError:  # no loop runs
-        return
+        tasks = set()
     for task in tasks:
         sys.stderr.write(f"task {task.get_name()} waits in\n")
         waiting = task.get_coro()
         while (frame := getattr(waiting, "cr_frame", None)) is not None:
             sys.stderr.write(f"  {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}\n")
             waiting = getattr(waiting, "cr_await", None)
+    sys.stderr.write(STACKS_END)
 
 
 class ForkServer:
@@ -137,14 +139,13 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(timeout=60)
+        self._server.wait()
 
     def run(
         self,
         output: Path,
         arguments: Sequence[str],
         kill_after_s: float | None = None,
-        number: int = signal.SIGKILL,
         *,
         once_printed: str = "",
         fault: Fault | None = None,
@@ -154,7 +155,7 @@ class ForkServer:
         """Runs the command, or a ``script`` in the folder of ``output``, and returns its exit code, ``RAISED``, or None if it
         died of a signal.
 
-        With ``kill_after_s`` it gets the signal ``number`` that many seconds after it has printed ``once_printed``.
+        With ``kill_after_s`` it is killed that many seconds after it has printed ``once_printed``.
 
         Raises:
             AssertionError: after ``limit_s`` it still runs; the message has the stacks of its threads and tasks.
@@ -183,10 +184,12 @@ class ForkServer:
             while once_printed not in output.read_text()[seen:] and not poll.poll(10):
                 pass  # the poll is the pause; a run that ends first ends the wait
             if kill_after_s is not None and not poll.poll(kill_after_s * 1000):
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGKILL)
             if not poll.poll(limit_s * 1000):
                 os.kill(pid, signal.SIGUSR1)
-                poll.poll(2_000)  # the time that it gets to write its stacks
+                for _ in range(3000):  # half a minute: a main thread that never returns from C does not write its tasks
+                    if STACKS_END in output.read_text()[seen:] or poll.poll(10):
+                        break
                 os.kill(pid, signal.SIGKILL)
                 raise AssertionError(f"the run hangs, {fault or 'without a fault'}:\n{output.read_text()[seen:]}")
         finally:

@@ -201,7 +201,7 @@ class Harness:
         for stage in self.stages:
             await stage.start()
         try:
-            await asyncio.wait_for(self.trainer.train(), 60)
+            await asyncio.wait_for(self.trainer.train(), 300)
         finally:
             self.run_folder.close()
 

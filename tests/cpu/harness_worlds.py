@@ -66,7 +66,7 @@ async def harness(
     engine = engine or ScriptedEngine(free_running=free_running)
     client = InferenceEngineClient([engine], tokenizer, engine_wait_timeout_s=0.01)
     config = GeneratorConfig(sampling_params=SamplingConfig(max_tokens=6, temperature=0.7))
-    generator = HarnessGenerator(client, config, **{"agent": CURRENT, "timeout_s": 60.0, **kwargs})
+    generator = HarnessGenerator(client, config, **{"agent": CURRENT, "timeout_s": 600.0, **kwargs})
     await client.start()
     await client.load_weights(scripted_update(0), PauseMode.KEEP)
     await generator.start()

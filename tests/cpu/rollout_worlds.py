@@ -208,7 +208,7 @@ class World:
             raise self.dispatcher.error
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        await asyncio.wait_for(self.changed.wait_until(predicate), 30)
+        await asyncio.wait_for(self.changed.wait_until(predicate), 60)
 
     def check_books(self) -> None:
         """Counts, ledger and buffer agree, and every issued prompt has exactly one place."""

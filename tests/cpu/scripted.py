@@ -7,9 +7,13 @@ tokens are sampled (``tick``), or lets the engine sample whenever the loop is fr
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
 
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.interface import (
@@ -24,6 +28,7 @@ from skyrl_train.inference.interface import (
     TopLogprobs,
 )
 from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.simulation.clock import run_in_virtual_time
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightUpdate
 
@@ -278,3 +283,20 @@ async def settle(rounds: int = 20) -> None:
     """Lets every task that can run do so."""
     for _ in range(rounds):
         await asyncio.sleep(0)
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test on a loop whose time passes only while everything waits: a short limit ends what hangs, and never what
+    a busy machine has delayed. Nothing in the test may wait for a thread or a process."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        run_in_virtual_time(lambda loop: test(**arguments))
+
+    return run
+
+
+def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Makes timers of the running loop due that many seconds earlier. Where sockets are waited for, time cannot be virtual."""
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda time=loop.time: time() + seconds)

@@ -139,7 +139,7 @@ async def collect(events: AsyncIterator[ChatEvent]) -> list[ChatEvent]:
 
 def run(coroutine: Any) -> Any:
     async def within() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await coroutine
 
     return asyncio.run(within())

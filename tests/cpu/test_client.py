@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import EOS, ScriptedEngine, hashed_token, scripted_update, settle
+from scripted import EOS, ScriptedEngine, hashed_token, in_virtual_time, scripted_update, settle
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RequestError, WeightSyncError
@@ -263,6 +263,7 @@ async def test_sessions_stick_to_their_engine_and_new_ones_go_to_the_least_loade
 
 
 @pytest.mark.parametrize(("phase", "how"), [("pause", "fail"), ("pause", "hang"), ("load", "fail")])
+@in_virtual_time
 async def test_a_failed_update_leaves_the_engine_serving_its_old_weights(phase: str, how: str) -> None:
     engine = ScriptedEngine(lambda tokens, seed: 9, free_running=True)
     client = client_of(engine, pause_timeout_s=0.01)
@@ -292,6 +293,7 @@ async def test_an_engine_that_missed_an_update_leaves_the_routing() -> None:
 @pytest.mark.parametrize("phase", ["pause", "load", "resume"])
 @pytest.mark.parametrize("how", ["fail", "hang"])
 @pytest.mark.parametrize("stop", [[], ["zzz"]])
+@in_virtual_time
 async def test_requests_of_an_engine_that_missed_an_update_continue_on_another(
     phase: str, how: str, stop: list[str]
 ) -> None:
@@ -309,7 +311,7 @@ async def test_requests_of_an_engine_that_missed_an_update_continue_on_another(
     else:
         a.hang.add(phase)
     await publish(client, 1)
-    output = await asyncio.wait_for(task, 5)
+    output = await asyncio.wait_for(task, 60)
     assert output["response_ids"] == expected["response_ids"]
     assert client.engines == [b]
     assert a.running == []

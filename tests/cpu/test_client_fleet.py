@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from scripted import ScriptedEngine, scripted_update, settle
+from scripted import ScriptedEngine, in_virtual_time, scripted_update, settle
 from test_client import TOKENIZER, publish, request, uninterrupted
 from test_fleet import Clock
 
@@ -133,6 +133,7 @@ async def test_requests_wait_for_an_engine_that_comes_back_and_lose_nothing() ->
     assert (await task)["response_ids"] == expected["response_ids"]
 
 
+@in_virtual_time
 async def test_requests_that_wait_too_long_fail_with_a_typed_error_that_says_why() -> None:
     engine = ScriptedEngine()
     client, _ = fleet_of(engine, engine_wait_timeout_s=0.001)
@@ -257,7 +258,7 @@ async def test_the_supervisor_watches_by_itself_once_the_client_is_started() -> 
     try:
         await publish(client, 3)
         engine.die()
-        output = await asyncio.wait_for(client.generate(request(max_tokens=2, ignore_eos=True)), 5)
+        output = await asyncio.wait_for(client.generate(request(max_tokens=2, ignore_eos=True)), 60)
         assert output["response_versions"] == [[3, 3]]
         assert engine.calls.count("start") == 2
     finally:

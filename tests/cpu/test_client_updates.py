@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from scripted import ScriptedEngine, scripted_update, settle
+from scripted import ScriptedEngine, in_virtual_time, scripted_update, settle
 from test_client import publish, request
 from test_client_fleet import after, fleet_of
 
@@ -109,6 +109,7 @@ async def test_an_engine_that_fails_in_its_own_way_leaves_and_the_update_holds_f
     assert client.engines == [a] and served_versions(client) == {client.policy_version} == {1}
 
 
+@in_virtual_time
 async def test_an_engine_that_did_not_say_whether_it_loaded_serves_only_after_it_caught_up() -> None:
     engine = Slow()
     client, clock = fleet_of(engine, pause_timeout_s=0.01)
@@ -143,7 +144,7 @@ async def test_an_engine_that_cannot_resume_does_not_keep_requests_for_ever() ->
         await publish(client, 1)
     engine.fail.clear()
     await after(client, clock, 1.0)
-    output = await asyncio.wait_for(client.generate(request(max_tokens=3, ignore_eos=True)), 5)
+    output = await asyncio.wait_for(client.generate(request(max_tokens=3, ignore_eos=True)), 60)
     assert output["response_versions"] == [[1, 1, 1]]
 
 
@@ -239,7 +240,7 @@ async def test_a_request_moves_on_at_once_however_long_its_engine_takes_to_let_g
     await publish(client, 1)
     a.fail.clear()
     await after(client, clock, 1.0)  # it is back before its old request has ended there
-    output = await asyncio.wait_for(task, 5)
+    output = await asyncio.wait_for(task, 60)
     assert output["response_versions"] == [[1, 1, 1]]
     letting_go.set()
     await settle()
@@ -296,7 +297,7 @@ async def test_teardown_ends_requests_that_run_wait_or_come_later(paused: bool) 
     await client.teardown()
     for task in (running, waiting, asyncio.create_task(client.generate(request(max_tokens=3)))):
         with pytest.raises(NoEngineError, match="torn down"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
 
 
 async def test_a_cancelled_removal_still_tears_the_engine_down() -> None:

@@ -240,4 +240,4 @@ def test_configuration_needs_no_torch() -> None:
         "import sys; from skyrl_train import compose; from skyrl_train.config.plan import resolve;"
         "resolve(compose('quickstart'), 10); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

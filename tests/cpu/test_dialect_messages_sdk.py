@@ -184,7 +184,7 @@ async def test_errors_are_those_that_the_client_knows() -> None:
             await client.messages.create(**{**request, "model": "claude"})
         assert unknown.value.body["error"]["type"] == "not_found_error"
         with pytest.raises(anthropic.BadRequestError, match="context"):
-            await client.messages.create(**{**request, "max_tokens": 100_000}, timeout=10)
+            await client.messages.create(**{**request, "max_tokens": 100_000}, timeout=300)
         async with client_of(world, api_key="wrong") as stranger:
             with pytest.raises(anthropic.AuthenticationError) as wrong:
                 await stranger.messages.create(**request)

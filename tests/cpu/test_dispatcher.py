@@ -20,7 +20,7 @@ from rollout_worlds import (
     quiet,
     return_late,
 )
-from scripted import settle
+from scripted import in_virtual_time, settle
 
 from skyrl_train.errors import NoEngineError, RolloutError
 from skyrl_train.types import GeneratorInput, GeneratorOutput
@@ -81,6 +81,7 @@ def test_with_depth_zero_the_same_groups_train_in_the_same_order_as_in_sync(
 
 
 @pytest.mark.parametrize("play", [hang, return_late, ignore_cancellation])
+@in_virtual_time
 async def test_an_overdue_group_is_cancelled_and_its_slot_goes_to_the_next_prompt(
     play: Callable[[GeneratorInput], Awaitable[GeneratorOutput | None]],
 ) -> None:
@@ -118,8 +119,8 @@ async def test_admission_ends_quietly_with_the_prompts() -> None:
         await w.until(lambda: w.dispatcher.exhausted and len(w.buffer) == 3)
         assert w.dispatcher.error is None
         assert await w.step() == [0, 1]
-        await asyncio.wait_for(w.dispatcher.idle(), 10)
-        await asyncio.wait_for(w.dispatcher.fill(), 10)
+        await asyncio.wait_for(w.dispatcher.idle(), 60)
+        await asyncio.wait_for(w.dispatcher.fill(), 60)
         assert w.staleness.counts.submitted == 3
         assert "the prompts have ended" in w.dispatcher.describe()[0]
 
@@ -134,7 +135,7 @@ async def test_admission_waits_for_rows_that_are_still_being_read(monkeypatch: p
         assert "wait for the next rows of the data set" in w.dispatcher.describe()[0]
         is_ready = True
         w.changed.notify()
-        await asyncio.wait_for(filling, 10)
+        await asyncio.wait_for(filling, 60)
         assert len(w.buffer) == 4
 
 
@@ -183,7 +184,7 @@ async def test_idle_means_that_no_group_runs_and_none_is_about_to() -> None:
         await settle()
         assert not idle.done()
         released.set()
-        await asyncio.wait_for(idle, 10)
+        await asyncio.wait_for(idle, 60)
         assert len(w.buffer) == 2
 
 
@@ -202,7 +203,7 @@ async def test_a_task_cancelled_from_outside_is_an_error_that_the_trainer_sees(n
         await w.until(lambda: len(w.buffer) == 3)
         task_named(name).cancel()
         with pytest.raises(RolloutError, match="cancelled from outside"):
-            await asyncio.wait_for(w.step(), 10)
+            await asyncio.wait_for(w.step(), 60)
 
 
 async def test_a_bug_in_any_part_of_the_workers_reaches_the_trainer_as_itself() -> None:
@@ -215,7 +216,7 @@ async def test_a_bug_in_any_part_of_the_workers_reaches_the_trainer_as_itself() 
             setattr(getattr(w, owner), name, broken)
             w.dispatcher.start()
             with pytest.raises(ZeroDivisionError, match="scripted"):
-                await asyncio.wait_for(w.step(), 10)
+                await asyncio.wait_for(w.step(), 60)
 
 
 async def test_after_the_first_error_nothing_more_is_admitted_and_the_first_is_raised() -> None:
@@ -285,7 +286,7 @@ def test_books_agree_at_every_step_of_every_schedule(seed: int, policy: str, on_
             w.generator.plays = {group_index: [play] for group_index in range(2000)}
             w.dispatcher.start()
             for _ in range(12):
-                await asyncio.wait_for(w.step(), 30)
+                await asyncio.wait_for(w.step(), 60)
                 w.check_books()
                 w.dispatcher.drop_overdue()
                 w.check_books()

@@ -29,7 +29,6 @@ from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E
 
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.timeout(300),  # the first test starts Ray and two processes that import torch
 ]
 
 LIKE_LOCAL = {

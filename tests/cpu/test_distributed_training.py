@@ -61,7 +61,6 @@ from skyrl_train.workers.messages import Call, Result  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.timeout(300),  # the first test starts Ray and two processes that import torch
 ]
 
 POLICY = Role.policy

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from scripted import settle
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
@@ -233,6 +233,7 @@ async def test_ctrl_c_does_not_reach_the_child(engine: EmbeddedEngine) -> None:
     assert len((await engine.generate(request(max_tokens=3)))["response_ids"][0]) == 3
 
 
+@pytest.mark.last_in_its_file
 async def test_when_the_worker_ends_all_calls_fail_at_once_and_it_can_be_started_again(
     shared: EmbeddedEngine, folder: str, transport: SharedMemoryTransport
 ) -> None:
@@ -245,11 +246,13 @@ async def test_when_the_worker_ends_all_calls_fail_at_once_and_it_can_be_started
         os.kill(shared.pid, signal.SIGKILL)
     else:
         await shared.teardown()
-    began = time.monotonic()
-    for call in calls:
+    with pytest.raises(EngineDeadError):
+        await calls[0]
+    await settle()
+    assert all(call.done() for call in calls), "the end is noticed once, for all of them"
+    for call in calls[1:]:
         with pytest.raises(EngineDeadError):
             await call
-    assert time.monotonic() - began < 0.5  # 0.02 on a quiet machine
     for later in (shared.generate(request()), shared.pause(PauseMode.KEEP), shared.resume()):
         with pytest.raises(EngineDeadError):
             await later
@@ -370,7 +373,7 @@ async def test_the_child_ends_with_its_parent_however_that_dies(folder: str, mom
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    await asyncio.wait_for(_readable(watch), timeout=5)
+    await asyncio.wait_for(_readable(watch), 300)
     os.close(watch)
 
 

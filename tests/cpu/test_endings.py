@@ -115,7 +115,7 @@ async def test_a_stop_before_the_last_whole_batches_of_a_stream_leaves_them_to_b
             )
             h.trainer.request_stop()
 
-        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=60)
 
     h.backend.before_update = stop_when_all_is_generated
     await h.train()
@@ -185,7 +185,7 @@ async def test_a_cancelled_run_waits_for_the_checkpoint_that_is_being_written(tm
 
     def slow(snapshot: dict[str, object], folder: Path) -> None:
         loop.call_soon_threadsafe(writing.set)
-        assert go.wait(30)
+        assert go.wait(300)
         save(snapshot, folder)
         ended.set()
 

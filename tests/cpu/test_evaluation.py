@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from evaluation_worlds import OneTurn, World, forever, prompts_of
-from scripted import settle
+from scripted import in_virtual_time, settle
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.environments.base import PromptRecord
@@ -132,6 +132,7 @@ def cancels_itself(batch: GeneratorInput) -> None:
         (cancels_itself, "cancelled itself"),
     ],
 )
+@in_virtual_time
 async def test_a_sample_that_always_fails_has_not_passed_and_stops_nothing(before: Any, reason: str) -> None:
     world = World(timeout_s=0.05, n_samples_per_prompt=2)
     world.generator.before = before
@@ -154,6 +155,7 @@ async def test_a_generator_that_breaks_its_contract_in_an_evaluation_stops_nothi
     assert row["eval/failed"] == 2 and "finite" in row["failures"][0]["reason"] and world.evaluation.error is None
 
 
+@in_virtual_time
 async def test_rewards_of_a_function_apart_from_the_generator_count_here_too() -> None:
     seen: list[tuple[int, int]] = []
 
@@ -427,6 +429,7 @@ async def test_engines_that_die_end_an_evaluation_without_a_row_of_zeros(own: bo
     assert world.results == [] and world.evaluation.error is None and "leaves no row" in world.notes[0]
 
 
+@in_virtual_time
 async def test_samples_that_run_out_of_time_because_no_engine_serves_are_no_zeros_either() -> None:
     world = World(timeout_s=0.05, engine_wait_timeout_s=60.0)
     world.generator.before = lambda batch: world.eval_engine.die()
@@ -488,6 +491,6 @@ async def test_a_result_that_cannot_be_written_ends_the_run() -> None:
     await world.begin()
     await world.train_step(1)
     woken = asyncio.ensure_future(world.changed.wait_until(lambda: world.evaluation.error is not None))
-    await asyncio.wait_for(woken, 5)
+    await asyncio.wait_for(woken, 60)
     with pytest.raises(OSError, match="disk is full"):
         await world.train_step(2)

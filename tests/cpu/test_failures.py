@@ -26,7 +26,7 @@ from rollout_worlds import (
     output_of,
     return_late,
 )
-from scripted import ScriptedEngine, settle
+from scripted import ScriptedEngine, in_virtual_time, settle
 from training_worlds import backend, build_small_model, one_thread
 
 from skyrl_train.config.schema import AlgorithmConfig
@@ -53,6 +53,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
+@in_virtual_time
 async def test_a_failed_attempt_is_repeated_with_other_seeds(bad: str) -> None:
     play, reason = BAD[bad]
     async with World(rollout_timeout_s=0.05) as w:
@@ -81,6 +82,7 @@ async def test_a_rollout_that_lost_its_actor_is_the_same_attempt_again_once(loss
 
 
 @pytest.mark.parametrize("bad", BAD)
+@in_virtual_time
 async def test_a_prompt_that_always_fails_gives_its_slot_to_the_next_prompt(bad: str) -> None:
     play, reason = BAD[bad]
     async with World(rollout_timeout_s=0.05) as w:
@@ -91,6 +93,7 @@ async def test_a_prompt_that_always_fails_gives_its_slot_to_the_next_prompt(bad:
         w.check_books()
 
 
+@in_virtual_time
 async def test_a_group_that_comes_back_after_its_time_is_thrown_away() -> None:
     async with World(rollout_timeout_s=0.05) as w:
         w.generator.plays[1] = [return_late, fine]
@@ -346,6 +349,7 @@ async def test_engines_that_never_come_back_spend_the_budget_and_not_for_ever() 
         assert w.generator.calls.count(1) == 1 and w.group_generator.engine_failures == 6
 
 
+@in_virtual_time
 async def test_a_rollout_that_runs_out_of_time_while_no_engine_serves_is_the_engines_failure() -> None:
     async with World(rollout_timeout_s=0.05, max_engine_failures=1) as w:
 
@@ -356,7 +360,7 @@ async def test_a_rollout_that_runs_out_of_time_while_no_engine_serves_is_the_eng
         w.generator.plays[1] = [hang_without_engines, fine]
         w.dispatcher.start()
         await w.until(lambda: len(w.buffer) == 3)
-        await asyncio.wait_for(w.engines.awaited.wait(), 10)
+        await asyncio.wait_for(w.engines.awaited.wait(), 60)
         w.engines.join()
         assert await w.step() == [0, 1, 2, 3]
         assert w.failed_attempts == []
@@ -396,7 +400,7 @@ async def test_sessions_are_recorded_by_attempt_and_until_the_group_has_ended() 
         replay_cache = w.group_generator._replay_cache = NotedReplayCache()
         w.generator.plays[0] = [fail, lose_engines(w), fine]
         running = asyncio.create_task(w.group_generator.run(0))
-        await asyncio.wait_for(w.engines.awaited.wait(), 10)
+        await asyncio.wait_for(w.engines.awaited.wait(), 60)
         w.engines.join()
         await running
         assert replay_cache.calls == [("begin", 0, 0), ("begin", 0, 1), ("begin", 0, 1), ("end", 0)]
@@ -517,5 +521,5 @@ async def test_a_run_stops_although_a_generator_ignores_its_cancellation(tmp_pat
     training = asyncio.create_task(h.train())
     await called.wait()
     h.trainer.request_stop()
-    await asyncio.wait_for(training, 20)
+    await asyncio.wait_for(training, 60)
     assert (tmp_path / "checkpoints" / "latest").exists()

@@ -150,7 +150,7 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own(tmp_path: Path) 
     settings = {**TINY, "trainer.runs_dir": str(tmp_path)}
     cells = [nbformat.v4.new_code_cell(source) for source in (f"settings = {settings!r}", *NOTEBOOK)]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=500, kernel_name="python3").execute()
     printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.outputs)
     assert [f"step {step} takes 2 groups" in printed for step in (1, 2, 3)] == [True] * 3
     assert "finished, 3 steps" in printed

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def gloo(**options: object) -> GlooTransport:
-    return GlooTransport(**{"address": "127.0.0.1", "verify": True, "timeout_s": 60.0, **options})
+    return GlooTransport(**{"address": "127.0.0.1", "verify": True, "timeout_s": 600.0, **options})
 
 
 @pytest.fixture
@@ -109,12 +109,12 @@ def test_a_version_that_is_not_staged_any_more_is_refused_and_the_current_one_is
 def test_a_client_without_the_token_gets_nothing(staged: tuple[GlooTransport, WeightUpdate]) -> None:
     location = json.loads(staged[1].location)
     for greeting in ({"token": "wrong"}, {"token": None}, {}):
-        with socket.create_connection((location["host"], location["port"]), timeout=30) as stranger:
+        with socket.create_connection((location["host"], location["port"]), timeout=300) as stranger:
             stranger.sendall(json.dumps(greeting).encode() + b"\n")
             answer = stranger.makefile("rb").read()
             assert b"token" in answer and location["token"].encode() not in answer
     for line in (b"\xff no json\n", b"[1, 2]\n", b"7\n", b"[" * 60_000 + b"\n"):
-        with socket.create_connection((location["host"], location["port"]), timeout=30) as stranger:
+        with socket.create_connection((location["host"], location["port"]), timeout=300) as stranger:
             stranger.sendall(line)
             assert stranger.makefile("rb").read() == b""
     with closing(WeightReceiver(CPU)) as receiver:

@@ -114,11 +114,11 @@ class TestFunctions:
         def run() -> float:
             entered.set()
             assert threading.current_thread() is not threading.main_thread()
-            assert leave.wait(30)
+            assert leave.wait(300)
             return 1.0
 
         running = asyncio.create_task(FunctionAgent(run, "run").run(task()))
-        await asyncio.to_thread(entered.wait, 30)
+        await asyncio.to_thread(entered.wait, 300)
         leave.set()
         assert (await running).reward == 1.0
 
@@ -137,7 +137,7 @@ class TestFunctions:
         def play() -> float:
             return next(iter(()))
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             with pytest.raises(AgentError, match="StopIteration"):
                 await FunctionAgent(play, "play").run(task())
 
@@ -265,7 +265,7 @@ async def gone(pid: int) -> None:
     loop = asyncio.get_running_loop()
     loop.add_reader(descriptor, ended.set)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             await ended.wait()
     except TimeoutError:
         os.kill(pid, signal.SIGKILL)

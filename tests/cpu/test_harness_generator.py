@@ -14,7 +14,7 @@ import httpx
 import pytest
 from harness import TOKENIZER, Harness
 from harness_worlds import CURRENT, batch, harness
-from scripted import ScriptedEngine, scripted_update, settle
+from scripted import ScriptedEngine, pass_time, scripted_update, settle
 
 from skyrl_train.config.schema import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RolloutError
@@ -39,7 +39,7 @@ class Model:
 
     def __init__(self, base_url: str, api_key: str) -> None:
         headers = {"authorization": f"Bearer {api_key}"}
-        self.http = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=60)
+        self.http = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=300)
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         response = await self.http.post(path, json=body)
@@ -230,12 +230,13 @@ async def test_a_failed_run_names_the_sample_and_never_a_key(agent: Callable[...
         assert "sk-" not in chain
 
 
-async def test_a_run_that_times_out_cancels_its_requests() -> None:
-    async with harness(free_running=False, timeout_s=0.3) as it:  # the engine samples nothing
+async def test_a_run_that_times_out_cancels_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with harness(free_running=False, timeout_s=100) as it:  # the engine samples nothing
         playing = asyncio.create_task(it.play(one_turn))
-        with pytest.raises(RolloutError, match=r"it took longer than generator.kwargs.timeout_s=0.3 s"):
+        await until(lambda: len(it.engine.requests) == 1)
+        pass_time(monkeypatch, 101)
+        with pytest.raises(RolloutError, match=r"it took longer than generator.kwargs.timeout_s=100 s"):
             await playing
-        assert len(it.engine.requests) == 1
         await until(lambda: not it.engine.running)
 
 
@@ -246,7 +247,7 @@ async def test_the_key_of_a_thread_that_cannot_be_ended_is_revoked() -> None:
     def run(prompt: Messages, base_url: str, api_key: str) -> float:
         for _ in range(2):
             headers = {"authorization": f"Bearer {api_key}"}
-            with httpx.Client(base_url=base_url, headers=headers, trust_env=False, timeout=60) as http:
+            with httpx.Client(base_url=base_url, headers=headers, trust_env=False, timeout=300) as http:
                 statuses.append(
                     http.post("/chat/completions", json={"model": "policy", "messages": prompt}).status_code
                 )
@@ -257,7 +258,7 @@ async def test_the_key_of_a_thread_that_cannot_be_ended_is_revoked() -> None:
     async with harness(free_running=False, timeout_s=0.3, agent=f"{__name__}:in_thread") as it:
         with pytest.raises(RolloutError, match="it took longer"):
             await it.generator.generate(batch(1))
-        assert await asyncio.to_thread(over.wait, 60)
+        assert await asyncio.to_thread(over.wait, 300)
         assert not it.engine.running
     assert statuses[0] >= 400 and statuses[1] == 401
 

@@ -78,7 +78,6 @@ def test_the_plan_counts_an_adapter_as_torch_does(tmp_path: Path, names: str) ->
     assert "LoRA of rank 3" in plan.describe()
 
 
-@pytest.mark.timeout(300)
 def test_a_run_trains_checkpoints_and_exports_an_adapter(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = [

@@ -34,7 +34,6 @@ from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.timeout(300),
 ]
 
 TRANSPORTS: dict[str, Callable[[str, str], WeightTransport]] = {
@@ -208,7 +207,7 @@ async def test_vllm_swaps_adapters_in_flight(folder: str, vllm_adapter: VLLMEngi
         await served_checksum(engine, update)
     # A request under way: each of its tokens is of the version that it names, and has its log-prob.
     flying = asyncio.create_task(engine.generate(request(max_tokens=400)))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         before = (await engine.health()).generated_tokens
         while (await engine.health()).generated_tokens - before < 20:
             pass

@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.timeout(300)
 def test_the_quickstart_learns(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "skyrl_train.entrypoints.train", "--config-name=quickstart"]
     overrides = ["trainer.max_steps=70", f"trainer.run_dir={tmp_path / 'run'}"]

@@ -8,7 +8,6 @@ import dataclasses
 import os
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,7 +179,7 @@ def transport() -> SharedMemoryTransport:
 
 
 def hosted(folder: str, **placement: Any) -> RayEngine:
-    return RayEngine(EMBEDDED, {"model_path": folder, **SIZES}, RayPlacement(**placement), start_timeout_s=600)
+    return RayEngine(EMBEDDED, {"model_path": folder, **SIZES}, RayPlacement(**placement), start_timeout_s=6000)
 
 
 # The actor's process finds the tests' own engine by this.
@@ -190,7 +189,7 @@ WITH_TESTS: dict[str, Any] = {"num_cpus": 0, "environment": {"PYTHONPATH": str(P
 def quick(**placement: Any) -> RayEngine:
     """An engine whose actor need not import torch."""
     return RayEngine(
-        "receiving_engine:ReceivingEngine", {}, RayPlacement(**WITH_TESTS, **placement), start_timeout_s=60
+        "receiving_engine:ReceivingEngine", {}, RayPlacement(**WITH_TESTS, **placement), start_timeout_s=600
     )
 
 
@@ -367,11 +366,13 @@ async def test_an_actor_that_is_killed_fails_all_calls_at_once_and_can_be_starte
     await engine.health()
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
-    began = time.monotonic()
-    for call in calls:
+    with pytest.raises(EngineDeadError, match="actor"):
+        await calls[0]
+    await settle()
+    assert all(call.done() for call in calls), "the end is noticed once, for all of them"
+    for call in calls[1:]:
         with pytest.raises(EngineDeadError, match="actor"):
             await call
-    assert time.monotonic() - began < 2  # 0.03 on a quiet machine
     for later in (engine.generate(request()), engine.pause(PauseMode.KEEP), engine.resume()):
         with pytest.raises(EngineDeadError):
             await later
@@ -399,7 +400,7 @@ async def test_teardown_ends_the_actor_and_fails_pending_calls(cluster: None) ->
         await call
     await engine.teardown()
     assert not (await engine.health()).alive
-    await asyncio.wait_for(_ended(watch), timeout=20)
+    await asyncio.wait_for(_ended(watch), 300)
     os.close(watch)
 
 
@@ -420,6 +421,7 @@ async def test_the_actor_has_the_environment_that_was_asked_for(cluster: None) -
         await RayEngine("os:getenv", {"key": "SKYRL_TEST"}, placement).start()
 
 
+@pytest.mark.last_in_its_file
 @on_the_modules_loop
 async def test_a_request_of_a_killed_actor_continues_elsewhere_token_for_token(
     shared: RayEngine, folder: str, transport: SharedMemoryTransport
@@ -495,7 +497,6 @@ async def _ended(descriptor: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @on_the_modules_loop
 async def test_vllm_in_an_actor_is_updated_in_flight_and_its_processes_end_with_the_actor(
     cluster: None, tmp_path: Path, transport: SharedMemoryTransport
@@ -527,7 +528,7 @@ async def test_vllm_in_an_actor_is_updated_in_flight_and_its_processes_end_with_
     with pytest.raises(EngineDeadError):
         await engine.generate(request())
     for watch in watches:
-        await asyncio.wait_for(_ended(watch), timeout=20)
+        await asyncio.wait_for(_ended(watch), 300)
         os.close(watch)
     await engine.teardown()
 

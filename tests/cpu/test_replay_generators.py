@@ -169,7 +169,7 @@ class Conversation:
     async def __call__(self, prompt: Messages, base_url: str, api_key: str, session_id: str, **_: Any) -> float:
         self.session_ids.append(session_id)
         headers = {"authorization": f"Bearer {api_key}"}
-        async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=300) as http:
             told = await asyncio.gather(self._talk(http, prompt, "a", False), self._talk(http, prompt, "b", True))
             await self._answer(http, [*prompt, {"role": "user", "content": "".join(told)}], False)
         return 1.0
@@ -216,7 +216,7 @@ class Resigned:
 
     async def __call__(self, prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
         messages, headers = [*prompt], {"authorization": f"Bearer {api_key}"}
-        async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=300) as http:
             for _turn in range(2):
                 answer = await http.post("/chat/completions", json={"model": "policy", "messages": messages})
                 if answer.is_error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -71,7 +72,7 @@ def served() -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(300)
     yield urls[0]
     [(loop, stop)] = stops
     loop.call_soon_threadsafe(stop.set)
@@ -115,8 +116,13 @@ def test_every_operation_is_fuzzed(schema: Any) -> None:
     assert found == set(OPERATIONS)
 
 
-@pytest.mark.parametrize("label", OPERATIONS)
-def test_no_request_is_answered_wrongly(label: str, served: str, schema: Any) -> None:
+@pytest.fixture(scope="module")
+def fuzz(served: str, schema: Any) -> Callable[[str], None]:
+    """Sends requests to an operation and checks the answers; once, whichever test asks for it first."""
+    return functools.cache(lambda label: send_requests(label, served, schema))
+
+
+def send_requests(label: str, served: str, schema: Any) -> None:
     method, path = label.split(" ")
     operation = schema[path][method]
     modes = schemathesis.GenerationMode
@@ -136,12 +142,19 @@ def test_no_request_is_answered_wrongly(label: str, served: str, schema: Any) ->
     @given(case=cases)
     def answered(case: Any) -> None:
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        case.call_and_validate(base_url=served, headers=headers, checks=CHECKS, timeout=30)
+        case.call_and_validate(base_url=served, headers=headers, checks=CHECKS, timeout=300)
 
     answered()
 
 
-def test_some_of_the_requests_were_right(served: str) -> None:
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_no_request_is_answered_wrongly(label: str, fuzz: Callable[[str], None]) -> None:
+    fuzz(label)
+
+
+def test_some_of_the_requests_were_right(served: str, fuzz: Callable[[str], None]) -> None:
+    for label in OPERATIONS[:7]:
+        fuzz(label)
     text = httpx.get(f"{served}/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}).text
     right = [
         label

@@ -13,7 +13,7 @@ from rollout_worlds import (
     World,
     ignore_cancellation,
 )
-from scripted import settle
+from scripted import in_virtual_time, settle
 
 from skyrl_train.entrypoints.run import run_loop
 from skyrl_train.errors import RolloutError
@@ -23,6 +23,7 @@ from skyrl_train.runtime.process import DaemonThreadPool
 # Shutdown -------------------------------------------------------------------------------------------------------------
 
 
+@in_virtual_time
 async def test_closing_does_not_wait_for_a_generator_that_ignores_its_cancellation() -> None:
     w = World(n=3)
     w.generator.plays[1] = [ignore_cancellation]
@@ -30,12 +31,13 @@ async def test_closing_does_not_wait_for_a_generator_that_ignores_its_cancellati
         w.dispatcher.start()
         await w.until(lambda: len(w.buffer) == 3)
         closing = asyncio.create_task(w.dispatcher.close())
-        await asyncio.wait_for(closing, 10)
+        await asyncio.wait_for(closing, 60)
         left = next(line for line in w.group_generator.describe() if "ignores cancellation" in line)
         assert left.startswith("group 1: attempt 1, begun 0 s ago")
         assert not any(t.get_name().startswith("group-1") for t in asyncio.all_tasks()), "asyncio.run would wait for it"
 
 
+@in_virtual_time
 async def test_only_tasks_that_ignore_their_cancellation_are_left_behind() -> None:
     tidied = False
 
@@ -90,7 +92,7 @@ asyncio.run(main())
 
 
 def test_a_program_ends_although_a_task_and_a_thread_never_do() -> None:
-    done = subprocess.run([sys.executable, "-c", HUNG_PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", HUNG_PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout == "ended\n", done.stderr
 
 
@@ -122,7 +124,7 @@ def blocked_program(limit_s: float) -> subprocess.Popen[str]:
 def test_a_run_whose_loop_is_blocked_ends_by_itself_after_a_signal_and_says_where(number: signal.Signals) -> None:
     program = blocked_program(limit_s=0.1)
     program.send_signal(number)
-    output, errors = program.communicate(timeout=60)
+    output, errors = program.communicate()
     assert program.returncode == -number
     assert output == "ending\n", "the loop never turned, so that it was not asked"
     assert "group-17-1" in errors and "in a_blocking_generator" in errors
@@ -136,7 +138,7 @@ async def test_the_first_signal_asks_the_loop_to_stop_and_the_handlers_are_put_b
     with StopSignals(asked.set, lambda: None):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # the same one, passed on by a launcher
-        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.wait_for(asked.wait(), 60)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -145,7 +147,7 @@ async def test_calls_that_hang_keep_no_other_call_from_a_thread() -> None:
     with DaemonThreadPool() as threads:
         loop = asyncio.get_running_loop()
         hung = [loop.run_in_executor(threads, released.wait) for _ in range(40)]
-        assert await asyncio.wait_for(loop.run_in_executor(threads, lambda: 42), 30) == 42
+        assert await asyncio.wait_for(loop.run_in_executor(threads, lambda: 42), 60) == 42
         with pytest.raises(ZeroDivisionError):
             await loop.run_in_executor(threads, lambda: 1 / 0)
         released.set()

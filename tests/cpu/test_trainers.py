@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import Harness
-from scripted import ScriptedEngine, hashed_token
+from scripted import ScriptedEngine, hashed_token, in_virtual_time
 
 from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, RolloutError, WeightSyncError
 from skyrl_train.types import GeneratorInput, GeneratorOutput
@@ -69,7 +69,7 @@ async def test_generation_continues_while_the_policy_trains(tmp_path: Path) -> N
             want = min(h.trainer.rollout.staleness.counts.trained + 4, 32)
             await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
-        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=60)
 
     h.backend.before_update = update_waits_for_the_next_batch
     await h.train()
@@ -176,6 +176,7 @@ async def test_on_rollout_failure_raise_stops_at_the_first(tmp_path: Path) -> No
         await h.train()
 
 
+@in_virtual_time
 async def test_a_rollout_that_hangs_times_out(tmp_path: Path) -> None:
     h = Harness(tmp_path, "trainer.failures.rollout_timeout_s=0.5")
     h.generator.before = lambda batch: asyncio.Event().wait() if group_index_of(batch) == 2 else None
@@ -295,7 +296,7 @@ async def test_finished_groups_are_trained_after_resuming_and_not_generated_agai
             await h.trainer.changed.wait_until(lambda: len(h.trainer.rollout.buffer) == 8)  # with the batch in training
             h.trainer.request_stop()
 
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=60)
 
     h.backend.before_update = stop_when_the_next_batch_is_finished
     await h.train()

@@ -43,7 +43,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeTransport:
         "shared_memory": SharedMemoryTransport,
         "disk": functools.partial(DiskTransport, str(tmp_path / "weights")),
         "delta": functools.partial(DeltaTransport, str(tmp_path / "weights")),
-        "gloo": functools.partial(GlooTransport, bucket_bytes=5000, address="127.0.0.1", timeout_s=30),
+        "gloo": functools.partial(GlooTransport, bucket_bytes=5000, address="127.0.0.1", timeout_s=600),
     }
     return lambda dtype="float32", verify=True: kinds[request.param](dtype=dtype, verify=verify)
 

@@ -18,7 +18,7 @@ from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.types import PauseMode
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def client_of(*engines: Served) -> InferenceEngineClient:

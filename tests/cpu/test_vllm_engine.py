@@ -29,7 +29,7 @@ from skyrl_train.inference.interface import InferenceEngineInput, StructuredOutp
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 LONG = CONTEXT - 20
 VOCAB = 3 + len(set(ALPHABET))
 
@@ -216,7 +216,7 @@ async def test_abort_generation_returns_the_partial_tokens(vllm: Served, paused:
     if paused:
         await vllm.engine.pause(PauseMode.KEEP)
         late = asyncio.create_task(vllm.engine.generate(request([8], max_tokens=LONG)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             while (await vllm.engine.health()).waiting == 0:
                 pass
         busy_s = (await vllm.engine.health()).busy_s

@@ -16,7 +16,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference.interface import TokenChunk
 from skyrl_train.types import PauseMode
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 LENGTH = 200
 
 

@@ -12,7 +12,6 @@ from skyrl_train.entrypoints.train import main
 pytest.importorskip("vllm")
 
 
-@pytest.mark.timeout(300)
 def test_the_quickstart_trains_with_vllm_and_updates_its_weights_in_flight(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = [

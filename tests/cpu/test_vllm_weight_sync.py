@@ -14,7 +14,7 @@ from vllm_engines import token_logprobs as reference
 from skyrl_train.errors import EngineError, RequestError
 from skyrl_train.types import PauseMode
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def serves(served: Served, seed: int) -> None:

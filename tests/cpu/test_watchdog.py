@@ -160,25 +160,26 @@ async def test_a_call_that_blocks_the_loop_is_named_with_its_task_and_place() ->
     told = threading.Event()
 
     def say(text: str) -> None:
-        said.append(text)
-        told.set()
+        if "'group-17-1'" in text:  # a busy machine may hold up other calls as long
+            said.append(text)
+            told.set()
 
     async def a_blocking_generator() -> None:
-        told.wait(timeout=30)  # until the monitor has noticed
+        told.wait(timeout=300)  # until the monitor has noticed
 
     with LoopMonitor(0.02, say):
         await asyncio.create_task(a_blocking_generator(), name="group-17-1")
     assert len(said) == 1, "once per call, however long it takes"
-    assert "'group-17-1'" in said[0] and "0.02 s" in said[0]
+    assert "0.02 s" in said[0]
     assert "test_watchdog.py" in said[0] and "in a_blocking_generator" in said[0]
 
 
 async def test_the_monitor_ends_with_its_block_and_has_nothing_to_say_of_a_loop_that_turns() -> None:
     said: list[str] = []
-    with LoopMonitor(30.0, said.append):
+    with LoopMonitor(3000.0, said.append):
         watcher = next(thread for thread in threading.enumerate() if thread.name == "loop-monitor")
         await settle()
-    await asyncio.to_thread(watcher.join, 10)
+    await asyncio.to_thread(watcher.join, 300)
     assert not watcher.is_alive(), "it does not sit out its interval"
     assert said == []
 

@@ -129,13 +129,13 @@ class Served:
     async def sampled(self, tokens: int) -> None:
         """Returns when so many more tokens have been sampled."""
         before = (await self.engine.health()).generated_tokens
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while (await self.engine.health()).generated_tokens - before < tokens:
                 pass
 
     async def empty(self) -> None:
         """Returns when vLLM has let go of every request; its worker forgets them one step after they end."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while (health := await self.engine.health()).running or health.waiting:
                 assert health.alive
 
