@@ -27,9 +27,7 @@ from skyrl_train.training.distributed import ray_backend  # noqa: E402
 from skyrl_train.training.distributed.ray_backend import RayBackend, RayCritic  # noqa: E402
 from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_compute_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 LIKE_LOCAL = {
     "critic__optimizer_config__lr": 1e-3,
@@ -38,6 +36,7 @@ LIKE_LOCAL = {
     "micro_batch_tokens": 34,
 }
 COLOCATED = {"critic__placement": "colocated"}
+ROUNDING = 1e-5  # of values and weights that move by more than 1e-3: two ranks sum in another order
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)
 
 
@@ -82,7 +81,7 @@ def test_steps_parts_refusals_and_a_checkpoint_as_on_one_rank(
     for step in range(1, 5):
         batch = with_values(minibatch(step, step, LENGTHS), alone)
         assert two_ranks.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
-    assert apart(two_ranks, alone) < 1e-6
+    assert apart(two_ranks, alone) < ROUNDING
     assert max(values.abs().max().item() for values in alone.forward_values(batch.sequences)) > 1e-3, "they have moved"
 
     few = valued_minibatch(5, 5, lengths=(9,))  # one rank has nothing to do, or half a sequence
@@ -102,7 +101,7 @@ def test_steps_parts_refusals_and_a_checkpoint_as_on_one_rank(
     for part in (batch.sequences[:3], batch.sequences[3:]):
         two_ranks.accumulate(Minibatch(part, 2, 6))
     assert two_ranks.finish(6) == pytest.approx(metrics, rel=1e-5, abs=1e-5)
-    assert apart(two_ranks, alone) < 1e-6
+    assert apart(two_ranks, alone) < ROUNDING
     with pytest.raises(CheckpointError, match=r"was written by trainer\.strategy=fsdp2"):
         alone.load(tmp_path)
 
@@ -131,7 +130,7 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
         else:
             metrics = both.update(batch)
         assert metrics == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
-    assert apart(both._critic, alone._critic) < 1e-6
+    assert apart(both._critic, alone._critic) < ROUNDING
     moved = [values.abs().max().item() for values in both.submit_values(batch.sequences).result()]
     assert max(moved) > 1e-3, "a comparison of critics that stand still compares nothing"
     assert all(map(torch.equal, both.reference_logprobs(sequences), at_start)), "the third model of the ranks stays"
@@ -149,7 +148,7 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
         for role, expected in of_alone.items():
             ours = weights_of(rank._held[role].worker.model)
             assert ours.keys() == expected.keys()
-            assert max((ours[name] - expected[name]).abs().max().item() for name in ours) < 1e-6
+            assert max((ours[name] - expected[name]).abs().max().item() for name in ours) < ROUNDING
     finally:
         rank.leave()
     batch = valued_minibatch(6, 6, lengths=LENGTHS)

@@ -7,7 +7,18 @@ import logging
 import numpy as np
 import pytest
 import torch
-from embedded_models import ARCHITECTURES, CACHED, CONTEXT, EOS, VOCAB, Driver, full_greedy, full_logprobs, tiny_model
+from embedded_models import (
+    ARCHITECTURES,
+    CACHED,
+    CONTEXT,
+    EOS,
+    TOLERANCE,
+    VOCAB,
+    Driver,
+    full_greedy,
+    full_logprobs,
+    tiny_model,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +51,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_the_plain_forward_pass(architec
     for request_id, prompt, length in zip(ids, prompts, lengths, strict=True):
         response = driver.responses[request_id]
         assert response.tokens == full_greedy(model, prompt, length)
-        np.testing.assert_allclose(response.logprobs, full_logprobs(model, prompt, response.tokens), atol=1e-5)
+        np.testing.assert_allclose(response.logprobs, full_logprobs(model, prompt, response.tokens), atol=TOLERANCE)
         assert response.stop_reason == "length"
 
 
@@ -55,7 +66,7 @@ def test_sampled_logprobs_match_the_plain_forward_pass_while_others_join_and_lea
     driver.run()
     for request_id, prompt in prompts.items():
         response = driver.responses[request_id]
-        np.testing.assert_allclose(response.logprobs, full_logprobs(model, prompt, response.tokens), atol=1e-5)
+        np.testing.assert_allclose(response.logprobs, full_logprobs(model, prompt, response.tokens), atol=TOLERANCE)
 
 
 @few_examples
@@ -99,7 +110,7 @@ def test_a_seed_reproduces_in_any_company_and_different_seeds_differ() -> None:
     second.add([4, 4, 4], max_tokens=9, seed=1)
     a, b = (d.generate([3, 5], max_tokens=30, seed=11) for d in (first, second))
     assert a.tokens == b.tokens
-    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
     assert first.generate([3, 5], max_tokens=30, seed=12_000).tokens != a.tokens
 
 
@@ -148,7 +159,7 @@ def test_min_tokens_takes_the_stop_tokens_out_of_the_distribution_until_it_is_re
     assert not {greedy, EOS} & set(response.tokens[:4])
     logits = full_logprobs(model, [3, 5], [response.tokens[0]])[0]
     allowed = 1 - np.exp([full_logprobs(model, [3, 5], [token])[0] for token in (greedy, EOS)]).sum()
-    assert response.logprobs[0] == pytest.approx(logits - np.log(allowed), abs=1e-5)
+    assert response.logprobs[0] == pytest.approx(logits - np.log(allowed), abs=TOLERANCE)
 
 
 def test_the_context_ends_a_response_with_length() -> None:
@@ -184,7 +195,7 @@ def test_a_stream_has_chunks_of_the_size_asked_for_and_the_same_tokens(stream_ev
     got, expected = driver.responses[stream], driver.responses[whole]
     assert (got.tokens, got.stop_reason) == (expected.tokens, "length")
     assert [len(top) for top in got.top_logprobs] == [2] * 8
-    np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, atol=1e-5)
+    np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, atol=TOLERANCE)
     assert (got.chunks, expected.chunks) == (chunks, 1)
 
 

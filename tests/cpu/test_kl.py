@@ -210,7 +210,7 @@ def test_a_step_in_parts_has_the_same_kl_term(folder: str) -> None:
     assert in_parts["policy/kl_to_reference"] == pytest.approx(metrics["policy/kl_to_reference"], rel=1e-5)
     after = weights(parts)
     for name, weight in weights(whole).items():
-        torch.testing.assert_close(after[name], weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-4)  # of 1e-2 that it moved
 
 
 def test_reference_logprobs_change_nothing_where_no_loss_asks_for_them(folder: str) -> None:

@@ -92,7 +92,7 @@ class TestTraining:
         for s, ours in zip(minibatch().sequences, policy.forward_logprobs(minibatch().sequences), strict=True):
             table = torch.log_softmax(merged(input_ids=s.token_ids[None]).logits[0].float(), -1)
             expected = [table[t - 1, s.token_ids[t]].item() for t in range(1, len(s))]
-            assert ours[1:].tolist() == pytest.approx(expected, abs=2e-6 if dtype == "float32" else 0.05)
+            assert ours[1:].tolist() == pytest.approx(expected, abs=1e-5 if dtype == "float32" else 0.05)
 
     def test_other_layers_and_gradient_checkpointing(self, folder: str) -> None:
         plain, checkpointed = (
@@ -210,7 +210,7 @@ def checks_the_export(folder: str, exported: Path, adapter: dict[str, torch.Tens
     torch.testing.assert_close(
         opened(input_ids=ids).logits.float(),
         expected(input_ids=ids).logits,
-        atol=2e-6 if dtype == torch.float32 else 0.05,
+        atol=1e-5 if dtype == torch.float32 else 0.05,
         rtol=0,
     )
 

@@ -81,7 +81,7 @@ def test_a_float32_head_computes_in_float32_what_bfloat16_rounds() -> None:
         logprobs, _ = token_scores(hidden, head, targets, LogitRule(), fp32=fp32, differentiate_entropy=False)
         assert logprobs.dtype == torch.float32
         errors[fp32] = float((logprobs - expected[0]).abs().max().detach())
-    assert errors[True] < 1e-5 < 1e-3 < errors[False]
+    assert errors[True] < 1e-4 < 1e-3 < errors[False]  # 1e-6 and 2e-2
     gradients = torch.autograd.grad(weights[0].float() @ logprobs, [hidden, *head.parameters()])
     of_wide = torch.autograd.grad(weights[0].float() @ expected[0], [wide[0], *linear.parameters()])
     for a, b in zip(gradients, of_wide, strict=True):

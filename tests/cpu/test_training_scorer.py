@@ -157,7 +157,7 @@ def test_attention_scores_are_capped_as_the_model_says() -> None:
         return scorer.logprobs(batch)
 
     ids = torch.arange(12) * 7 % VOCABULARY
-    torch.testing.assert_close(logprobs(0.05, "sdpa"), logprobs(0.05, "eager"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs(0.05, "sdpa"), logprobs(0.05, "eager"), atol=5e-5, rtol=0)
     assert (logprobs(0.05, "eager") - logprobs(None, "eager")).abs().max() > 1e-3
 
 
