@@ -62,6 +62,26 @@ async def test_beyond_the_limit_the_groups_with_the_latest_deadlines_go_to_the_d
     await buffer.aclose()
 
 
+async def test_groups_that_have_left_are_forgotten_and_the_others_keep_their_order(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    buffer = RolloutBuffer(20 * size_bytes(group(0)), tmp_path)
+    staying: list[tuple[int, int]] = []
+    for group_index in range(100):
+        finished = group(group_index, version=rng.randrange(200, 300))
+        buffer.put(finished)
+        if group_index % 5:
+            buffer.take([finished])
+        else:
+            staying.append((finished.oldest_version, group_index))
+    assert len(buffer._latest) <= 2 * len(buffer) + 1, "not all that were ever there"
+    for group_index in range(100, 140):
+        staying.append((rng.randrange(200, 300), group_index))
+        buffer.put(group(group_index, version=staying[-1][0]))
+        await buffer.flushed()
+        assert in_memory(buffer) == sorted(of for _, of in sorted(staying)[:20]), "the earliest deadlines"
+    await buffer.aclose()
+
+
 async def test_memory_stays_bounded_however_many_groups_wait(tmp_path: Path) -> None:
     one = size_bytes(group(0, tokens=1500))
     limit = 4 * one
@@ -98,9 +118,11 @@ def test_the_size_of_a_group_is_estimated_well_enough() -> None:
 async def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
     write = RolloutBuffer._write
+    writers = set()
 
     def slow(self: RolloutBuffer, group: RolloutGroup, spilled: list[SpilledGroup]) -> None:
         assert may_write.wait(60)
+        writers.add(threading.current_thread().name)
         write(self, group, spilled)
 
     monkeypatch.setattr(RolloutBuffer, "_write", slow)
@@ -116,7 +138,13 @@ async def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path, monkeyp
     assert in_memory(buffer) == [] and len(buffer) == 2
     assert files(tmp_path) == ["0", "2"], "a group that was taken meanwhile leaves no file"
     assert buffer.memory_bytes == 0
+    assert writers == {"spill_0"}, "one thread writes, so a slow disk takes no other work's threads"
     await buffer.aclose()
+
+
+def test_a_limit_needs_a_folder() -> None:
+    with pytest.raises(ValueError, match="needs a folder"):
+        RolloutBuffer(memory_bytes=10)
 
 
 async def test_groups_that_cannot_be_written_stay_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
