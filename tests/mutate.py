@@ -75,13 +75,13 @@ ROOMS = {
     "rollout": Room.of("rollout/data/ledger rollout/buffer", "ledger buffer rollout_checkpoint dataloader"),
     "continuation": Room.of(
         "inference/continuation inference/client",
-        "continuation client client_updates client_fleet response_text client_openai client_embedded",
+        "continuation client client_updates client_fleet replay response_text client_openai client_embedded",
     ),
     "algorithms": Room.of(
         "algorithms/advantages algorithms/kl algorithms/losses algorithms/off_policy algorithms/reductions "
         "algorithms/registry algorithms/tokens",
         "algorithms_advantages algorithms_losses algorithms_off_policy algorithms_reductions kl algorithms_rewards "
-        "algorithms_settings algorithms_scopes",
+        "algorithms_settings algorithms_scopes critic",
     ),
     "sessions": Room.of(
         "endpoint/sessions/deduplicator endpoint/sessions/export endpoint/sessions/messages endpoint/sessions/session "
@@ -242,7 +242,9 @@ def replacements(node: ast.AST, role: str, function: ast.AST | None) -> Iterator
                 yield changed(node, op=OPERATORS[type(operator)]())
         case ast.Constant(value=bool() as value):
             yield ast.Constant(not value)
-        case ast.Constant(value=int() | float() as value):
+        case ast.Constant(value=int() | float() as value) if (
+            abs(value) < 100
+        ):  # the limits and defaults beyond are round
             yield ast.Constant(value + 1)
             yield ast.Constant(value - 1)
         case ast.IfExp(body=body, orelse=other):

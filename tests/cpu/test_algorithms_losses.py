@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -169,6 +170,25 @@ def test_clip_cov_leaves_out_some_tokens_within_the_bounds(
     assert result.loss.tolist() == [0.0 if c else x for c, x in zip(chosen, rest.loss.tolist(), strict=True)]
     slopes = gradient(result.loss, tokens)
     assert all(slope == 0 for slope, c in zip(slopes, chosen, strict=True) if c)
+
+
+def draw(token: Token, place: int) -> float:
+    """SplitMix64 (Steele, Lea and Flood 2014) in Python's integers, over the place and the bits of two float32."""
+    state = place
+    for value in (token.behaviour, token.advantage):
+        (bits,) = struct.unpack("<i", struct.pack("<f", value))
+        state = (state ^ bits) % 2**64  # a sign bit fills the upper half
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return (state % 2**53) / 2**53
+
+
+@few
+@given(batches)
+def test_a_draw_is_a_hash_of_the_tokens_data_and_its_place(batch: Batch) -> None:
+    expected = [draw(token, place) for sequence in batch.sequences for place, token in enumerate(sequence)]
+    assert token_draws(batch.tokens()).tolist() == expected
 
 
 def test_draws_are_even_and_belong_to_the_token_wherever_its_sequence_is_trained() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 from scripted import ScriptedEngine
@@ -13,6 +14,7 @@ from test_client_fleet import fleet_of
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason, TokenChunk
+from skyrl_train.inference.response_text import ResponseText
 
 STOP = 42
 
@@ -62,3 +64,61 @@ def test_an_empty_chunk_may_leave_out_the_alternatives_and_no_other_chunk_may() 
     response.add(TokenChunk([], [], [], StopReason.STOP), segment.number)
     assert response.stop_reason is StopReason.STOP
     assert response.top_logprobs == [[(5, -1.0)]]
+
+
+class MayStop:
+    """A text that notes which tokens may complete a stop string, and finds none."""
+
+    text_end = None
+
+    def __init__(self) -> None:
+        self.may_stop: list[bool] = []
+
+    def feed(self, token_id: int, *, may_stop: bool) -> bool:
+        self.may_stop.append(may_stop)
+        return False
+
+
+def test_a_stop_string_may_end_the_response_only_past_min_tokens_counted_over_all_segments() -> None:
+    text = MayStop()
+    params = SamplingParams(max_tokens=8, min_tokens=3, stop=("x",))
+    response = Continuation([1], params, make_text=lambda: cast(ResponseText, text))
+    for number, tokens in enumerate(([5, 6], [7, 8]), start=1):
+        assert response.next_segment() is not None
+        response.add(TokenChunk(tokens, [-1.0, -1.0], [0, 0], StopReason.ABORT), number)
+    assert text.may_stop == [False, False, False, True]
+
+
+def test_stop_strings_need_the_text() -> None:
+    with pytest.raises(ValueError, match="need make_text"):
+        Continuation([1], SamplingParams(stop=("x",)))
+
+
+def test_recorded_tokens_precede_the_first_segment_and_end_with_the_response() -> None:
+    response = Continuation([1], SamplingParams(max_tokens=2))
+    response.resume_from(TokenChunk([5], [-1.0], [0]))
+    response.resume_from(TokenChunk([6], [-1.0], [0], StopReason.STOP))
+    response.resume_from(TokenChunk([7], [-1.0], [0]))
+    assert response.token_ids == [5, 6]
+    assert response.next_segment() is None
+    response = Continuation([1], SamplingParams(max_tokens=2))
+    assert response.next_segment() is not None
+    with pytest.raises(ValueError, match="being sampled already"):
+        response.resume_from(TokenChunk([5], [-1.0], [0]))
+
+
+def test_an_engine_that_returns_too_much_or_ragged_lists_has_broken_the_contract() -> None:
+    response = Continuation([1], SamplingParams(max_tokens=2))
+    assert response.next_segment() is not None
+    for chunk, problem in [
+        (TokenChunk([5, 6, 7], [-1.0] * 3, [0] * 3), "more tokens than max_tokens"),
+        (TokenChunk([5, 6], [-1.0], [0, 0]), "2 tokens, 1 log-probs and 2 versions"),
+        (TokenChunk([5, 6], [-1.0, -1.0], [0]), "2 tokens, 2 log-probs and 1 versions"),
+    ]:
+        with pytest.raises(EngineError, match=problem):
+            response.add(chunk, 1)
+    response.add(TokenChunk([5, 6], [-1.0, -1.0], [0, 0], StopReason.LENGTH), 1)
+    with pytest.raises(EngineError, match="has ended"):
+        response.add(TokenChunk([], [], []), 1)
+    response.add(TokenChunk([9], [-1.0], [0]), 0)
+    assert response.token_ids == [5, 6], "a chunk of an abandoned engine is ignored"

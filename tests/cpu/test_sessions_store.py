@@ -156,6 +156,18 @@ def test_a_full_store_makes_room_by_itself() -> None:
     assert store.by_key(old.api_key) is None
 
 
+def test_a_full_store_makes_room_although_it_looked_for_idle_sessions_a_moment_ago() -> None:
+    store, clock = new_store(max_sessions=1, idle_expiry_s=10.0)
+    clock.now = 5.0
+    store.open("old")
+    clock.now = 10.0
+    with pytest.raises(QuotaError, match="max_sessions"):
+        store.open()
+    clock.now = 15.0
+    store.open("new")
+    assert store.get("old") is None
+
+
 def test_opening_a_session_expires_idle_ones_even_if_there_is_room() -> None:
     store, clock = new_store(idle_expiry_s=10.0)
     for _ in range(3):

@@ -254,6 +254,7 @@ def test_a_prompt_of_tokens_extends_the_turn_that_it_begins_with() -> None:
     ]:
         plan = session.plan_completion(prompt)
         assert (plan.parent, plan.reused_tokens) == (parent, reused)
+    assert session.statistics().drifted_turns == 0
 
 
 def test_of_equal_responses_to_equal_tokens_the_one_extended_least_is_extended() -> None:
@@ -382,6 +383,14 @@ def test_a_response_longer_than_the_room_that_is_left_is_not_kept() -> None:
         session.record(plan, choice(plan, "x" * 7))
     assert session.statistics().turns == session.statistics().sampled_tokens == 0
     session.record(plan, choice(plan, "x" * 6))
+
+
+def test_a_prompt_that_leaves_no_room_for_one_token_is_rejected_before_sampling() -> None:
+    session = new_session(limits=SessionLimits(max_tokens=10))
+    for refused in (lambda: session.plan([user("x" * 10)]), lambda: session.plan_completion([1] * 10)):
+        with pytest.raises(SessionError, match=r"would hold \d+ of at most 10 tokens"):
+            refused()
+    session.plan_completion([1] * 9)
 
 
 def test_a_continued_conversation_is_exported_once_and_each_branch_from_its_beginning() -> None:
