@@ -33,7 +33,7 @@ ROOMS = {
     "stages": ("stages", "stage_parts"),
     "staleness": ("staleness",),
     "trainers": (
-        "trainer", "assembly", "endings", "failures", "kill_and_resume", "modes", "sync_equivalence",
+        "trainer", "assembly", "determinism", "endings", "failures", "kill_and_resume", "modes", "sync_equivalence",
         "streaming_minibatch", "replay_trainer", "nonfinite", "critic_training", "lora_training",
     ),
     "training": (

@@ -18,9 +18,11 @@ import pytest_asyncio
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from repeated_runs import SYNCHRONOUS, assert_equal, command, outcome
 from scripted import ScriptedEngine, settle
 
 from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.entrypoints.train import main
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, QuotaError, RequestError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
@@ -442,6 +444,18 @@ async def test_a_request_of_a_killed_actor_continues_elsewhere_token_for_token(
     assert [(await answer)["response_ids"] for answer in answers] == expected
     assert client.engines == [other]
     await other.teardown()
+
+
+def test_a_run_with_its_engine_in_an_actor_is_the_run_with_its_engine_in_a_thread(
+    cluster: None, tmp_path: Path
+) -> None:
+    outcomes = []
+    for executor in ("thread", "ray"):
+        folder = tmp_path / executor
+        arguments = command("sort_digits", folder, *SYNCHRONOUS, f"generator.inference_engine.executor={executor}")
+        assert main(arguments) == 0
+        outcomes.append(outcome(folder))
+    assert_equal(*outcomes)
 
 
 def test_signals_come_to_python_after_ray_has_put_its_own_handlers_beneath(monkeypatch: pytest.MonkeyPatch) -> None:

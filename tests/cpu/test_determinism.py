@@ -1,0 +1,91 @@
+"""SEMANTICS 4.8: two synchronous runs of the same command are equal bit for bit, with engines in threads, processes or actors.
+
+The second run has a thread beside it that draws from the process's global generators, so code that draws from them makes the
+runs differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forked_runs import ForkServer
+from recipe_worlds import retriever
+from repeated_runs import BOUND_ZERO, RECIPES, SYNCHRONOUS, Outcome, assert_equal, command, outcome
+
+from skyrl_train.environments.sandbox import why_unavailable
+
+DRAWING = Path(__file__).with_name("drawing_run.py")
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a recipe, and gives a run that was made before again."""
+    with retriever() as url:
+
+        def make(recipe: str, *overrides: str, script: Path | None = None) -> Outcome:
+            if recipe == "code" and why_unavailable("namespaces"):
+                pytest.skip(str(why_unavailable("namespaces")))
+            folder = tmp_path_factory.mktemp(recipe)
+            search = [f"environment.kwargs.retriever_url={url}"] if recipe == "search" else []
+            output = folder / "output.log"
+            code = fork_server.run(output, command(recipe, folder, *search, *overrides), script=script)
+            assert code == 0, output.read_text()
+            return outcome(folder)
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def in_threads(run: Run) -> Callable[[str], Outcome]:
+    """The run of a recipe with its engine in a thread, made once."""
+    made: dict[str, Outcome] = {}
+
+    def of(recipe: str) -> Outcome:
+        if recipe not in made:
+            made[recipe] = run(recipe, *SYNCHRONOUS, "generator.inference_engine.executor=thread")
+        return made[recipe]
+
+    return of
+
+
+def slow_except(*quick: str) -> pytest.MarkDecorator:
+    """Each recipe is in one default test. All recipes in all executors take minutes."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize("recipe", [r if r in quick else pytest.param(r, marks=slow) for r in RECIPES])
+
+
+@slow_except("quickstart", "gsm8k_lora", "critic_ppo", "dapo_math", "search", "code")
+def test_a_recipe_repeats_itself_beside_a_thread_that_draws(
+    run: Run, in_threads: Callable[[str], Outcome], recipe: str
+) -> None:
+    again = run(recipe, *SYNCHRONOUS, "generator.inference_engine.executor=thread", script=DRAWING)
+    assert_equal(in_threads(recipe), again)
+
+
+@slow_except("gsm8k")
+def test_an_asynchronous_run_with_bound_zero_does_so_too(
+    run: Run, in_threads: Callable[[str], Outcome], recipe: str
+) -> None:
+    again = run(recipe, *BOUND_ZERO, "generator.inference_engine.executor=thread", script=DRAWING)
+    assert_equal(in_threads(recipe), again)
+
+
+@slow_except("guess_number")
+def test_an_engine_in_a_process_gives_the_same_run(run: Run, in_threads: Callable[[str], Outcome], recipe: str) -> None:
+    assert_equal(in_threads(recipe), run(recipe, *SYNCHRONOUS, "generator.inference_engine.executor=process"))
+
+
+@slow_except()  # sort_digits is in test_ray_engine.py, which has a cluster
+def test_an_engine_in_an_actor_gives_the_same_run(run: Run, in_threads: Callable[[str], Outcome], recipe: str) -> None:
+    pytest.importorskip("ray")
+    assert_equal(in_threads(recipe), run(recipe, *SYNCHRONOUS, "generator.inference_engine.executor=ray"))
+
+
+@pytest.mark.slow
+def test_another_seed_makes_another_run(run: Run, in_threads: Callable[[str], Outcome]) -> None:
+    other = run("gsm8k_lora", *SYNCHRONOUS, "generator.inference_engine.executor=thread", "trainer.seed=1")
+    with pytest.raises(AssertionError):
+        assert_equal(in_threads("gsm8k_lora"), other)
