@@ -12,6 +12,8 @@ os.environ.setdefault(
 )  # before torch is imported, as the commands do: threads that outnumber cores crawl
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imported, as skyrl_train.workers.ray does
 
+import composition
+import hydra
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,15 @@ def _no_full_collections() -> Iterator[None]:
     """A run collects all garbage before it trains. In a process with everything imported, that takes longer than to train."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "gc_tuned", nullcontext)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _recipes_composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everywhere but in the tests of the composition itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.module.__name__ != "test_config_compose":
+            patch.setattr(hydra, "compose", composition.compose)
         yield
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import composition
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -233,6 +234,35 @@ def test_one_missing_letter_still_finds_the_setting(key: str, data: st.DataObjec
     if misspelt not in known_keys():
         found = nearest(misspelt, known_keys())
         assert found is not None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer={max_steps: 3}", "+trainer.seed=4", "data.train_data=[a, b]", "trainer.mode=sync"],
+        ["generator.kwargs.a=1", "generator.kwargs.b={c: 3}", "~generator.kwargs.a"],
+        ["trainer.algorithm.off_policy_correction.rejections=[{statistic: k3}]"],
+        ["trainer.algorithm.off_policy_correction.rejections=[{statistc: k3}]"],
+        ["trainer.max_steps=x"],
+        ["trainer=3"],
+        ["~generator.kwargs.a"],
+        ["generator.sampling_params.max_tokens=null"],
+    ],
+    ids=str,
+)
+def test_other_tests_compose_in_short_what_is_composed_here(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outcome() -> RunConfig | str:
+        try:
+            return compose("quickstart", overrides)
+        except ConfigError as error:
+            return str(error)
+
+    in_full = outcome()
+    monkeypatch.setattr("hydra.compose", composition.compose)
+    assert outcome() == in_full
+    assert compose("quickstart") != in_full, "what was composed once has not changed"
 
 
 def test_configuration_needs_no_torch() -> None:
