@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Margins:
         equal, close, allclose = APPROX.__eq__, torch.testing.assert_close, np.testing.assert_allclose
 
         def __eq__(approx: Any, actual: Any) -> bool:
-            if isinstance(actual, int | float) and math.isfinite(approx.expected):
+            if isinstance(actual, Real) and math.isfinite(approx.expected):
                 self._note(actual, approx.expected, approx.tolerance)
             return equal(approx, actual)
 

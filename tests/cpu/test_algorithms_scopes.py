@@ -69,6 +69,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_however_it_is_split(folder: str, case: str) -> None:
     scope, settings = CASES[case]
+    settings = {
+        **settings,
+        "policy__optimizer_config__adam_eps": 1e-3,
+    }  # AdamW then hides the rounding of small gradients
     batch = replace(grouped(minibatch()), step=5)
     whole, small = backend(folder, **settings), backend(folder, micro_batch_tokens=18, **settings)
     expected, found = whole.update(batch), small.update(batch)

@@ -31,12 +31,14 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 LIKE_LOCAL = {
     "critic__optimizer_config__lr": 1e-3,
+    "critic__optimizer_config__adam_eps": 1e-4,  # small gradients do not show their rounding in full
     "critic__optimizer_config__scheduler": "linear",
     "policy__optimizer_config__lr": 1e-3,
+    "policy__optimizer_config__adam_eps": 1e-4,
     "micro_batch_tokens": 34,
 }
 COLOCATED = {"critic__placement": "colocated"}
-ROUNDING = 1e-5  # of values and weights that move by more than 1e-3: two ranks sum in another order
+ROUNDING = 1e-6  # of values and weights that move by more than 1e-3: two ranks sum in another order, which makes 1e-8
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)
 
 

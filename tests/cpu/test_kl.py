@@ -201,7 +201,9 @@ def test_the_gradient_of_an_update_has_the_kl_term_of_every_trained_token(folder
 
 def test_a_step_in_parts_has_the_same_kl_term(folder: str) -> None:
     batch = with_reference(minibatch())
-    whole, parts = (backend(folder, algorithm__kl_loss_coef=0.5) for _ in range(2))
+    # With a larger eps AdamW does not show the rounding of the smallest gradients in full.
+    settings = {"algorithm__kl_loss_coef": 0.5, "policy__optimizer_config__adam_eps": 1e-3}
+    whole, parts = (backend(folder, **settings) for _ in range(2))
     metrics = whole.update(batch)
     for index in range(batch.num_groups):
         sequences = [s for s in batch.sequences if s.group_index == index]

@@ -312,12 +312,13 @@ def test_tolerances_close_to_the_differences_are_listed() -> None:
     with margins.watching():
         assert pytest.approx([1.0, 2.0], rel=0, abs=0.1) == [1.0, 2.05]
         torch.testing.assert_close(torch.tensor([1.0, 3.0]), torch.tensor([1.25, 3.0]), rtol=0, atol=1.0)
+        assert np.float32(1.5) == pytest.approx(1.0, rel=0, abs=1.0)
         np.testing.assert_allclose([4.0, 1.0], [5.0, 1.0], rtol=0.25)
         for _ in range(2):
             assert pytest.approx(1.5, rel=1.0) == 1.0
         assert pytest.approx(2.0) != 1.0
     found = [(site.share, site.times) for _, site in sorted(margins.sites.items())]
-    assert found == [(pytest.approx(0.5), 2), (0.25, 2), (0.8, 2), (pytest.approx(1 / 3), 2)]
+    assert found == [(pytest.approx(0.5), 2), (0.25, 2), (0.5, 1), (0.8, 2), (pytest.approx(1 / 3), 2)]
 
 
 def test_no_lock_file_is_committed() -> None:
