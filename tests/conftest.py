@@ -27,6 +27,7 @@ SHARED = {
     "test_rollout_actors": "ray",
     "test_distributed": "ray",
     "test_vllm": "vllm",
+    "test_lora_weight_sync": "vllm",
     "test_kill_and_resume": "fork server",
     "test_examples": "fork server",
 }

@@ -49,7 +49,7 @@ async def served_checksum(engine: VLLMEngineBase[Any], update: WeightUpdate) -> 
 
 
 class ReadBackExtension(WorkerExtension):
-    """The product's extension, and the way back."""
+    """The product's extension, the way back, and a look at the worker's environment."""
 
     def skyrl_load(self, version: int) -> float:
         loader = self.skyrl_loader()
@@ -66,6 +66,10 @@ class ReadBackExtension(WorkerExtension):
         if recorder is not None:
             self._skyrl_copies, self._skyrl_layout = recorder.copies, update.tensors
         return seconds
+
+    def skyrl_variable(self, name: str) -> str | None:
+        """Return a variable of this process's environment."""
+        return os.environ.get(name)
 
     def skyrl_read_back(self, location: str, num_bytes: int) -> str | None:
         """Write what is served into the memory at ``location``; returns why that is not possible, or None."""

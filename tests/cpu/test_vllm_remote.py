@@ -368,8 +368,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(folder: str) -> Iterator[VLLMServer]:
-    pytest.importorskip("vllm")
+def server(folder: str, vllm_forks: None) -> Iterator[VLLMServer]:
     server = VLLMServer(folder, Path(folder).parent / "server.log", free_port())
     yield server
     server.kill()
@@ -665,7 +664,6 @@ async def test_a_wrong_key_opens_nothing_but_health(engine: RemoteVLLMEngine, se
 @pytest.mark.last_in_its_file
 @on_the_modules_loop
 async def test_when_the_server_is_killed_all_calls_fail_at_once(shared: RemoteVLLMEngine, server: VLLMServer) -> None:
-    """The last test with the shared server."""
     calls = [asyncio.create_task(shared.generate(request(max_tokens=LONG))) for _ in range(3)]
     stream = shared.stream(request(max_tokens=LONG))
     await anext(stream)

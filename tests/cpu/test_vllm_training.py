@@ -9,9 +9,8 @@ import pytest
 
 from skyrl_train.entrypoints.train import main
 
-pytest.importorskip("vllm")
 
-
+@pytest.mark.usefixtures("vllm_forks")
 def test_the_quickstart_trains_with_vllm_and_updates_its_weights_in_flight(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = [

