@@ -209,6 +209,8 @@ def left_alone(parent: ast.AST, name: str, node: ast.AST) -> bool:
             return True
         case ast.Assert():  # for what cannot happen
             return True
+        case ast.keyword(arg="digest_size"):  # how unlikely two equal digests are
+            return True
         case ast.keyword(arg="strict"):  # zip() of lists that have the same length, unless there is a bug already
             return True
     if isinstance(parent, ast.Call) and name == "args" and is_message(parent):
@@ -264,7 +266,7 @@ def replacements(node: ast.AST, role: str, function: ast.AST | None) -> Iterator
             yield changed(node, func=changed(node.func, attr=OPPOSITES[name]))
         case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in NEUTRAL:
             yield value
-        case ast.Return(value=value) if value is not None and not is_none(value):
+        case ast.Return(value=value) if value is not None and not is_flag(value):
             yield ast.Return(ast.Constant(None))
         case ast.Continue():
             yield ast.Break()
@@ -287,8 +289,9 @@ def changed(node: Any, **fields: Any) -> Any:
     return other
 
 
-def is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def is_flag(node: ast.AST) -> bool:
+    """None, True or False. A caller that asks whether the result is true takes None for False."""
+    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))
 
 
 def is_sequence(node: ast.AST) -> bool:

@@ -80,6 +80,7 @@ class RolloutBuffer:
             raise ValueError("a memory limit needs a folder for the groups beyond it")
         self._limit = memory_bytes
         self._folder = folder
+        self._folder_ready = False  # it exists, without the files of an earlier buffer
         self._file_numbers = itertools.count()
         # Groups of an earlier buffer may still exist and unlink their files, so names must differ.
         self._file_mark = secrets.token_hex(4)
@@ -134,13 +135,13 @@ class RolloutBuffer:
             OSError: the disk is full, or the folder is not writable.
         """
         assert self._folder is not None, "a buffer with a limit has one"
-        number = next(self._file_numbers)
-        if number == 0:
+        if not self._folder_ready:
             self._folder.mkdir(parents=True, exist_ok=True)
             # This buffer has written no file yet, so all of them are from a killed process.
             for stale in self._folder.glob("group-*.json"):
                 stale.unlink(missing_ok=True)
-        name = f"group-{group.group_index}-{self._file_mark}-{number}.json"
+            self._folder_ready = True
+        name = f"group-{group.group_index}-{self._file_mark}-{next(self._file_numbers)}.json"
         spilled.append(SpilledGroup(group, self._folder / name))
 
     async def load(self, chosen: Iterable[BufferedGroup]) -> list[RolloutGroup]:

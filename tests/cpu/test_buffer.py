@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import random
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -115,6 +116,23 @@ def test_the_size_of_a_group_is_estimated_well_enough() -> None:
     assert 0.7 * held < sum(map(size_bytes, groups)) < 1.3 * held
 
 
+def test_the_estimate_counts_every_array_and_every_number_that_a_stage_adds() -> None:
+    def sequence(prompt: int, response: int, **added: list[float]) -> RolloutSequence:
+        tokens = [[0] * response for _ in range(5)]
+        return RolloutSequence.of_lists([0] * prompt, *tokens, stop_reason="stop", **added)
+
+    def size(*sequences: RolloutSequence) -> int:
+        return size_bytes(RolloutGroup(0, "u", "s", tuple(Sample((each,)) for each in sequences), 0))
+
+    long = sequence(7, 5)
+    arrays = (long.token_array, long.sampled, long.logprob_array, long.version_array, long.reward_array)
+    assert size(long) == size(sequence(0, 0)) + sum(array.nbytes for array in arrays)
+    assert size(long, long) == 2 * size(long)
+    number = 8 + sys.getsizeof(0.5)  # a reference in the list, and the number
+    for name in ("reference_logprobs", "proximal_logprobs", "values"):
+        assert size(sequence(7, 5, **{name: [0.5] * 5})) == size(long) + 5 * number
+
+
 async def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
     write = RolloutBuffer._write
@@ -169,6 +187,28 @@ async def test_groups_of_a_checkpoint_that_cannot_be_written_hold_no_others_up(t
     buffer.put(group(1))
     assert await buffer.load(list(buffer)) == [group(0), group(1)]
     await buffer.aclose()
+
+
+async def test_groups_of_a_checkpoint_that_could_not_be_written_are_written_once_there_is_room(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.write_text("a file in the way")
+    buffer = RolloutBuffer(2 * size_bytes(group(0)), folder)
+    buffer.restore([group(0, 7), group(1, 8), group(2, 6)])
+    assert in_memory(buffer) == [0, 1, 2]
+    folder.unlink()
+    buffer.put(group(3, 5))
+    await buffer.flushed()
+    assert in_memory(buffer) == [2, 3]
+    await buffer.aclose()
+
+
+def test_a_restored_buffer_has_the_groups_of_the_checkpoint_and_no_others(tmp_path: Path) -> None:
+    one = size_bytes(group(0))
+    buffer = RolloutBuffer(2 * one, tmp_path / "not" / "there")
+    buffer.restore([group(5), group(6)])
+    assert in_memory(buffer) == [5, 6], "the limit is not exceeded"
+    buffer.restore([group(0, 3), group(1, 1), group(2, 2)])
+    assert (len(buffer), in_memory(buffer), buffer.memory_bytes) == (3, [1, 2], 2 * one)
 
 
 async def test_a_snapshot_can_be_written_after_its_groups_were_trained(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import StalenessError
 from skyrl_train.rollout.staleness.manager import Overdue, RolloutCounts, StalenessManager
-from skyrl_train.rollout.staleness.policies import StalenessPolicy, resolve_staleness_policy
+from skyrl_train.rollout.staleness.policies import StalenessPolicy, StalenessView, resolve_staleness_policy
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,46 @@ def test_sizes_under_which_the_bound_could_not_hold_are_refused(s: int, d: float
         manager(2, s, d, k=k)
 
 
+@pytest.mark.parametrize(("b", "k"), [(0, 1), (1, 0)])
+def test_a_step_has_a_group_and_a_weight_sync_at_most(b: int, k: int) -> None:
+    with pytest.raises(ValueError, match="need B >= 1 and k >= 1"):
+        manager(b, 3, 0, k=k)
+
+
+class Scripted(StalenessPolicy):
+    """Answers what a test sets."""
+
+    allows = True
+    most = 100
+
+    def admit(self, view: StalenessView, version: int) -> bool:
+        return self.allows
+
+    def must_wait(self, view: StalenessView, slots: int) -> bool:
+        return slots > self.most
+
+    def sustains(self, view: StalenessView) -> bool:
+        return self.allows
+
+    def depth(self, view: StalenessView, generate_ahead_steps: float, weight_sync_interval: int) -> float:
+        return generate_ahead_steps if self.allows else 0
+
+
+def scripted(b: int, s: int, d: float) -> tuple[StalenessManager, Scripted]:
+    m = manager(b, s, d)
+    m.policy = policy = Scripted()
+    return m, policy
+
+
+def test_only_recorded_tokens_need_the_policys_permission() -> None:
+    m, policy = scripted(1, 1, 1)
+    train(m, finish(m, [0, 1]))
+    policy.allows = False
+    with pytest.raises(StalenessError, match="which is too old"):
+        m.admit(2, 0)
+    m.admit(2, 1)
+
+
 # Slots
 
 
@@ -295,6 +335,24 @@ def test_a_part_has_at_least_the_requested_groups_and_as_many_as_fit_into_the_st
     assert m.select(groups[:1], at_least=2) is None
     assert m.select(groups[:3], at_least=2) == groups[:3]
     assert m.select(groups[3:], committed=3, at_least=2) == groups[3:4], "no more than the step lacks"
+
+
+def test_as_many_slots_are_filled_as_the_policy_allows() -> None:
+    for most in range(7):
+        for fewest in range(1, 7):
+            m, policy = scripted(6, 0, 0)
+            groups = finish(m, range(6))
+            policy.most = most
+            assert m.select(groups, at_least=fewest) == (groups[:most] if most >= fewest else None)
+
+
+def test_a_finished_group_is_as_old_as_its_oldest_token() -> None:
+    m = manager(2, 1, 1)
+    for group_index in range(2):
+        m.admit(group_index, 0)
+    m.finish(0, oldest_version=1)
+    m.finish(1)
+    assert m.view().finished == {1: 1, 0: 1}
 
 
 def test_an_abandoned_selection_leaves_its_groups_free() -> None:
@@ -434,7 +492,34 @@ def test_the_weight_sync_with_which_a_run_resumes_opens_nothing_that_was_not_due
     assert resumed.capacity() == before == 0
 
 
+def test_a_version_that_is_served_already_opens_nothing() -> None:
+    m, policy = scripted(2, 2, 2)
+    policy.allows = False
+    m.served(0)
+    assert m.capacity() == 6, "the policy was not asked for another depth"
+
+
 # Resizing
+
+
+def test_a_larger_bound_holds_for_groups_that_are_selected_already() -> None:
+    m = manager(1, 1, 0)
+    for version in (1, 2):
+        m.advance()
+        m.served(version)
+    m.resize(max_staleness_steps=2)
+    m.assert_bound([Finished(0, 0)])
+    with pytest.raises(StalenessError, match="lag 3 > S = 2"):
+        m.assert_bound([Finished(0, -1)])
+
+
+def test_the_policy_is_asked_only_if_the_bound_shrinks() -> None:
+    m, policy = scripted(1, 2, 0)
+    policy.allows = False
+    m.resize(max_staleness_steps=2, max_running=7)
+    m.resize(max_staleness_steps=3)
+    with pytest.raises(StalenessError, match="lower generate_ahead_steps first"):
+        m.resize(max_staleness_steps=2)
 
 
 def test_a_larger_bound_and_depth_open_admission_at_once() -> None:
@@ -520,6 +605,8 @@ def test_resuming_forgets_groups_in_flight_and_keeps_finished_ones() -> None:
     restored.load_state_dict(m.state_dict(), 1, [Finished(0, 0)])
     assert restored.counts == RolloutCounts(submitted=1, running=0, buffered=1)
     assert restored.capacity() == 3
+    m.load_state_dict(m.state_dict(), 1, [Finished(0, 0)])
+    m.admit(1, 0)  # it does not run any more
 
 
 def test_a_checkpoint_in_the_middle_of_a_step_has_nothing_committed() -> None:
@@ -561,6 +648,10 @@ def test_a_weight_sync_that_was_due_and_failed_is_made_up_for_too() -> None:
     assert restored.capacity() == 2, "as if version 2 were served: D + v + k = 4"
     restored.load_state_dict({**asdict(counts), "published": 2}, 3, [])
     assert restored.capacity() == 2
+    not_due = manager(1, 3, 1, k=3)
+    not_due.load_state_dict({**asdict(counts), "published": 0}, 3, [])
+    assert not_due.capacity() == 2, "version 0 is served, and D + v + k = 4"
+    assert not_due.weight_sync_due, "after step 3"
 
 
 def test_changed_sizes_outlive_any_number_of_resumes() -> None:
@@ -571,6 +662,7 @@ def test_changed_sizes_outlive_any_number_of_resumes() -> None:
         restored.load_state_dict(m.state_dict(), 1, [])
         assert (restored.max_staleness_steps, restored.generate_ahead_steps, restored.max_running) == (3, 2.5, 50)
         assert restored.capacity() == 7
+        restored.assert_bound([Finished(0, -3)])
         m = restored
     assert "resized" not in manager(2, 1, 1).state_dict(), "the sizes of the settings are not kept: they may change"
 

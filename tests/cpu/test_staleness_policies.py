@@ -214,6 +214,7 @@ def test_a_depth_beyond_that_of_the_settings_is_that_of_the_settings() -> None:
         ("wiat", "Did you mean 'wait'"),
         ("no.such:Policy", "cannot be imported"),
         (f"{__name__}:fits_one_by_one", "is not a subclass of"),
+        ("collections:Counter", "is not a subclass of"),
         (f"{__name__}:NeedsArguments", "must be constructible without arguments"),
     ],
 )
