@@ -12,9 +12,10 @@ from test_client import publish, request
 from test_client_fleet import fleet_of
 
 from skyrl_train.errors import EngineDeadError, EngineError
-from skyrl_train.inference.continuation import Continuation
+from skyrl_train.inference.continuation import Continuation, Segment
 from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason, TokenChunk
 from skyrl_train.inference.response_text import ResponseText
+from skyrl_train.runtime.seeds import derive_seed, segment_seed
 
 STOP = 42
 
@@ -66,17 +67,59 @@ def test_an_empty_chunk_may_leave_out_the_alternatives_and_no_other_chunk_may() 
     assert response.top_logprobs == [[(5, -1.0)]]
 
 
+def test_the_next_segment_asks_for_the_rest() -> None:
+    params = SamplingParams(max_tokens=8, min_tokens=1, seed=3, n=2, top_logprobs=1)
+    response = Continuation([1], params, choice=1)
+    seed = derive_seed(3, 1)
+    assert response.next_segment() == Segment(1, [1], dataclasses.replace(params, seed=segment_seed(seed, 0), n=1))
+    response.add(TokenChunk([5, 6], [-1.0, -2.0], [0, 0], StopReason.ABORT, [[(5, -1.0)], [(6, -2.0)]]), 1)
+    rest = dataclasses.replace(params, max_tokens=6, min_tokens=0, seed=segment_seed(seed, 2), n=1)
+    assert response.next_segment() == Segment(2, [1, 5, 6], rest)
+    assert (response.segments, response.restarts) == (2, 0)
+    assert (response.token_ids, response.logprobs, response.versions) == ([5, 6], [-1.0, -2.0], [0, 0])
+
+
+def test_a_response_with_a_grammar_begins_again_with_nothing() -> None:
+    params = SamplingParams(max_tokens=8, structured={"json": {}}, seed=3, top_logprobs=1)
+    response = Continuation([1], params)
+    first = response.next_segment()
+    assert first is not None and response.next_segment() == dataclasses.replace(first, number=2)
+    assert response.restarts == 0, "nothing was lost"
+    response.add(TokenChunk([5], [-1.0], [0], None, [[(5, -1.0)]]), 2)
+    assert response.next_segment() == dataclasses.replace(first, number=3)
+    assert (response.token_ids, response.logprobs, response.versions, response.top_logprobs) == ([], [], [], [])
+    assert (response.segments, response.restarts) == (3, 1)
+
+
 class MayStop:
-    """A text that notes which tokens may complete a stop string, and finds none."""
+    """A text that notes which tokens may complete a stop string; ``last`` completes one."""
 
-    text_end = None
+    text_end: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, last: int | None = None) -> None:
         self.may_stop: list[bool] = []
+        self.last = last
 
     def feed(self, token_id: int, *, may_stop: bool) -> bool:
         self.may_stop.append(may_stop)
-        return False
+        if token_id == self.last:
+            self.text_end = 0
+        return token_id == self.last
+
+
+def test_what_was_sampled_behind_a_stop_string_is_dropped_from_every_list() -> None:
+    params = SamplingParams(max_tokens=8, stop=("x",), top_logprobs=1)
+    response = Continuation([1], params, make_text=lambda: cast(ResponseText, MayStop(last=7)))
+    for number, tokens in enumerate(([5], [6, 7, 8, 9]), start=1):
+        segment = response.next_segment()
+        assert segment is not None and segment.sampling_params.stop == ()
+        alternatives = [[(token, -float(token))] for token in tokens]
+        chunk = TokenChunk(tokens, [-float(token) for token in tokens], tokens, StopReason.ABORT, alternatives)
+        response.add(chunk, number)
+    assert response.token_ids == response.versions == [5, 6, 7]
+    assert response.logprobs == [-5.0, -6.0, -7.0]
+    assert response.top_logprobs == [[(5, -5.0)], [(6, -6.0)], [(7, -7.0)]]
+    assert response.stop_reason is StopReason.STOP
 
 
 def test_a_stop_string_may_end_the_response_only_past_min_tokens_counted_over_all_segments() -> None:
