@@ -1,7 +1,7 @@
 """Time of an update under different ``trainer.micro_batch_tokens``, sequences packed and padded: the small CPU
 model, long-tailed lengths.
 
-OMP_NUM_THREADS=1 python benchmarks/token_budget.py
+OMP_NUM_THREADS=1 python benchmarks/token_budget.py [--updates 15]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skyrl_train.training.batch import pack_rows, pad_rows
 from skyrl_train.training.local_backend import LocalBackend
 
 PROMPT_TOKENS, MEAN_RESPONSE_TOKENS, MAX_RESPONSE_TOKENS = 4, 8, 30
-SEQUENCES, UPDATES, VOCABULARY = 128, 15, 13
+SEQUENCES, VOCABULARY = 128, 13
 
 
 def minibatch(step: int) -> Minibatch:
@@ -46,27 +46,29 @@ def minibatch(step: int) -> Minibatch:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=15)
+    updates = parser.parse_args().updates
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         build_model_folder(BuildModelConfig(), model, seed=0)
         print("rows    micro_batch_tokens  micro-batches  padded/real tokens  update CPU ms  forward_logprobs CPU ms")
         for budget in (128, 512, 2048, 16384):
-            measured = {packing: Measured(str(model), budget, packing) for packing in (False, True)}
-            for step in range(1, UPDATES + 1):  # in turns, so that other load on the machine affects both
+            measured = {packing: Measured(str(model), budget, packing, updates) for packing in (False, True)}
+            for step in range(1, updates + 1):  # in turns, so that other load on the machine affects both
                 for one in measured.values():
                     one.update(minibatch(step))
             for one in measured.values():
-                print(one.line(minibatch(UPDATES)))
+                print(one.line(minibatch(updates)))
 
 
 class Measured:
     """A backend, and the processor time of its calls in seconds."""
 
-    def __init__(self, model: str, budget: int, packing: bool) -> None:
+    def __init__(self, model: str, budget: int, packing: bool, updates: int) -> None:
         config = TrainerConfig(micro_batch_tokens=budget, packing=packing)
-        self._backend = LocalBackend(model, config, UPDATES, 1.0, seed=0)
+        self._backend = LocalBackend(model, config, updates, 1.0, seed=0)
         self._budget, self._packing = budget, packing
         self._updates: list[float] = []
         self._forwards: list[float] = []

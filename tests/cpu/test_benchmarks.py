@@ -1,0 +1,104 @@
+"""Every benchmark runs, with sizes that say nothing about speed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked_runs import ForkServer
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# A command line, and a part of what it prints when it has measured.
+QUICK = [
+    (
+        "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies local",
+        "beside training blocks",
+    ),
+    ("driver_cost --groups 20 --samples 1 --tokens 16 --policies accept", "| `accept` | **"),
+    ("embedded_engine --requests 1 --tokens 2", "1  "),
+    (
+        "staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 1 --width 2 --futures 2",
+        "| balanced | 2 | 1 |",
+    ),
+    ("token_budget --updates 1", "packed               16384"),
+    ("weight_sync --updates 2 --requests 2", "recompute: pause + load + resume"),
+]
+SLOW = [
+    ("modes --steps 5 --cases 2", "| fully_async, streaming | 3 + 1 |"),
+    ("staleness_price throughput --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
+    ("staleness_price depth --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | `drop` |"),
+    ("async_vs_sync --steps 2 --rounds 1 trainer.policy_mini_batch_size=2", "median of 1 rounds"),
+    (
+        "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies fsdp2",
+        "beside training blocks",
+    ),
+    ("engine_loss --requests 4 --seconds 1", "requests lost: 0, cut short: 0"),
+    ("in_flight --requests 20 --seconds 1", "memory per request"),
+    ("learning --recipes quickstart --seeds 0 trainer.max_steps=2", "| `quickstart` | 0 | 2 |"),
+    ("lora_weight_sync --hidden-size 64 --layers 1 --updates 2", "of the bytes"),
+    ("packing", "full logits"),
+    (
+        "policy_learning --out rows.jsonl --tasks guess_number --policies mask --bounds 1 --seeds 0",
+        "| `guess_number` | 1 |",
+    ),
+    ("remote_wire --in-flight 2 --tokens 2 --rounds 1", "        2       2 "),
+    ("weight_transports --updates 2 --requests 2 --hidden-size 64", "gloo  "),
+]
+VLLM = [
+    ("endpoint_vs_vllm --requests 2 --tokens 4 --rounds 2 --width 64", "stream  "),
+    ("lora_weight_sync --engine vllm --hidden-size 64 --layers 1 --updates 2", "of the bytes"),
+    ("vllm_weight_sync --updates 2 --requests 2", "recompute: 2 requests"),
+]
+TRL = ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL's in the same round")
+
+
+@pytest.mark.parametrize(("line", "printed"), QUICK)
+def test_a_benchmark_runs(fork_server: ForkServer, tmp_path: Path, line: str, printed: str) -> None:
+    name, *arguments = line.split()
+    output = tmp_path / "output.log"
+    code = fork_server.run(output, arguments, script=BENCHMARKS / f"{name}.py")
+    assert code == 0, output.read_text()
+    assert printed in output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "printed"), SLOW)
+def test_a_long_benchmark_runs(tmp_path: Path, line: str, printed: str) -> None:
+    assert printed in printed_by(line, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "printed"), VLLM)
+def test_a_benchmark_of_vllm_runs(tmp_path: Path, line: str, printed: str) -> None:
+    pytest.importorskip("vllm")
+    assert printed in printed_by(line, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_benchmark_against_trl_runs(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line, printed = TRL
+    assert printed in printed_by(line.format(python=sys.executable), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_table_and_the_plot_of_finished_measurements(tmp_path: Path) -> None:
+    printed_by("staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 0 1 --plot price.svg", tmp_path)
+    assert (tmp_path / "price.svg").read_text().startswith("<?xml")
+    assert "| policy | TIS |" in printed_by("policy_learning --out rows.jsonl --table", tmp_path)
+
+
+def printed_by(line: str, folder: Path) -> str:
+    """What the command prints; its working directory is ``folder``."""
+    name, *arguments = line.split()
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_benchmark_is_started() -> None:
+    started = {line.split()[0] for line, _ in [*QUICK, *SLOW, *VLLM, TRL]}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == started | {"trl_quickstart"}  # started by against_trl
