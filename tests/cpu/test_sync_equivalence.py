@@ -19,13 +19,14 @@ from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.rollout.data.dataset import load_dataset
 
+STEPS, SAMPLES = 4, 2  # two epochs
 SMALL = [
     "trainer.policy_mini_batch_size=4",
-    "trainer.max_steps=5",
+    f"trainer.max_steps={STEPS}",
     "trainer.trackers=[]",
     "trainer.samples_per_step=100",
     "trainer.policy.model.build.hidden_size=32",
-    "generator.n_samples_per_prompt=4",
+    f"generator.n_samples_per_prompt={SAMPLES}",
     "generator.verify_weights=true",
     "generator.inference_engine.batch_invariant=true",
     "generator.inference_engine.executor=thread",
@@ -61,7 +62,7 @@ def train(
             for row in read_jsonl(run_folder.metrics.path)
         ]
         samples = [*read(folder / "samples.jsonl")]
-    return metrics, samples, load_file(folder / "checkpoints" / "global_step_5" / "policy" / "policy.safetensors")
+    return metrics, samples, load_file(folder / "checkpoints" / f"global_step_{STEPS}" / "policy" / "policy.safetensors")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ def test_bound_zero_gives_the_same_tokens_rewards_losses_and_weights(tmp_path: P
     bound_zero = ("trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.generate_ahead_steps=0")
     sync = train(tmp_path / "sync", recipe, "trainer.mode=sync")
     asynchronous = train(tmp_path / "async", recipe, "trainer.mode=fully_async", *bound_zero)
-    assert len(sync[0]) == 5 and len(sync[1]) == 5 * 4 * 4
+    assert len(sync[0]) == STEPS and len(sync[1]) == STEPS * 4 * SAMPLES
     assert asynchronous[0] == sync[0]  # rewards, losses, gradient norms, log-prob mismatch, group indices
     assert asynchronous[1] == sync[1]  # tokens
     assert all(asynchronous[2][name].equal(tensor) for name, tensor in sync[2].items())
