@@ -62,7 +62,11 @@ def train(
             for row in read_jsonl(run_folder.metrics.path)
         ]
         samples = [*read(folder / "samples.jsonl")]
-    return metrics, samples, load_file(folder / "checkpoints" / f"global_step_{STEPS}" / "policy" / "policy.safetensors")
+    return (
+        metrics,
+        samples,
+        load_file(folder / "checkpoints" / f"global_step_{STEPS}" / "policy" / "policy.safetensors"),
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
