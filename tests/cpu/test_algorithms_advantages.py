@@ -207,3 +207,12 @@ def test_a_reward_that_is_no_number_is_rejected(value: float) -> None:
 def test_a_group_that_lost_a_member_is_rejected() -> None:
     with pytest.raises(ValueError, match="3 rewards, 2 loss masks and 3 samples"):
         GroupRewards([[1.0]] * 3, [torch.ones(1)] * 2, [True] * 3)
+
+
+def test_the_advantages_of_nearly_equal_returns_are_bounded() -> None:
+    group = group_of([[(0.0, True)], [(1e-6, True)]])
+    expected = 5e-7 / (math.sqrt(0.5) * 1e-6 + 1e-6)
+    first, second = (float(each) for each in ADVANTAGE_ESTIMATORS.get("grpo")(group, AlgorithmConfig()))
+    assert (first, second) == pytest.approx((-expected, expected), rel=1e-5)
+    [normalized] = normalized_over_minibatch([torch.tensor([0.0, 1e-6])], [torch.ones(2, dtype=torch.bool)])
+    assert normalized.tolist() == pytest.approx([-expected, expected], rel=1e-5)

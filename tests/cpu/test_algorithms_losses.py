@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.losses import POLICY_LOSSES, ppo_clip, token_draws
-from skyrl_train.algorithms.tokens import MAX_LOG_RATIO, MINIBATCH_STATISTICS, MinibatchTokens, bounded_ratio
+from skyrl_train.algorithms.tokens import MINIBATCH_STATISTICS, MinibatchTokens, bounded_ratio
 from skyrl_train.config.derive import clip_bounds
 from skyrl_train.config.schema import AlgorithmConfig, CispoConfig, ClipCovConfig, KlCovConfig, SapoConfig
 
@@ -205,9 +205,18 @@ def test_draws_are_even_and_belong_to_the_token_wherever_its_sequence_is_trained
 
 def test_no_gradient_reaches_the_proximal_policy_and_a_far_ratio_stays_finite() -> None:
     far = bounded_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
-    assert far.tolist() == pytest.approx([math.exp(MAX_LOG_RATIO), math.exp(-MAX_LOG_RATIO)])
+    assert far.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
     for name in POLICY_LOSSES.names():
         facts = {"mean_logprob": 0.0, "mean_advantage": 0.0, "clip_cov_chance": 0.5, "kl_cov_threshold": 0.0}
         tokens = Batch([[Token(-500.0, -0.1, -0.1, -1.0), Token(-0.1, -500.0, -0.1, 2.0)]]).tokens(**facts)
         loss = POLICY_LOSSES.get(name)(tokens, AlgorithmConfig()).loss
         assert all(map(math.isfinite, loss.tolist() + gradient(loss, tokens))), name
+
+
+def test_a_covariance_on_a_bound_is_within_the_bounds() -> None:
+    tokens = Batch([[Token(-1.0, -1.0, -1.0, 1.0), Token(-2.0, -2.0, -1.0, 2.0)]]).tokens(
+        mean_logprob=0.0, mean_advantage=0.0, clip_cov_chance=1.0
+    )
+    for low, high, clipped in [(-4, -1, [True, True]), (-3, -1, [True, False]), (-4, -2, [False, True])]:
+        config = AlgorithmConfig(clip_cov=ClipCovConfig(1.0, low, high))
+        assert POLICY_LOSSES.get("clip_cov")(tokens, config).clipped.tolist() == clipped

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.off_policy import (
+    CORRECTIONS,
     Corrected,
     OffPolicyCorrection,
     interpolated_logprobs,
@@ -21,7 +22,7 @@ from skyrl_train.algorithms.off_policy import (
     mismatch_metrics,
     rejected_tokens,
 )
-from skyrl_train.algorithms.tokens import MinibatchTokens, TokenStatistics
+from skyrl_train.algorithms.tokens import MinibatchTokens, PolicyTokens, TokenStatistics
 from skyrl_train.config.schema import (
     AlgorithmConfig,
     OffPolicyCorrectionConfig,
@@ -226,3 +227,62 @@ def test_no_split_between_sequences_changes_weights_rejections_or_metrics(batch:
         together.add(statistics_of(part, len(part.weights)))
     assert together.tokens == len(batch.flat)
     assert together.values() == pytest.approx(statistics_of(whole, len(batch.flat)).values(), rel=1e-9, abs=1e-9)
+
+
+# Bounds and edges -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kept"), [(0.5, 0.5, True), (0.5, None, True), (None, 0.5, True), (0.75, None, False)]
+)
+def test_a_value_on_a_bound_is_within_the_bounds(low: float | None, high: float | None, kept: bool) -> None:
+    tokens = Batch([[Token(-1.0, -1.5, -1.0, 1.0)]]).tokens()
+    assert rejected_tokens(tokens, RejectionConfig("k1", RejectionLevel.token, low, high)).tolist() == [not kept]
+
+
+def test_a_ratio_is_never_below_0_and_never_at_most_0() -> None:
+    tokens = Batch([[Token(-1.0, -9.0, -1.0, 1.0)]]).tokens()
+    assert rejected_tokens(tokens, RejectionConfig(low=0.0)).tolist() == [False]
+    assert rejected_tokens(tokens, RejectionConfig(high=0.0)).tolist() == [True]
+
+
+@pytest.mark.parametrize("name", ["token", "sequence", "geometric"])
+def test_a_ratio_at_the_cap_is_not_truncated(name: str) -> None:
+    batch = Batch([[Token(-1.0, -1.0, -1.0, 1.0)], [Token(-1.0, -0.5, -1.0, 1.0)]])
+    settings = OffPolicyCorrectionConfig(
+        tis_ratio_type=name, token_tis_ratio_clip_high=1.0, sequence_tis_ratio_clip_high=1.0
+    )
+    weights = CORRECTIONS.get(name)(batch.tokens(), AlgorithmConfig(off_policy_correction=settings))
+    assert (weights.weights.tolist(), weights.truncated.tolist()) == ([1.0, 1.0], [False, True])
+
+
+def test_icepop_keeps_a_ratio_on_its_bounds() -> None:
+    settings = OffPolicyCorrectionConfig(tis_ratio_type="icepop", icepop_ratio_low=1.0, icepop_ratio_high=1.0)
+    tokens = Batch([[Token(-1.0, -1.0, -1.0, 1.0)]]).tokens()
+    weights = CORRECTIONS.get("icepop")(tokens, AlgorithmConfig(off_policy_correction=settings))
+    assert weights.weights.tolist() == [1.0] and weights.rejected is not None and not weights.rejected.any()
+
+
+def test_m2po_keeps_tokens_whose_mean_second_moment_is_the_limit() -> None:
+    tokens = Batch([[Token(-1.0, -1.5, -1.0, 1.0)]]).tokens()
+    of_minibatch = MinibatchTokens(tokens.proximal_logprobs, tokens.behaviour_logprobs, tokens.advantages)
+    assert m2po_statistics(of_minibatch, 0.25) == {"m2po_threshold": 0.25}
+    assert m2po_statistics(of_minibatch, 0.2) == {"m2po_threshold": -1.0}
+
+
+def test_a_sequence_without_tokens_has_the_sum_and_the_mean_0() -> None:
+    values = torch.tensor([1.0, 3.0])
+    tokens = PolicyTokens(values, values, values, values, torch.tensor([0, 2]), 3)
+    assert tokens.sequence_sum(values).tolist() == tokens.sequence_mean(values).tolist() == [1.0, 0.0, 3.0]
+    assert tokens.sequence_max(values).tolist() == [1.0, -math.inf, 3.0]
+
+
+def test_statistics_of_parts_add_up_and_carry_no_gradient() -> None:
+    together = TokenStatistics()
+    assert together.values() == {}
+    for tokens, values in ((0, []), (2, [1.0, 4.0]), (1, [3.0])):
+        of = torch.tensor(values, requires_grad=True)
+        part = TokenStatistics.of(tokens, {"sum": of}, {"largest": of})
+        assert not any(value.requires_grad for value in (*part.sums.values(), *part.maxima.values()))
+        together.add(part)
+    assert (together.tokens, together.values()) == (3, {"sum": 8.0, "largest": 4.0})

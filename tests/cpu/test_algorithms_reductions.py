@@ -165,6 +165,10 @@ class TestRegistries:
         assert "Did you mean 'token_mean'?" in message
         assert "sequence_mean, token_mean" in message
 
+    def test_the_message_names_the_setting_that_has_the_value_and_guesses_no_name_that_is_far_away(self) -> None:
+        with pytest.raises(ConfigError, match=r"^my\.setting='zzzzzz' is unknown\. Known: prompt_mean"):
+            REDUCTIONS.get("zzzzzz", "my.setting")
+
     def test_a_name_is_registered_once(self) -> None:
         registry: Registry[int] = Registry("a.setting")
         registry.register("one")(1)

@@ -155,3 +155,24 @@ def test_the_adaptive_factor_follows_ziegler(steps: list[tuple[float, int]], tar
         expected *= 1 + min(max(kl / target - 1, -0.2), 0.2) * samples / 100
     assert control.factor == pytest.approx(expected)
     assert control.step_ended() == {}
+
+
+@pytest.mark.parametrize(
+    ("loss_coef", "reward_coef", "kind", "observes", "adapts"),
+    [
+        (0.0, 0.0, KlControlType.adaptive, False, False),
+        (0.1, 0.0, KlControlType.fixed, False, False),
+        (0.0, 0.1, KlControlType.fixed, True, False),
+        (0.1, 0.0, KlControlType.adaptive, True, True),
+        (0.0, 0.1, KlControlType.adaptive, True, True),
+    ],
+)
+def test_the_factor_adapts_only_if_it_scales_a_term(
+    loss_coef: float, reward_coef: float, kind: KlControlType, observes: bool, adapts: bool
+) -> None:
+    ctrl = KlControlConfig(kind, 0.1, 100.0)
+    control = KlControl(AlgorithmConfig(kl_ctrl=ctrl, kl_loss_coef=loss_coef, kl_reward_coef=reward_coef))
+    assert control.observes is observes
+    control.observe(5.0, 5, 10)
+    control.step_ended()
+    assert (control.factor != 1.0) is adapts
