@@ -1,4 +1,4 @@
-"""Random runs of the rules, with -m slow 10,000 and more, and some that shrink when they fail.
+"""Random runs of the rules, 10,000 more of them with -m slow, and some that shrink when they fail.
 
 Heavy tails, failures, filters, engine losses, failing updates, kills and resumes (with recordings), changes of S, D and W,
 several steps per publication, fractional depths, streaming minibatches and overlapping publications: see ``schedules``,
