@@ -88,11 +88,13 @@ class CheckpointSaving:
         rollout = self._collect()
 
         # Runs in a thread while training continues, so it uses only the copies above.
-        def write(folder: Path) -> None:
+        def write(folder: Path) -> dict[str, str]:
             (folder / POLICY_FOLDER).mkdir()
-            self._backend.save(policy, folder / POLICY_FOLDER)
+            checksums = self._backend.save(policy, folder / POLICY_FOLDER)
             replay_cache = (recording.to_json() for recording in rollout.replay_cache)
-            write_rollout_state(rollout.state, rollout.groups, folder, replay_cache)
+            return write_rollout_state(rollout.state, rollout.groups, folder, replay_cache) | {
+                f"{POLICY_FOLDER}/{name}": checksum for name, checksum in checksums.items()
+            }
 
         self._task = asyncio.create_task(asyncio.to_thread(self._store.write, rollout.step, write), name="checkpoint")
         # A failed write must wake a trainer that waits for groups.

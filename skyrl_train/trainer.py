@@ -98,7 +98,7 @@ class PPOTrainer:
         self.changed = Signal()
         failures = config.trainer.failures
         self.phase = Phase(components.clock, "starts")
-        self.watchdog = Watchdog(failures.stuck_after_s, components.clock, self.describe, self._report_stuck)
+        self.watchdog = Watchdog(failures.stuck_after_s, components.clock, self.describe, self._report)
         self.training = TrainingThread()
         self.kl_control = KlControl(config.trainer.algorithm)
         self.nonfinite = NonFiniteSteps(failures.max_nonfinite_steps)
@@ -194,9 +194,9 @@ class PPOTrainer:
     # Phases -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Restore the latest checkpoint, if there is one, load its weights into the engines, and start all parts."""
+        """Restore the newest intact checkpoint, if there is one, load its weights into the engines, and start all parts."""
         # In a thread, because the checkpoints may be in an object store.
-        folder = await asyncio.to_thread(self.components.checkpoints.latest)
+        folder = await asyncio.to_thread(self.components.checkpoints.latest, self._report)
         if folder is not None:
             await self.load_checkpoint(folder)
         # Engines serve requests only after their first weight sync.
@@ -447,7 +447,7 @@ class PPOTrainer:
             *self.components.client.describe(),
         ]
 
-    def _report_stuck(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         logger.warning("%s", message)
         self.components.reporter.note(message)
 

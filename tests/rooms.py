@@ -33,8 +33,8 @@ ROOMS = {
     "stages": ("stages", "stage_parts"),
     "staleness": ("staleness",),
     "trainers": (
-        "trainer", "assembly", "determinism", "endings", "failures", "kill_and_resume", "modes", "sync_equivalence",
-        "streaming_minibatch", "replay_trainer", "nonfinite", "critic_training", "lora_training",
+        "trainer", "assembly", "damaged_checkpoints", "determinism", "endings", "failures", "kill_and_resume", "modes",
+        "sync_equivalence", "streaming_minibatch", "replay_trainer", "nonfinite", "critic_training", "lora_training",
     ),
     "training": (
         "training", "checkpoint_store", "compilation", "critic", "minibatch", "remote_checkpoint", "snapshots",

@@ -15,6 +15,7 @@ from typing import Any
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.rollout.buffer import BufferedGroup, SpilledGroup, decode_group, encode_group, from_line, to_line
+from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.types import RolloutGroup
 
 FORMAT_VERSION = 3
@@ -28,22 +29,31 @@ def write_rollout_state(
     groups: Iterable[BufferedGroup],
     folder: Path,
     replay_cache: Iterable[Mapping[str, Any]] = (),
-) -> None:
+) -> dict[str, str]:
     """Write a checkpoint's rollout side into ``folder``. Blocking: the iterables are iterated in the calling thread.
 
     Args:
         state: JSON-able, like each entry of ``replay_cache``.
+
+    Returns:
+        The files' checksums by name.
     """
-    with (folder / GROUPS_FILE).open("wb") as file:
+    with ChecksumWriter(folder / GROUPS_FILE) as groups_file:
         for group in groups:
             # A spilled group is copied as it is: decoding it would hold the interpreter lock and all rollouts with it.
-            file.write((group.path.read_bytes() if isinstance(group, SpilledGroup) else encode_group(group)) + b"\n")
-    with (folder / RECORDINGS_FILE).open("wb") as file:
+            line = group.path.read_bytes() if isinstance(group, SpilledGroup) else encode_group(group)
+            groups_file.write(line + b"\n")
+    with ChecksumWriter(folder / RECORDINGS_FILE) as recordings_file:
         for recording in replay_cache:
-            file.write(to_line(recording) + b"\n")
-    # Indented, because people read this file.
-    text = json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1)
-    (folder / STATE_FILE).write_text(text, encoding="utf-8")
+            recordings_file.write(to_line(recording) + b"\n")
+    with ChecksumWriter(folder / STATE_FILE) as state_file:
+        # Indented, because people read this file.
+        state_file.write(json.dumps({"format_version": FORMAT_VERSION, **state}, indent=1).encode())
+    return {
+        GROUPS_FILE: groups_file.checksum,
+        RECORDINGS_FILE: recordings_file.checksum,
+        STATE_FILE: state_file.checksum,
+    }
 
 
 def read_rollout_state(folder: Path) -> tuple[dict[str, Any], Iterator[RolloutGroup]]:

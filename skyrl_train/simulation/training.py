@@ -95,8 +95,9 @@ class ModelledBackend(TrainingBackend):
     def snapshot(self) -> dict[str, object]:
         return {"steps": len(self.steps)}
 
-    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+    def save(self, snapshot: dict[str, object], folder: Path) -> dict[str, str]:
         (folder / "steps.json").write_text(json.dumps(snapshot), encoding="utf-8")
+        return {}
 
     def load(self, folder: Path) -> None:
         return None

@@ -88,11 +88,12 @@ class ActorCritic(TrainingBackend):
         policy, critic = self._run_both(self._critic.snapshot, self._policy.snapshot)
         return {"policy": policy, "critic": critic}
 
-    def save(self, snapshot: dict[str, Any], folder: Path) -> None:
+    def save(self, snapshot: dict[str, Any], folder: Path) -> dict[str, str]:
         """See :meth:`Training.save`; the critic's state is in a folder within."""
-        self._policy.save(snapshot["policy"], folder)
+        checksums = self._policy.save(snapshot["policy"], folder)
         (folder / CRITIC_FOLDER).mkdir()
-        self._critic.save(snapshot["critic"], folder / CRITIC_FOLDER)
+        of_critic = self._critic.save(snapshot["critic"], folder / CRITIC_FOLDER)
+        return checksums | {f"{CRITIC_FOLDER}/{name}": checksum for name, checksum in of_critic.items()}
 
     def load(self, folder: Path) -> None:
         """See :meth:`Training.load`.

@@ -113,8 +113,12 @@ class Training(ABC):
         """
 
     @abstractmethod
-    def save(self, snapshot: dict[str, object], folder: Path) -> None:
-        """Write a snapshot into ``folder``. Reads no live state, so training may continue meanwhile."""
+    def save(self, snapshot: dict[str, object], folder: Path) -> dict[str, str]:
+        """Write a snapshot into ``folder``. Reads no live state, so training may continue meanwhile.
+
+        Returns:
+            Checksums of files, by their paths below ``folder``; see :meth:`Checkpoints.write`.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> None:

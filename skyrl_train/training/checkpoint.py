@@ -4,7 +4,8 @@
 
 After a crash at any instant, :meth:`CheckpointStore.latest` returns a complete checkpoint: the previous or the new one.
 ``latest`` is a text file with a folder's name. A folder is complete when the files that its manifest lists have the sizes
-listed there.
+listed there, and intact when they also have the checksums. Removing old checkpoints needs the first, which is cheap; resuming
+the second.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from skyrl_train.errors import CheckpointError
+from skyrl_train.runtime.checksums import checksum_text, file_checksum
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
@@ -27,19 +32,41 @@ _UNFINISHED = ".tmp-"  # being written: never a checkpoint
 _REPLACED = ".replaced"  # the checkpoint of a step while a new one of the same step takes its place
 _FOLDER = re.compile(r"global_step_(\d+)(\.replaced)?")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+# Errors of reading that say that a file is damaged. All others (no permission, no connection) may pass.
+_DAMAGE = {
+    errno.ENOENT: "is missing",
+    errno.ENOTDIR: "is missing",
+    errno.EISDIR: "is no file",
+    errno.EIO: "cannot be read from the disk",
+}
+_SMALL_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Report = Callable[[str], object]  # takes a line for the user
+Writer = Callable[[Path], Mapping[str, str]]
 
 
 class Checkpoints(Protocol):
     """The checkpoints of one run, on a local disk or behind a URL. Methods block; one writer at a time."""
 
-    def latest(self) -> Path | None:
-        """Return the folder of the checkpoint to resume from, or None if no checkpoint is complete."""
+    def latest(self, report: Report = logger.warning) -> Path | None:
+        """Return the folder of the newest intact checkpoint, or None if the run has written none yet. Reads every file.
+
+        Args:
+            report: is told in one line which newer checkpoints are damaged, if any are.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none is intact, or they cannot be read.
+        """
         ...
 
-    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
-        """Make the checkpoint of ``step`` and return its folder; ``writer`` fills the folder that it is given.
+    def write(self, step: int, writer: Writer) -> Path:
+        """Make the checkpoint of ``step`` and return its folder.
+
+        Args:
+            writer: fills the folder that it is given. Returns checksums (:mod:`skyrl_train.runtime.checksums`) of files, by
+                their paths below the folder; files without one are read once more.
 
         Raises:
             CheckpointError: the checkpoint could not be written. The previous one is unchanged.
@@ -86,23 +113,47 @@ class CheckpointStore:
         self._root = root
         self._max_to_keep = max_to_keep
         self._files = file_system or FileSystem()
+        self._newest: Path | None = None  # the checkpoint that the run has reached: resumed from, or written last
 
-    def latest(self) -> Path | None:
-        """Return the checkpoint to resume from, or None if no checkpoint is complete.
+    def latest(self, report: Report = logger.warning) -> Path | None:
+        """See :meth:`Checkpoints.latest`.
 
-        It is the one that the pointer names. If that one is missing or incomplete, it is the complete one of the newest step.
+        It is the checkpoint that the pointer names. If that one is damaged, it is the newest intact one before it; without a
+        usable pointer, the newest intact one.
         """
         try:
-            name = (self._root / POINTER).read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-            name = ""
-        if _FOLDER.fullmatch(name) and is_complete(self._root / name):
-            return self._root / name
-        complete = [folder for folder in self._folders() if is_complete(folder)]
-        return max(complete, key=_age_key, default=None)
+            self._newest = newest_intact(self._candidates(), find_damage, lambda path: path.name, self._root, report)
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoints in {self._root} cannot be read: {error}. Nothing has changed; make them readable and run "
+                "the same command again."
+            ) from error
+        return self._newest
 
-    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
-        """Make the checkpoint of ``step`` and return its folder; ``writer`` fills the empty temporary folder that it is given.
+    def _candidates(self) -> list[Path]:
+        """Return what ``latest`` may return, best first; the first one need not exist."""
+        folders = sorted(self._folders(), key=_age_key, reverse=True)
+        try:
+            name = (self._root / POINTER).read_text(encoding="utf-8", errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return folders
+        if not _FOLDER.fullmatch(name):
+            if not folders:
+                raise none_intact(self._root, [f"{POINTER} (is broken)"])
+            return folders
+        pointed = self._root / name
+        # Not the newer ones: a crash came before the pointer named them, and the run may have gone another way since.
+        before = [folder for folder in folders if _age_key(folder) < _age_key(pointed)]
+        if not pointed.exists() and before and before[0].name == name + _REPLACED:
+            return before  # a crash came between the two renames that replace a checkpoint
+        return [pointed, *before]
+
+    def folder(self, step: int) -> Path:
+        """Return the place of the checkpoint of ``step``."""
+        return self._root / f"global_step_{step}"
+
+    def write(self, step: int, writer: Writer) -> Path:
+        """See :meth:`Checkpoints.write`; the folder is empty and temporary while ``writer`` fills it.
 
         A checkpoint of the same step is replaced. Checkpoints of later steps belong to a history whose weights are gone
         (the run was resumed from an earlier one) and are removed.
@@ -111,20 +162,24 @@ class CheckpointStore:
             CheckpointError: the disk is full or the folder cannot be written. Earlier checkpoints and the pointer are
                 unchanged.
         """
-        name = f"global_step_{step}"
-        unfinished, pointer = self._root / f"{_UNFINISHED}{name}", self._root / f"{_UNFINISHED}{POINTER}"
+        target, pointer = self.folder(step), self._root / f"{_UNFINISHED}{POINTER}"
+        unfinished = target.with_name(f"{_UNFINISHED}{target.name}")
         try:
             self._files.make_folder(self._root)
             # A crash may have left unfinished files and folders.
             for path in sorted(self._root.glob(_UNFINISHED + "*")):
                 remove = self._files.remove_tree if path.is_dir() else self._files.remove_file
                 remove(path)
+            # The run was resumed from a checkpoint before these. They go first: counted among the newest, they would have
+            # the checkpoints removed that the run can fall back to.
+            for folder in self._folders():
+                if self._newest is not None and _age_key(folder) > _age_key(self._newest):
+                    self._files.remove_tree(folder)
             self._files.make_folder(unfinished)
             try:
-                writer(unfinished)
-                self._seal(unfinished, step)
+                self._seal(unfinished, step, writer(unfinished))
                 # The pointer's bytes are on disk before anything is renamed: from here on nothing needs space.
-                self._files.write_text(pointer, name + "\n")
+                self._files.write_text(pointer, target.name + "\n")
                 self._files.sync(pointer)
             except Exception as error:
                 written = _size(unfinished)
@@ -133,22 +188,28 @@ class CheckpointStore:
                 if _is_full_disk(error):
                     raise self._full_disk(step, written) from error
                 raise
-            self._make_visible(unfinished, self._root / name, pointer)
+            self._make_visible(unfinished, target, pointer)
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoint of step {step} cannot be written to {self._root}: {error}. Earlier checkpoints are "
                 "untouched; make the folder writable and run the same command again."
             ) from error
+        self._newest = target
         self._remove_old(step)
-        return self._root / name
+        return target
 
-    def _seal(self, folder: Path, step: int) -> None:
+    def _seal(self, folder: Path, step: int, checksums: Mapping[str, str]) -> None:
         """Flush the writer's files and list them in the manifest, which is written last."""
         paths = sorted(folder.rglob("*"))
-        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
+        files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+        manifest = Manifest(
+            step,
+            {name: path.stat().st_size for name, path in files.items()},
+            {name: checksums.get(name) or file_checksum(path) for name, path in files.items()},
+        )
         for path in paths:
             self._files.sync(path)
-        self._files.write_text(folder / MANIFEST, json.dumps({"step": step, "files": sizes}, indent=1))
+        self._files.write_text(folder / MANIFEST, manifest.to_json())
         self._files.sync(folder / MANIFEST)
         self._files.sync(folder)
 
@@ -186,8 +247,7 @@ class CheckpointStore:
             self._files.remove_tree(folder)
 
     def _full_disk(self, step: int, needed: int) -> CheckpointError:
-        latest = self.latest()
-        needed = max(needed, _size(latest) if latest is not None else 0)
+        needed = max([needed, *map(_size, self._folders())])
         free = shutil.disk_usage(self._root).free
         return CheckpointError(
             f"The disk is full: the checkpoint of step {step} needs at least {needed} bytes in {self._root}, {free} "
@@ -200,19 +260,139 @@ class CheckpointStore:
             yield from sorted(path for path in self._root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
 
 
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The list of a checkpoint's files. It ends with its own checksum.
+
+    Attributes:
+        sizes: in bytes, by the files' paths below the folder.
+        checksums: likewise; empty in a checkpoint of an earlier version.
+    """
+
+    step: int
+    sizes: dict[str, int]
+    checksums: dict[str, str]
+
+    def to_json(self) -> str:
+        files = {name: {"bytes": size, "checksum": self.checksums[name]} for name, size in self.sizes.items()}
+        content = {"step": self.step, "files": files}
+        own = checksum_text(zlib.crc32(json.dumps(content).encode()))
+        return json.dumps({**content, "checksum": own}, indent=1)
+
+    @classmethod
+    def of_json(cls, data: bytes) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            ValueError: it is broken, or differs from its own checksum.
+        """
+        try:
+            text = data.decode()
+            content = json.loads(text)
+            step, files = content["step"], content["files"]
+            if content.keys() == {"step", "files"} and all(isinstance(entry, int) for entry in files.values()):
+                return cls(step, files, {})  # an earlier version
+            manifest = cls(
+                step,
+                {name: entry["bytes"] for name, entry in files.items()},
+                {name: entry["checksum"] for name, entry in files.items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a manifest: {error!r}") from error
+        if manifest.to_json() != text:  # the text has the checksum of its content
+            raise ValueError("the manifest differs from its checksum")
+        return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        OSError, ValueError: it is missing or broken.
+    """
+    return Manifest.of_json((folder / MANIFEST).read_bytes())
+
+
 def is_complete(folder: Path) -> bool:
     """Return whether every file that the folder's manifest lists exists with the listed size."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return all((folder / name).stat().st_size == size for name, size in read_manifest(folder).sizes.items())
+    except (OSError, ValueError):
         return False
+
+
+def find_damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, such as "policy/optimizer.pt is missing"; None: it is intact. Reads every file.
+
+    Raises:
+        OSError: a file cannot be read for a reason that is no damage.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ValueError:
+        return f"{MANIFEST} is broken"
+    except OSError as error:
+        return _damage_of(MANIFEST, error)
+
+    def damage(name: str) -> str | None:
+        try:
+            size, expected = (folder / name).stat().st_size, manifest.sizes[name]
+            if size != expected:
+                return f"{name} has {size} bytes instead of {expected}"
+            if manifest.checksums and file_checksum(folder / name) != manifest.checksums[name]:
+                return f"{name} differs from its checksum"
+        except OSError as error:
+            return _damage_of(name, error)
+        return None
+
+    if sum(manifest.sizes.values()) < _SMALL_BYTES:  # sooner read than threads are started
+        return next(filter(None, map(damage, manifest.sizes)), None)
+    with ThreadPoolExecutor() as pool:  # one thread cannot keep a fast disk busy
+        return next(filter(None, pool.map(damage, manifest.sizes)), None)
+
+
+def _damage_of(name: str, error: OSError) -> str:
+    if error.errno not in _DAMAGE:
+        raise error
+    return f"{name} {_DAMAGE[error.errno]}"
+
+
+def newest_intact(
+    candidates: Iterable[T],
+    find_damage: Callable[[T], str | None],
+    name_of: Callable[[T], str],
+    place: object,
+    report: Report,
+) -> T | None:
+    """Return the first candidate without damage, and report the damaged ones before it in one line. None: no candidates.
+
+    Raises:
+        CheckpointError: all are damaged.
+    """
+    damaged: list[str] = []
+    for candidate in candidates:
+        damage = find_damage(candidate)
+        if damage is None:
+            if damaged:
+                report(f"Damage in {place}: {', '.join(damaged)}. The run resumes from {name_of(candidate)} instead.")
+            return candidate
+        damaged.append(f"{name_of(candidate)} ({damage})")
+    if damaged:
+        raise none_intact(place, damaged)
+    return None
+
+
+def none_intact(place: object, damaged: Iterable[str]) -> CheckpointError:
+    """Return the error for a run that has checkpoints, all of them ``damaged``. Starting again at step 0 would remove them."""
+    return CheckpointError(
+        f"No checkpoint in {place} is intact: {', '.join(damaged)}. Restore one of them from a copy, or start a new run with "
+        "trainer.resume=never."
+    )
 
 
 def checkpoint_step(folder: Path) -> int:
     """Return the step of a folder that ``latest`` returned."""
-    step = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"]
-    return int(step)
+    return read_manifest(folder).step
 
 
 def _age_key(folder: Path) -> tuple[int, bool]:

@@ -53,14 +53,14 @@ class LocalTraining(GradientAccumulator[M], Training):
         )
         return {"number": number}
 
-    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+    def save(self, snapshot: dict[str, object], folder: Path) -> dict[str, str]:
         """See :meth:`Training.save`.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
             CheckpointError: another snapshot was taken since.
         """
-        write_state(self._snapshots.state(cast(int, snapshot["number"])), folder)
+        return write_state(self._snapshots.state(cast(int, snapshot["number"])), folder)
 
     def load(self, folder: Path) -> None:
         # read_state validates everything, so that a rejected checkpoint changes nothing.

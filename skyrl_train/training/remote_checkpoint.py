@@ -1,7 +1,7 @@
 """Checkpoints behind a URL that fsspec opens (``s3://``, ``gs://``, ...). A run resumes only from a complete one.
 
     write:   writer ──> <run>/checkpoints/ ──upload──> global_step_N/* ──> its manifest ──> latest ──> old ones removed
-    resume:  latest ──> complete? ──download──> <run>/checkpoints/
+    resume:  latest ──> complete? ──download──> <run>/checkpoints/ ──> intact? (else the one before)
 
 An object store has no rename, so the manifest makes a folder a checkpoint: it is uploaded last and removed first. No folder is
 written twice. The state behind the URL decides; the copy on the local disk only saves the download if it is the same checkpoint.
@@ -9,11 +9,10 @@ written twice. The state behind the URL decides; the copy on the local disk only
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +24,21 @@ from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import from_yaml, to_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.training.checkpoint import MANIFEST, POINTER, CheckpointStore
+from skyrl_train.runtime.checksums import file_checksum
+from skyrl_train.training.checkpoint import (
+    MANIFEST,
+    POINTER,
+    CheckpointStore,
+    Manifest,
+    Report,
+    Writer,
+    find_damage,
+    newest_intact,
+    none_intact,
+)
 
 CONFIG = "config.yaml"  # of the run that the checkpoints belong to
-IDENTITY = "id"  # file with a random number that only this checkpoint has
+IDENTITY = "id"  # file with a random number, so that no two checkpoints have the same manifest
 _FOLDER = re.compile(r"global_step_(\d+)(?:\.(\d+))?")
 
 logger = logging.getLogger(__name__)
@@ -43,6 +53,10 @@ class _RemoteFolder(NamedTuple):
     @property
     def name(self) -> str:
         return f"global_step_{self.step}" + (f".{self.attempt}" if self.attempt else "")
+
+
+class _DamagedError(CheckpointError):
+    """What was downloaded differs from its checksum."""
 
 
 class RemoteCheckpointStore:
@@ -60,8 +74,9 @@ class RemoteCheckpointStore:
         self._url = url.rstrip("/")
         self._config = config
         self._local = local
-        # Identity of the newest checkpoint that this run has written or found; "": there was none.
-        self._known: str | None = None
+        # Manifest of the newest checkpoint that this run has written or found, intact or not; empty: there was none.
+        self._known: bytes | None = None
+        self._resumed: _RemoteFolder | None = None  # the checkpoint resumed from, or written last
         self._files: AbstractFileSystem
         self._root: str
         try:
@@ -93,22 +108,18 @@ class RemoteCheckpointStore:
                 "trainer.ckpt_path, or drop resume=never."
             )
 
-    def latest(self) -> Path | None:
-        """Return the checkpoint to resume from, on the local disk; None if no checkpoint is complete.
+    def latest(self, report: Report = logger.warning) -> Path | None:
+        """See :meth:`Checkpoints.latest`; the folder is on the local disk.
 
-        Raises:
-            CheckpointError: the checkpoint cannot be read. (A run that started from step 0 instead would remove it.)
+        It is the checkpoint that the pointer names. If that one is damaged, it is the newest intact one before it.
         """
         with self._reached("read"):
-            remote = self._newest()
-            self._known = self._identity(remote)
-            if remote is None:
-                return None
-            if self._is_local(remote):
-                return self._local.latest()
-            return self._local.write(remote.step, lambda folder: self._download(remote, folder))
+            self._known = self._identity(self._newest())
+            candidates = self._candidates()
+            self._resumed = newest_intact(candidates, self._fetch, lambda remote: remote.name, self._url, report)
+            return None if self._resumed is None else self._local.folder(self._resumed.step)
 
-    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
+    def write(self, step: int, writer: Writer) -> Path:
         """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces.
 
         Raises:
@@ -116,9 +127,10 @@ class RemoteCheckpointStore:
                 another run writes there too.
         """
 
-        def identified(folder: Path) -> None:
-            writer(folder)
+        def identified(folder: Path) -> Mapping[str, str]:
+            checksums = writer(folder)
             (folder / IDENTITY).write_text(secrets.token_hex(16), encoding="utf-8")
+            return checksums
 
         folder = self._local.write(step, identified)
         with self._reached(f"take the checkpoint of step {step}"):
@@ -131,8 +143,13 @@ class RemoteCheckpointStore:
                 )
             folders = self._remote_folders()
             remote = _RemoteFolder(step, 1 + max((p.attempt for p in folders if p.step == step), default=-1))
+            # The run was resumed from a checkpoint before these. They go first: counted among the newest, they would have
+            # the checkpoints removed that the run can fall back to.
+            for later in folders:
+                if self._resumed is not None and later > self._resumed:
+                    self._remove(later)
             self._upload(folder, remote)
-            self._known = (folder / IDENTITY).read_text("utf-8")
+            self._known, self._resumed = (folder / MANIFEST).read_bytes(), remote
         try:
             self._remove_old(remote)
         except Exception as error:  # the new one is safe: an old one that stays only costs space
@@ -154,14 +171,36 @@ class RemoteCheckpointStore:
             raise OSError(f"{remote.name} is incomplete after its upload")
         self._files.pipe_file(self._path(POINTER), f"{remote.name}\n".encode())
 
-    def _download(self, remote: _RemoteFolder, folder: Path) -> None:
+    def _fetch(self, remote: _RemoteFolder) -> str | None:
+        """Bring a checkpoint to the local disk, unless it is there; return what is wrong with it, or None if it is intact."""
+        if self._is_local(remote):
+            damage = find_damage(self._local.folder(remote.step))
+            if damage is None:
+                return None
+            logger.warning("%s is damaged (%s) and downloaded again", self._local.folder(remote.step), damage)
+        damage = self._find_damage(remote)
+        if damage is not None:
+            return damage
+        try:
+            self._local.write(remote.step, lambda folder: self._download(remote, folder))
+        except _DamagedError as error:
+            return str(error)
+        return None
+
+    def _download(self, remote: _RemoteFolder, folder: Path) -> Mapping[str, str]:
         with self._reached("read"):  # otherwise a failed download would be reported as an error of the local disk
-            sizes = {name: size for name, size in self._manifest(remote).items() if name != MANIFEST}
-            for name in sizes:
+            manifest = self._manifest(remote)
+            for name in manifest.sizes:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            self._files.get([self._path(remote.name, name) for name in sizes], [str(folder / name) for name in sizes])
-            if torn := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]:
+            there = [self._path(remote.name, name) for name in manifest.sizes]
+            self._files.get(there, [str(folder / name) for name in manifest.sizes])
+            if torn := [name for name, size in manifest.sizes.items() if (folder / name).stat().st_size != size]:
                 raise OSError(f"{', '.join(torn)} of {remote.name} did not arrive complete")
+            checksums = {name: file_checksum(folder / name) for name in manifest.sizes}
+            for name, checksum in manifest.checksums.items():
+                if checksums[name] != checksum:
+                    raise _DamagedError(f"{name} differs from its checksum")
+            return checksums
 
     def _remove_old(self, newest: _RemoteFolder) -> None:
         """Keep the newest ``max_ckpts_to_keep`` checkpoints up to ``newest``; remove all others.
@@ -172,21 +211,33 @@ class RemoteCheckpointStore:
         kept = [p for p in folders if p <= newest and self._is_complete(p)][-self._config.trainer.max_ckpts_to_keep :]
         for remote in folders:
             if remote not in kept:
-                # Without its manifest the folder is no checkpoint, so a crash during the removal is harmless.
-                manifest = self._path(remote.name, MANIFEST)
-                if self._files.exists(manifest):
-                    self._files.rm_file(manifest)
-                self._files.rm(self._path(remote.name), recursive=True)
+                self._remove(remote)
+
+    def _remove(self, remote: _RemoteFolder) -> None:
+        # Without its manifest the folder is no checkpoint, so a crash during the removal is harmless.
+        manifest = self._path(remote.name, MANIFEST)
+        if self._files.exists(manifest):
+            self._files.rm_file(manifest)
+        self._files.rm(self._path(remote.name), recursive=True)
 
     def _newest(self) -> _RemoteFolder | None:
-        """Return the checkpoint that the pointer names if it is complete, otherwise the newest complete one."""
-        folders = self._remote_folders()
+        """Return the first complete candidate. Whether it is intact is unknown until it is downloaded."""
+        return next((remote for remote in self._candidates() if self._is_complete(remote)), None)
+
+    def _candidates(self) -> list[_RemoteFolder]:
+        """Return what ``latest`` may return, best first; see :meth:`CheckpointStore._candidates`."""
+        folders = self._remote_folders()[::-1]
+        # Without a whole manifest, and not named by the pointer: a crash has left it half uploaded or half removed.
+        checkpoints = [remote for remote in folders if self._has_manifest(remote)]
         try:
-            pointed = _parse_folder(self._text(POINTER).strip())
-        except (FileNotFoundError, UnicodeDecodeError):
-            pointed = None
-        candidates = [remote for remote in folders if remote == pointed] + folders[::-1]
-        return next((remote for remote in candidates if self._is_complete(remote)), None)
+            pointed = _parse_folder(self._files.cat_file(self._path(POINTER)).decode(errors="replace").strip())
+        except FileNotFoundError:
+            return checkpoints
+        if pointed is None:
+            if not checkpoints:
+                raise none_intact(self._url, [f"{POINTER} (is broken)"])
+            return checkpoints
+        return [pointed, *(remote for remote in checkpoints if remote < pointed)]
 
     def _remote_folders(self) -> list[_RemoteFolder]:
         """Return all folders of checkpoints, complete or not, oldest first."""
@@ -198,28 +249,49 @@ class RemoteCheckpointStore:
         folders = (_parse_folder(str(entry).rstrip("/").rpartition("/")[2]) for entry in entries)
         return sorted(remote for remote in folders if remote is not None)
 
-    def _is_complete(self, remote: _RemoteFolder) -> bool:
+    def _find_damage(self, remote: _RemoteFolder) -> str | None:
+        """Return what is wrong with the files behind the URL, as far as their sizes show it."""
         try:
-            wanted = self._manifest(remote)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return False
+            sizes = self._manifest(remote).sizes
+        except FileNotFoundError:
+            return f"{MANIFEST} is missing"
+        except ValueError:
+            return f"{MANIFEST} is broken"
         found = self._files.find(self._path(remote.name), detail=True)
-        return all(found.get(self._path(remote.name, name), {}).get("size") == size for name, size in wanted.items())
+        for name, size in sizes.items():
+            entry = found.get(self._path(remote.name, name))
+            if entry is None:
+                return f"{name} is missing"
+            if entry["size"] != size:
+                return f"{name} has {entry['size']} bytes instead of {size}"
+        return None
 
-    def _identity(self, remote: _RemoteFolder | None) -> str:
-        return "" if remote is None else self._text(remote.name, IDENTITY)
+    def _is_complete(self, remote: _RemoteFolder) -> bool:
+        return self._find_damage(remote) is None
+
+    def _identity(self, remote: _RemoteFolder | None) -> bytes:
+        return b"" if remote is None else self._manifest_bytes(remote)
 
     def _is_local(self, remote: _RemoteFolder) -> bool:
-        """Return whether the newest checkpoint on the local disk is this one."""
-        folder = self._local.latest()
+        """Return whether the local disk has a copy of this checkpoint, intact or not."""
         try:
-            return folder is not None and (folder / IDENTITY).read_text("utf-8") == self._identity(remote)
-        except FileNotFoundError:
+            return (self._local.folder(remote.step) / MANIFEST).read_bytes() == self._manifest_bytes(remote)
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def _manifest(self, remote: _RemoteFolder) -> dict[str, int]:
-        """Return the files of a checkpoint with their sizes in bytes."""
-        return dict(json.loads(self._text(remote.name, MANIFEST))["files"])
+    def _has_manifest(self, remote: _RemoteFolder) -> bool:
+        try:
+            self._manifest(remote)
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
+
+    def _manifest(self, remote: _RemoteFolder) -> Manifest:
+        """Raises FileNotFoundError or ValueError if it is missing or broken."""
+        return Manifest.of_json(self._manifest_bytes(remote))
+
+    def _manifest_bytes(self, remote: _RemoteFolder) -> bytes:
+        return bytes(self._files.cat_file(self._path(remote.name, MANIFEST)))
 
     def _text(self, *names: str) -> str:
         return str(self._files.cat_file(self._path(*names)), encoding="utf-8")

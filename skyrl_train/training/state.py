@@ -9,7 +9,6 @@ state (the optimizer step, ``load``) have to wait, and usually the copy is done 
 
 from __future__ import annotations
 
-import errno
 import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,10 +19,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from skyrl_train.errors import CheckpointError, first_line
 from skyrl_train.models.lora import FINGERPRINT
+from skyrl_train.runtime.checksums import ChecksumWriter
+from skyrl_train.weight_sync.disk import raw_bytes, safetensors_header
+from skyrl_train.weight_sync.update import TensorSpec
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -133,22 +135,28 @@ class BackendState:
     rng: dict[str, torch.Tensor]
 
 
-def write_state(state: BackendState, folder: Path) -> None:
-    """Write both files into ``folder``.
+def write_state(state: BackendState, folder: Path) -> dict[str, str]:
+    """Write both files into ``folder``; return their checksums by name.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
     """
+    # Not by safetensors' save_file, which does not show the bytes that it writes. Larger items first keep all aligned.
+    weights = sorted(state.weights.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    specs, offset = [], 0
+    for name, weight in weights:
+        specs.append(TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch."), offset))
+        offset += weight.nbytes
+    with ChecksumWriter(folder / POLICY_FILE) as policy:
+        policy.write(safetensors_header(specs, {"format": "pt"}))
+        for _, weight in weights:
+            policy.write(raw_bytes(weight.contiguous()))
     try:
-        save_file(state.weights, folder / POLICY_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:  # safetensors' I/O errors are no OSError
-        full = "No space left" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(folder / POLICY_FILE)) from error
-    try:
-        with (folder / OPTIMIZER_FILE).open("wb") as file:
-            torch.save({"optimizer": state.optimizer, "rng": state.rng}, file)
+        with ChecksumWriter(folder / OPTIMIZER_FILE) as optimizer:
+            torch.save({"optimizer": state.optimizer, "rng": state.rng}, optimizer)
     except RuntimeError as error:  # torch's writer hides the OSError that it met first
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    return {POLICY_FILE: policy.checksum, OPTIMIZER_FILE: optimizer.checksum}
 
 
 def read_state(folder: Path, like: BackendState, misfit: Callable[[dict[str, Any]], str | None]) -> BackendState:

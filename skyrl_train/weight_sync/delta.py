@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from skyrl_train.errors import EngineError, WeightSyncError
+from skyrl_train.runtime.checksums import checksum_text
 from skyrl_train.weight_sync.disk import (
     FIRST_HEADER_BYTES,
     WeightFolder,
@@ -29,7 +30,7 @@ from skyrl_train.weight_sync.disk import (
     write_atomically,
     write_weights,
 )
-from skyrl_train.weight_sync.staging import checksum_text, tensor_view
+from skyrl_train.weight_sync.staging import tensor_view
 from skyrl_train.weight_sync.update import TensorSpec, WeightTransport, WeightUpdate
 
 DELTA = "delta"

@@ -28,7 +28,8 @@ from typing import IO
 import torch
 
 from skyrl_train.errors import EngineError, WeightSyncError
-from skyrl_train.weight_sync.staging import NUM_STAGING_AREAS, checksum_text
+from skyrl_train.runtime.checksums import checksum_text
+from skyrl_train.weight_sync.staging import NUM_STAGING_AREAS
 from skyrl_train.weight_sync.update import TensorSpec, WeightTransport, WeightUpdate
 
 DISK = "disk"
@@ -38,7 +39,7 @@ PREFIX = "skyrl-weights-"
 # safetensors: 8 bytes with the length of the header (little-endian), the header as JSON, then the data.
 LENGTH_BYTES = 8
 HEADER_ALIGNMENT_BYTES = 64  # of the first weight; the format allows no gaps after it
-DTYPE_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPE_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def write_weights(
             crc = zlib.crc32(data, crc)
             specs.append(TensorSpec(name, tuple(weight.shape), dtype, offset))
             offset += stored.nbytes
-        header = _header(specs, metadata, min_size=expected_offset)
+        header = safetensors_header(specs, metadata, min_size=expected_offset)
         if len(header) > expected_offset:
             _move(file, path, expected_offset, len(header))
         file.seek(0)
@@ -211,8 +212,12 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str], min_size: int) -> bytes:
-    """Return length and header, padded with spaces to ``min_size`` or to the next aligned size above it."""
+def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str], min_size: int = 0) -> bytes:
+    """Return length and header of a file that has the weights of ``specs`` in their order, without gaps between them.
+
+    Args:
+        min_size: padded with spaces to this size in bytes, or to the next aligned size if it is larger.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for spec in specs:
         end = spec.offset + getattr(torch, spec.dtype).itemsize * torch.Size(spec.shape).numel()

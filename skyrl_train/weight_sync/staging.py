@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from skyrl_train.errors import EngineError, WeightSyncError
+from skyrl_train.runtime.checksums import checksum_text
 from skyrl_train.weight_sync.shared_area import SharedArea
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
 
@@ -90,11 +91,6 @@ def checked_views(update: WeightUpdate, staging: torch.Tensor) -> Mapping[str, t
 def checksum(staging: torch.Tensor) -> str:
     """Return the CRC-32 of a contiguous uint8 tensor in the form that :class:`WeightUpdate` carries."""
     return checksum_text(zlib.crc32(staging.cpu().numpy().data))
-
-
-def checksum_text(crc: int) -> str:
-    """Return a CRC-32 in the form of :func:`checksum`."""
-    return f"crc32:{crc:08x}"
 
 
 # The memory -----------------------------------------------------------------------------------------------------------

@@ -72,8 +72,9 @@ class ScriptedBackend(TrainingBackend):
     def snapshot(self) -> dict[str, object]:
         return {"w": float(self.weight)}
 
-    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+    def save(self, snapshot: dict[str, object], folder: Path) -> dict[str, str]:
         (folder / "w.json").write_text(json.dumps(snapshot))
+        return {}
 
     def load(self, folder: Path) -> None:
         self.weight.fill_(json.loads((folder / "w.json").read_text())["w"])

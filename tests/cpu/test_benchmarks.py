@@ -16,6 +16,7 @@ QUICK = [
         "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies local",
         "beside training blocks",
     ),
+    ("checkpoint_checksums --megabytes 2 --rounds 1", "read from disk"),
     ("driver_cost --groups 20 --samples 1 --tokens 16 --policies accept", "| `accept` | **"),
     ("embedded_engine --requests 1 --tokens 2", "1  "),
     (

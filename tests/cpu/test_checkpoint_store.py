@@ -1,18 +1,23 @@
-"""A checkpoint is published whole or not at all, whatever instant a crash chooses (SEMANTICS 5.3)."""
+"""A checkpoint is published whole or not at all, whatever instant a crash chooses (SEMANTICS 5.3), and read only if it is
+intact (5.6)."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_worlds import Crash, QuickFileSystem, content, writing
+from checkpoint_worlds import DAMAGES, Crash, QuickFileSystem, content, damage, writing
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, is_complete
+from skyrl_train.runtime.checksums import file_checksum
+from skyrl_train.training import checkpoint
+from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, find_damage, is_complete
 
 
 class CrashingFileSystem(QuickFileSystem):
@@ -153,12 +158,12 @@ def test_a_lost_or_wrong_pointer_falls_back_to_the_newest_complete_folder(tmp_pa
     assert content(store.latest()) == "two"
 
 
-@pytest.mark.parametrize("damage", ["truncate", "delete", "no manifest", "torn manifest"])
-def test_a_torn_folder_is_not_a_checkpoint(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("how", ["truncate", "delete", "no manifest", "torn manifest"])
+def test_a_torn_folder_is_not_a_checkpoint(tmp_path: Path, how: str) -> None:
     store = CheckpointStore(tmp_path, max_to_keep=2)
     store.write(1, writing("one"))
     torn = store.write(2, writing("two"))
-    match damage:
+    match how:
         case "truncate":
             (torn / "weights").write_text("t")
         case "delete":
@@ -252,3 +257,161 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(
     store.write(2, writing("two"))
     assert content(store.latest()) == "two"
     assert "could not be removed" in caplog.text
+
+
+class TestDamage:
+    """Damage that a disk does to a checkpoint after it was written."""
+
+    FILES = ("weights", "policy/state", "manifest.json")
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> CheckpointStore:
+        """With the checkpoints of steps 2, 4 and 6."""
+        store = CheckpointStore(tmp_path, 3, QuickFileSystem())
+        for step in (2, 4, 6):
+            store.write(step, writing(f"step {step}"))
+        return CheckpointStore(tmp_path, 2, QuickFileSystem())  # of the process that comes back
+
+    @pytest.mark.parametrize("file", FILES)
+    @pytest.mark.parametrize("how", DAMAGES)
+    def test_is_passed_over_with_one_line(self, store: CheckpointStore, tmp_path: Path, file: str, how: str) -> None:
+        damage(tmp_path / "global_step_6" / file, how)
+        lines: list[str] = []
+        assert content(store.latest(lines.append)) == "step 4"
+        (line,) = lines
+        assert f"global_step_6 ({file} " in line and line.endswith("The run resumes from global_step_4 instead.")
+        assert "\n" not in line
+
+    def test_of_several_checkpoints_is_one_line_too(self, store: CheckpointStore, tmp_path: Path) -> None:
+        damage(tmp_path / "global_step_6" / "weights", "overwrite")
+        damage(tmp_path / "global_step_4" / "policy" / "state", "remove")
+        lines: list[str] = []
+        assert content(store.latest(lines.append)) == "step 2"
+        assert lines == [
+            f"Damage in {tmp_path}: global_step_6 (weights differs from its checksum), global_step_4 (policy/state is missing). "
+            "The run resumes from global_step_2 instead."
+        ]
+
+    def test_of_any_bit_is_found(self, store: CheckpointStore, tmp_path: Path) -> None:
+        folder = tmp_path / "global_step_6"
+        assert find_damage(folder) is None
+        for name in self.FILES:
+            data = (folder / name).read_bytes()
+            for bit in range(8 * len(data)):
+                changed = bytearray(data)
+                changed[bit // 8] ^= 1 << bit % 8
+                (folder / name).write_bytes(changed)
+                assert find_damage(folder) is not None, (name, bit)
+            (folder / name).write_bytes(data)
+        assert find_damage(folder) is None
+
+    def test_an_intact_checkpoint_needs_no_line(self, store: CheckpointStore) -> None:
+        assert content(store.latest(pytest.fail)) == "step 6"
+
+    def test_without_an_intact_checkpoint_is_an_error_and_changes_nothing(
+        self, store: CheckpointStore, tmp_path: Path
+    ) -> None:
+        for step in (2, 4, 6):
+            damage(tmp_path / f"global_step_{step}" / "weights", "overwrite")
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        every = ", ".join(rf"global_step_{step} \(weights differs from its checksum\)" for step in (6, 4, 2))
+        with pytest.raises(CheckpointError, match=rf"No checkpoint in .* is intact: {every}\. .*trainer.resume=never"):
+            store.latest()
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    @pytest.mark.parametrize("pointer", ["global_step_6", "\0\0\0"])
+    def test_a_pointer_to_checkpoints_that_are_gone_is_an_error(self, tmp_path: Path, pointer: str) -> None:
+        (tmp_path / "latest").write_text(pointer)
+        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is intact"):
+            CheckpointStore(tmp_path, 1).latest()
+
+    @pytest.mark.parametrize("step", [4, 5, 6, 7, 8])
+    def test_the_checkpoint_that_was_fallen_back_to_stays_and_the_damaged_one_goes(
+        self, store: CheckpointStore, tmp_path: Path, step: int
+    ) -> None:
+        damage(tmp_path / "global_step_6" / "weights", "overwrite")
+        store.latest(lambda line: None)
+        store.write(step, writing("new"))
+        kept = {f"global_step_{step}", "global_step_4" if step > 4 else "global_step_2"}
+        assert {name for name in steps(tmp_path) if name != "latest"} == kept
+        assert all(find_damage(tmp_path / name) is None for name in kept)
+        assert content(CheckpointStore(tmp_path, 2).latest(pytest.fail)) == "new"
+
+    @pytest.mark.parametrize("midway", [False, True])
+    @pytest.mark.parametrize("max_to_keep", [1, 2])
+    @pytest.mark.parametrize("step", [4, 5, 6, 7])
+    def test_a_crash_after_the_fall_back_leaves_the_old_or_the_new_checkpoint(
+        self, tmp_path: Path, step: int, max_to_keep: int, midway: bool
+    ) -> None:
+        crash_at, survived = 0, False
+        while not survived:
+            crash_at += 1
+            root = tmp_path / str(crash_at)
+            for earlier in (2, 4, 6):
+                CheckpointStore(root, 3, QuickFileSystem()).write(earlier, writing(f"step {earlier}"))
+            damage(root / "global_step_6" / "weights", "overwrite")
+            crashing = CheckpointStore(root, max_to_keep, CrashingFileSystem(crash_at, midway))
+            crashing.latest(lambda line: None)
+            try:
+                crashing.write(step, writing("new"))
+                survived = True
+            except Crash:
+                pass
+            returned = CheckpointStore(root, max_to_keep, QuickFileSystem())
+            assert content(returned.latest(lambda line: None)) in ({"new"} if survived else {"step 4", "new"})
+            returned.write(9, writing("next"))
+            assert content(returned.latest(pytest.fail)) == "next"
+            assert len(steps(root)) <= max_to_keep + 1  # and the pointer
+        assert crash_at > 12
+
+    def test_never_leads_to_a_newer_checkpoint_than_the_pointers(self, store: CheckpointStore, tmp_path: Path) -> None:
+        (tmp_path / "latest").write_text("global_step_4")  # the history of step 6 was given up
+        damage(tmp_path / "global_step_4" / "weights", "overwrite")
+        assert content(store.latest(lambda line: None)) == "step 2"
+
+    @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.EACCES])
+    def test_is_not_assumed_where_the_disk_is_out_of_reach(
+        self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        def read(path: Path) -> str:
+            if path.parts[-2:] == ("global_step_6", "weights"):
+                raise OSError(number, os.strerror(number))
+            return file_checksum(path)
+
+        monkeypatch.setattr(checkpoint, "file_checksum", read)
+        if number == errno.EIO:
+            assert content(store.latest(lambda line: None)) == "step 4"
+        else:
+            with pytest.raises(CheckpointError, match=r"cannot be read: .*Nothing has changed"):
+                store.latest()
+
+    def test_of_large_files_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checkpoint, "_SMALL_BYTES", 0)  # as for files that several threads read
+        folder = CheckpointStore(tmp_path, 1).write(1, writing("one"))
+        assert find_damage(folder) is None
+        damage(folder / "policy" / "state", "overwrite")
+        assert find_damage(folder) == "policy/state differs from its checksum"
+
+
+def test_the_manifest_has_the_writers_checksums_and_computes_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(checkpoint, "file_checksum", lambda path: (read.append(path.name), file_checksum(path))[1])
+    folder = CheckpointStore(tmp_path, 1).write(1, writing("one"))
+    assert read == ["state"]
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert files == {
+        "policy/state": {"bytes": 6, "checksum": f"crc32:{zlib.crc32(b'oneone'):08x}"},
+        "weights": {"bytes": 3, "checksum": f"crc32:{zlib.crc32(b'one'):08x}"},
+    }
+
+
+def test_a_manifest_of_an_earlier_version_has_sizes_only(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, max_to_keep=2)
+    store.write(1, writing("one"))
+    folder = store.write(2, writing("two"))
+    (folder / "manifest.json").write_text(json.dumps({"step": 2, "files": {"policy/state": 6, "weights": 3}}, indent=1))
+    assert content(store.latest(pytest.fail)) == "two" and checkpoint_step(folder) == 2
+    damage(folder / "weights", "truncate")
+    assert content(store.latest(lambda line: None)) == "one"

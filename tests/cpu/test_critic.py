@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_worlds import checksums_of
 from critic_worlds import actor_critic, critic, critic_config, off_zero, valued_minibatch, values_of, with_values
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,7 +198,7 @@ def test_both_train_and_only_the_policy_is_synced_and_exported(folder: str, tmp_
 def test_a_resumed_pair_continues_as_if_it_had_never_stopped(folder: str, tmp_path: Path) -> None:
     first, second = actor_critic(folder), actor_critic(folder)
     first.update(valued_minibatch(1, 1))
-    first.save(first.snapshot(), tmp_path)
+    assert first.save(first.snapshot(), tmp_path) == checksums_of(tmp_path)
     second.accumulate(valued_minibatch(9, 1))
     second.load(tmp_path)
     for step in (2, 3):

@@ -64,8 +64,9 @@ class ScriptedCritic(CriticBackend):
     def snapshot(self) -> dict[str, object]:
         return {"steps": self.steps}
 
-    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+    def save(self, snapshot: dict[str, object], folder: Path) -> dict[str, str]:
         (folder / "steps.json").write_text(json.dumps(snapshot))
+        return {}
 
     def load(self, folder: Path) -> None:
         self.steps = json.loads((folder / "steps.json").read_text())["steps"]

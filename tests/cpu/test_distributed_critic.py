@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_worlds import checksums_of
 from critic_worlds import actor_critic, critic, critic_config, valued_minibatch, with_values
 from training_worlds import SMALL, config, minibatch, weights
 
@@ -137,7 +138,7 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
     assert max(moved) > 1e-3, "a comparison of critics that stand still compares nothing"
     assert all(map(torch.equal, both.reference_logprobs(sequences), at_start)), "the third model of the ranks stays"
 
-    both.save(both.snapshot(), tmp_path)
+    assert both.save(both.snapshot(), tmp_path) == checksums_of(tmp_path)
     rank = one_rank(
         config(**LIKE_LOCAL),
         policy=ModelSettings(folder, config(**LIKE_LOCAL), 10, 1.0, 0),

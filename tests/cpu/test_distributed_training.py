@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint_worlds import DAMAGES, damage
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -34,8 +35,9 @@ from skyrl_train.config.schema import ClipCovConfig, KlCovConfig, TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.training import checkpoint
 from skyrl_train.training.backend import Minibatch, TrainingSequence
-from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.training.checkpoint import CheckpointStore, find_damage
 from skyrl_train.training.collectives import AgreedError
 from skyrl_train.training.distributed.worker import (
     ModelSettings,
@@ -324,11 +326,16 @@ class TestWeights:
 
 
 class TestCheckpoints:
-    def test_resume_on_two_ranks_bit_for_bit_and_on_one(self, folder: str, fresh: RayBackend, tmp_path: Path) -> None:
+    def test_resume_on_two_ranks_bit_for_bit_and_on_one(
+        self, folder: str, fresh: RayBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         fresh.update(minibatch(1, 1, LENGTHS))
         snapshot, then = fresh.snapshot(), weights(fresh)
         after = fresh.update(minibatch(2, 2, LENGTHS))  # which the snapshot does not see
-        saved = CheckpointStore(tmp_path, 1).write(1, lambda path: fresh.save(snapshot, path))
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "file_checksum", pytest.fail)  # each rank knows the checksums of its files
+            saved = CheckpointStore(tmp_path, 1).write(1, lambda path: fresh.save(snapshot, path))
+        assert find_damage(saved) is None and len(list(saved.glob("shard-*"))) == 2
         fresh.load(saved)
         assert same(weights(fresh), then)
         assert fresh.update(minibatch(2, 2, LENGTHS)) == after
@@ -342,6 +349,23 @@ class TestCheckpoints:
             )
         finally:
             alone.leave()
+
+    @pytest.mark.parametrize("how", DAMAGES)
+    def test_with_a_damaged_shard_are_passed_over_by_all_ranks(
+        self, fresh: RayBackend, tmp_path: Path, how: str
+    ) -> None:
+        store, then = CheckpointStore(tmp_path, 2), weights(fresh)
+        for step in (1, 2):
+            snapshot = fresh.snapshot()
+            written = store.write(step, lambda path, of=snapshot: fresh.save(of, path))  # type: ignore[misc]
+            fresh.update(minibatch(step, step, LENGTHS))
+        shard = max(written.glob("shard-*"))  # of rank 1
+        damage(shard, how)
+        lines: list[str] = []
+        intact = store.latest(lines.append)
+        assert intact == tmp_path / "global_step_1" and len(lines) == 1 and shard.name in lines[0]
+        fresh.load(intact)
+        assert same(weights(fresh), then)
 
     def test_of_the_local_backend_and_of_nothing_are_refused(
         self, folder: str, fresh: RayBackend, first_policy: Path, tmp_path: Path

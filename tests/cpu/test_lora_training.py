@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_worlds import checksums_of
 from safetensors.torch import load_file
 from training_worlds import SMALL, backend, minibatch, same, weights
 from transformers import AutoModelForCausalLM
@@ -173,7 +174,7 @@ class TestCheckpoints:
 
     def test_another_base_model_or_scale_is_rejected(self, folder: str, tmp_path: Path) -> None:
         policy = trained(folder)
-        policy.save(policy.snapshot(), tmp_path)
+        assert policy.save(policy.snapshot(), tmp_path) == checksums_of(tmp_path)
         build_model_folder(SMALL, tmp_path / "other", seed=1)
         for other in (adapted(str(tmp_path / "other")), adapted(folder, settings=lora(alpha=2.0))):
             before = weights(other)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from checkpoint_worlds import Crash, QuickFileSystem, content, writing
+from checkpoint_worlds import Crash, QuickFileSystem, content, damage, writing
 from fsspec.implementations.memory import MemoryFileSystem
 
 from skyrl_train.config.compose import compose, to_yaml
@@ -138,13 +138,13 @@ def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(
     assert at > 5 + (not existing)  # three files, manifest, pointer; before the first one the configuration
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "manifest", "pointer"])
-def test_half_a_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("how", ["delete", "truncate", "manifest", "pointer"])
+def test_half_a_checkpoint_is_passed_over(tmp_path: Path, how: str) -> None:
     first = store(tmp_path / "a", "trainer.max_ckpts_to_keep=2")
     first.write(1, writing("one"))
     first.write(2, writing("two"))
     files = fsspec.filesystem("memory")
-    match damage:
+    match how:
         case "delete":
             files.rm_file(f"{URL}/global_step_2/policy/state")
         case "truncate":
@@ -153,7 +153,51 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
             files.pipe_file(f"{URL}/global_step_2/manifest.json", b'{"files"')
         case "pointer":
             files.pipe_file(f"{URL}/latest", b"global_st")
-    assert content(store(tmp_path / "b").latest()) == ("two" if damage == "pointer" else "one")
+    assert content(store(tmp_path / "b").latest()) == ("two" if how == "pointer" else "one")
+
+
+def overwrite(path: str) -> None:
+    """Changes a file behind the URL, and keeps its size."""
+    files = fsspec.filesystem("memory")
+    files.pipe_file(f"{URL}/{path}", bytes(byte ^ 0x55 for byte in files.cat_file(f"{URL}/{path}")))
+
+
+@pytest.mark.parametrize("file", ["weights", "policy/state", "id", "manifest.json"])
+def test_damage_that_keeps_the_size_is_passed_over_with_one_line(tmp_path: Path, file: str) -> None:
+    first = store(tmp_path / "a", "trainer.max_ckpts_to_keep=2")
+    for step in (1, 2):
+        first.write(step, writing(f"step {step}"))
+    overwrite(f"global_step_2/{file}")
+    returned, lines = store(tmp_path / "b", "trainer.max_ckpts_to_keep=2"), []
+    returned.check()
+    assert content(returned.latest(lines.append)) == "step 1"
+    (line,) = lines
+    assert f"global_step_2 ({file} " in line and line.endswith("The run resumes from global_step_1 instead.")
+    returned.write(3, writing("step 3"))
+    assert there() == ["config.yaml", "global_step_1", "global_step_3", "latest"], "the intact one stays"
+    returned.write(4, writing("step 4"))
+    assert content(store(tmp_path / "c").latest(pytest.fail)) == "step 4"
+
+
+def test_no_intact_checkpoint_is_an_error(tmp_path: Path) -> None:
+    store(tmp_path / "a").write(1, writing("one"))
+    overwrite("global_step_1/weights")
+    before = there()
+    with pytest.raises(CheckpointError, match=r"No checkpoint in memory:.* is intact: global_step_1 \(weights differs"):
+        store(tmp_path / "b").latest()
+    fsspec.filesystem("memory").rm(f"{URL}/global_step_1", recursive=True)
+    with pytest.raises(CheckpointError, match=r"is intact: global_step_1 \(manifest.json is missing"):
+        store(tmp_path / "b").latest()
+    assert before == ["config.yaml", "global_step_1", "latest"]
+
+
+def test_a_damaged_copy_is_downloaded_again_and_an_intact_one_saves_a_damaged_original(tmp_path: Path) -> None:
+    here = store(tmp_path)
+    folder = here.write(1, writing("one"))
+    damage(folder / "weights", "overwrite")
+    assert content(here.latest(pytest.fail)) == "one"
+    overwrite("global_step_1/weights")
+    assert content(here.latest(pytest.fail)) == "one"
 
 
 def test_an_outage_is_an_error_and_never_a_new_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

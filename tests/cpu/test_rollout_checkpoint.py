@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_worlds import checksums_of
 from harness import Harness
 
 from skyrl_train.config.compose import compose
@@ -40,7 +41,7 @@ def group(group_index: int, **fields: Any) -> RolloutGroup:
 def test_reading_returns_the_state_that_was_written(tmp_path: Path) -> None:
     groups = [group(3, metrics={"m": 0.3}), group(1, masked=True), group(2, samples=(Sample(()),))]
     replay_cache = [{"session": "u@4_0", "tokens": [1, 2]}, {"session": "u@4_1", "tokens": []}]
-    write_rollout_state({"global_step": 7}, iter(groups), tmp_path, iter(replay_cache))
+    assert write_rollout_state({"global_step": 7}, iter(groups), tmp_path, iter(replay_cache)) == checksums_of(tmp_path)
     state, stored = read_rollout_state(tmp_path)
     assert state["global_step"] == 7
     assert list(stored) == groups

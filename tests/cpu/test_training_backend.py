@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_worlds import checksums_of
+from safetensors.torch import load_file
 from training_worlds import (
     SMALL,
     VOCABULARY,
@@ -399,6 +401,14 @@ class TestCheckpoint:
             assert a.update(minibatch(step, step)) == b.update(minibatch(step, step))
         assert same(weights(a), weights(b))
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_saving_returns_the_checksum_of_every_file(self, folder: str, tmp_path: Path, dtype: str) -> None:
+        trained = backend(folder, policy__dtype=dtype)
+        trained.update(minibatch())
+        returned = trained.save(trained.snapshot(), tmp_path)
+        assert returned == checksums_of(tmp_path) and returned.keys() == {"policy.safetensors", "optimizer.pt"}
+        assert same(load_file(tmp_path / "policy.safetensors"), weights(trained))
+
     def test_a_snapshot_does_not_see_later_training(self, folder: str, tmp_path: Path) -> None:
         trained = backend(folder)
         trained.update(minibatch())
@@ -473,9 +483,9 @@ class TestCheckpoint:
         trained = backend(folder)
         store = CheckpointStore(tmp_path, 1)
 
-        def writer(path: Path) -> None:
+        def writer(path: Path) -> dict[str, str]:
             (path / "optimizer.pt").symlink_to("/dev/full")
-            trained.save(trained.snapshot(), path)
+            return trained.save(trained.snapshot(), path)
 
         with pytest.raises(CheckpointError, match="disk is full"):
             store.write(1, writer)

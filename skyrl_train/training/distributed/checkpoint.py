@@ -8,14 +8,18 @@ Written and read by torch.distributed.checkpoint. The files hold tensors and JSO
 
 from __future__ import annotations
 
+import io
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -26,6 +30,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import CheckpointError, first_line
 from skyrl_train.models.lora import base_fingerprint, policy_weights
+from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.training.distributed.sharding import local_shard
 from skyrl_train.training.optimizer import PolicyOptimizer
 from skyrl_train.training.state import POLICY_FILE, REMEDY, Buffers, check_base, check_weights
@@ -46,24 +51,40 @@ def copy_of(model: PreTrainedModel, optimizer: PolicyOptimizer, cpu_mesh: Device
     return state
 
 
-def write(state: ShardState, folder: Path, group: dist.ProcessGroup) -> None:
+class _ChecksummedFiles(FileSystem):
+    """Opens the files that torch writes, and keeps their checksums by name."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb", mode
+        with ChecksumWriter(Path(path)) as file:
+            yield file
+        self.checksums[Path(path).name] = file.checksum
+
+
+def write(state: ShardState, folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
     """Write this rank's shards into ``folder``, which all ranks share. Called by all ranks.
 
     Args:
         group: a CPU (gloo) group that nothing else uses meanwhile.
 
+    Returns:
+        The checksums of this rank's files, by name.
+
     Raises:
         OSError: the disk is full or the folder cannot be written; on every rank.
     """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer.fs = files = _ChecksummedFiles()
     try:
-        save_shards(
-            state,
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            process_group=group,
-        )
+        save_shards(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         raise next((cause for cause in causes if isinstance(cause, OSError)), OSError(str(causes[0]))) from error
+    return files.checksums
 
 
 def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_mesh: DeviceMesh) -> ShardState:

@@ -88,14 +88,15 @@ class RayTraining(Training):
         """See :meth:`Training.snapshot`; the copies stay in the workers, until the next snapshot."""
         return {"number": self.group.call_alike("snapshot", self._role)[0]}
 
-    def save(self, snapshot: dict[str, object], folder: Path) -> None:
+    def save(self, snapshot: dict[str, object], folder: Path) -> dict[str, str]:
         """See :meth:`Training.save`; every rank writes its shards. ``folder`` must be on a disk that all nodes share.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
             CheckpointError: another snapshot was taken since.
         """
-        self.group.call_alike("save", self._role, snapshot["number"], folder.absolute())
+        of_ranks = self.group.call_alike("save", self._role, snapshot["number"], folder.absolute())
+        return {name: checksum for of_rank in of_ranks for name, checksum in of_rank.items()}
 
     def load(self, folder: Path) -> None:
         """See :meth:`Training.load`; any number of workers may have written the checkpoint."""

@@ -275,10 +275,10 @@ class TrainingWorker:
             lambda buffers: checkpoint.copy_of(held.worker.model, held.worker.optimizer, mesh, buffers)
         )
 
-    def save(self, role: Role, number: int, folder: Path) -> None:
-        """Write the snapshot with this ``number``; other methods may run meanwhile."""
+    def save(self, role: Role, number: int, folder: Path) -> dict[str, str]:
+        """Write the snapshot with this ``number``; other methods may run meanwhile. Return this rank's files' checksums."""
         try:
-            checkpoint.write(self._held[role].snapshots.state(number), folder, self._writers)
+            return checkpoint.write(self._held[role].snapshots.state(number), folder, self._writers)
         except (OSError, CheckpointError) as error:  # raised on all ranks alike
             raise AgreedError(error) from error
 

@@ -1,0 +1,46 @@
+"""Checksums of files (CRC-32: it finds accidental damage, at several GB/s per core), as ``crc32:0a1b2c3d``."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from pathlib import Path
+from typing import Any
+
+_CHUNK_BYTES = 1 << 20  # fits the processor's cache, so that the sum costs no second trip to memory
+
+
+class ChecksumWriter(io.BufferedWriter):
+    """A new binary file whose checksum is computed from the bytes that are written to it, in their order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._crc = 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or another object with a buffer."""
+        self._crc = zlib.crc32(data, self._crc)
+        return super().write(data)
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of everything written so far."""
+        return checksum_text(self._crc)
+
+
+def file_checksum(path: Path) -> str:
+    """Read a file and return its checksum.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(chunk):
+            crc = zlib.crc32(chunk[:size], crc)
+    return checksum_text(crc)
+
+
+def checksum_text(crc: int) -> str:
+    """Return a CRC-32 in the form that manifests and weight updates carry."""
+    return f"crc32:{crc:08x}"
