@@ -1,6 +1,6 @@
 """Rewards, time and memory of the recipes: the table in docs/benchmarks.md.
 
-python benchmarks/learning.py [--recipes quickstart] [--seeds 0 1 2] [key=value ...]
+python benchmarks/learning.py [key=value ...] [--recipes quickstart] [--seeds 0 1 2]
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ SLOW = [
     ),
     ("engine_loss --requests 4 --seconds 1", "requests lost: 0, cut short: 0"),
     ("in_flight --requests 20 --seconds 1", "memory per request"),
-    ("learning --recipes quickstart --seeds 0 trainer.max_steps=2", "| `quickstart` | 0 | 2 |"),
+    ("learning trainer.max_steps=2 --recipes quickstart --seeds 0", "| `quickstart` | 0 | 2 |"),
     ("lora_weight_sync --hidden-size 64 --layers 1 --updates 2", "of the bytes"),
     ("packing", "full logits"),
     (
