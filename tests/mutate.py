@@ -75,7 +75,7 @@ ROOMS = {
     "rollout": Room.of("rollout/data/ledger rollout/buffer", "ledger buffer rollout_checkpoint dataloader"),
     "continuation": Room.of(
         "inference/continuation inference/client",
-        "continuation client client_updates client_fleet replay response_text client_openai client_embedded",
+        "continuation client client_updates client_fleet replay response_text client_openai client_embedded watchdog",
     ),
     "algorithms": Room.of(
         "algorithms/advantages algorithms/kl algorithms/losses algorithms/off_policy algorithms/reductions "
