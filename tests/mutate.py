@@ -579,4 +579,6 @@ def resolved(path: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    os._exit(exit_code)  # some of the imported libraries print what they leak at a regular end
