@@ -157,7 +157,10 @@ async def test_a_slow_disk_does_not_block_the_event_loop(tmp_path: Path, monkeyp
     assert files(tmp_path) == ["0", "2"], "a group that was taken meanwhile leaves no file"
     assert buffer.memory_bytes == 0
     assert writers == {"spill_0"}, "one thread writes, so a slow disk takes no other work's threads"
-    await buffer.aclose()
+    for _ in range(2):
+        await buffer.aclose()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        buffer.put(group(3))
 
 
 def test_a_limit_needs_a_folder() -> None:
