@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from forked_runs import ForkServer
+from ray_worlds import ray_nodes, two_processes  # noqa: F401
 from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import reading_back, started_vllm, tied_vllm, vllm, vllm_forks  # noqa: F401  one of each per session
 

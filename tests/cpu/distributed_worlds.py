@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ray
+from training_worlds import config
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.training.distributed.worker import ModelSettings, Role, TrainingWorker
@@ -12,24 +13,46 @@ from skyrl_train.workers.messages import Call
 FSDP = "trainer.fsdp"
 
 
-def same_processes(group: WorkerGroup) -> type[WorkerGroup]:
-    """Makes groups of other settings on the processes of ``group``, which holds nothing from then on."""
-    actors, locations = group._actors, group.locations
+class TwoProcesses:
+    """Two processes for the ranks of all groups of a session; they are started when first asked for, and after their end."""
 
-    class Group(WorkerGroup):
-        def _start(self, trainer: TrainerConfig, key: str) -> None:
-            self._actors, self.locations = actors, locations
-            ray.get([actor.answer.remote(Call(0, "leave")) for actor in actors])
-            store = ray.get(actors[0].answer.remote(Call(0, "host_store", (locations[0].node, self.size))))
-            self.call("join", [(rank, self.size, store.value, trainer, key) for rank in range(self.size)])
+    def __init__(self) -> None:
+        self._started: WorkerGroup | None = None
 
-        def close(self) -> None:
-            """They are those of ``group``."""
+    def groups(self, *, to_keep: bool = False) -> type[WorkerGroup]:
+        """Makes groups of any settings on these processes. A new group takes them from the one before.
 
-        def _kill(self, why: str) -> None:
-            """The same."""
+        Args:
+            to_keep: the next group owns the processes, and ends them.
+        """
+        if self._started is None:
+            self._started = WorkerGroup(config(fsdp__ray_num_cpus=0.5), FSDP)
+        started = self._started
+        if to_keep:
+            self._started = None
 
-    return Group
+        class Group(WorkerGroup):
+            def _start(self, trainer: TrainerConfig, key: str) -> None:
+                self._actors, self.locations = started._actors, started.locations
+                self._placement = started._placement
+                ray.get([actor.answer.remote(Call(0, "leave")) for actor in self._actors])
+                node = self.locations[0].node
+                store = ray.get(self._actors[0].answer.remote(Call(0, "host_store", (node, self.size))))
+                self.call("join", [(rank, self.size, store.value, trainer, key) for rank in range(self.size)])
+
+            def close(self) -> None:
+                if to_keep:
+                    super().close()
+
+            def _kill(self, why: str) -> None:
+                if to_keep:
+                    super()._kill(why)
+
+        return Group
+
+    def close(self) -> None:
+        if self._started is not None:
+            self._started.close()
 
 
 def one_rank(trainer: TrainerConfig, **models: ModelSettings) -> TrainingWorker:

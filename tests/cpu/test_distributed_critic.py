@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,12 @@ from skyrl_train.training.collectives import AgreedError
 from skyrl_train.training.distributed.sharding import gathered
 from skyrl_train.training.distributed.worker import ModelSettings, Role
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 
-from distributed_worlds import FSDP, one_rank, same_processes  # noqa: E402
+from distributed_worlds import TwoProcesses, one_rank
 
-from skyrl_train.training.distributed import ray_backend  # noqa: E402
-from skyrl_train.training.distributed.ray_backend import RayBackend, RayCritic  # noqa: E402
-from skyrl_train.training.distributed.worker_group import WorkerGroup  # noqa: E402
+from skyrl_train.training.distributed import ray_backend
+from skyrl_train.training.distributed.ray_backend import RayBackend, RayCritic
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
@@ -43,19 +41,10 @@ ROUNDING = 1e-6  # of values and weights that move by more than 1e-3: two ranks 
 LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)
 
 
-@pytest.fixture(scope="module")
-def two_processes() -> Iterator[WorkerGroup]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
-    group = WorkerGroup(config(fsdp__ray_num_cpus=0.5), FSDP)
-    yield group
-    group.close()
-    ray.shutdown()
-
-
 @pytest.fixture
-def on_both(two_processes: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All groups that a test starts are those two processes."""
-    monkeypatch.setattr(ray_backend, "WorkerGroup", same_processes(two_processes))
+def on_both(two_processes: TwoProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups that a test starts are on the same two processes."""
+    monkeypatch.setattr(ray_backend, "WorkerGroup", two_processes.groups())
 
 
 def own_workers(folder: str, **changes: object) -> RayCritic:

@@ -52,8 +52,9 @@ from skyrl_train.weight_sync.shared_memory import SharedMemoryReceiver, SharedMe
 
 ray = pytest.importorskip("ray")
 
-from distributed_worlds import FSDP, one_rank, same_processes  # noqa: E402
+from distributed_worlds import FSDP, TwoProcesses, one_rank  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
+from ray_worlds import RayNodes  # noqa: E402
 
 from skyrl_train.training.distributed import ray_backend, worker_group  # noqa: E402
 from skyrl_train.training.distributed.ray_backend import RayBackend, share_out  # noqa: E402
@@ -76,14 +77,15 @@ LENGTHS = (2, 9, 5, 17, 9, 3, 1, 12, 4)  # nine sequences over two ranks, five g
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: str) -> Iterator[RayBackend]:
+def two_ranks(folder: str, two_processes: TwoProcesses) -> RayBackend:
     """One group for all tests here; each begins from :func:`fresh`."""
-    if not ray.is_initialized():
-        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
-    started = RayBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
-    yield started
-    started.close()
-    ray.shutdown()
+    return start_on(two_processes, folder)
+
+
+def start_on(processes: TwoProcesses, model: str, *, to_keep: bool = False) -> RayBackend:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_backend, "WorkerGroup", processes.groups(to_keep=to_keep))
+        return RayBackend(model, settings(), total_steps=10, temperature=1.0, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +103,10 @@ def fresh(two_ranks: RayBackend, first_policy: Path) -> RayBackend:
 
 @pytest.fixture
 def rejoined(
-    two_ranks: RayBackend, folder: str, monkeypatch: pytest.MonkeyPatch
+    two_ranks: RayBackend, folder: str, two_processes: TwoProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., RayBackend]]:
     """A policy of other settings on the same two processes, which is quicker than to start some."""
-    monkeypatch.setattr(ray_backend, "WorkerGroup", same_processes(two_ranks.group))
+    monkeypatch.setattr(ray_backend, "WorkerGroup", two_processes.groups())
     yield lambda model=folder, reference=None, **changes: RayBackend(model, settings(**changes), 10, 1.0, 0, reference)
     RayBackend(folder, settings(), total_steps=10, temperature=1.0, seed=0)
 
@@ -516,22 +518,20 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
     assert calls[0] == calls[1] == ["stage", "score"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        (
-            {"fsdp__num_workers": 9},
-            r"num_workers=9, each with 0.5 CPU, need more than the 3 that other .* or trainer.fsdp.ray_num_cpus",
-        ),
-        ({"fsdp__num_workers": 7}, r"num_workers=7, each with 0.5 CPU, need more than the 3 "),  # but fewer than 4
-        ({"device": "cuda", "fsdp__ray_num_gpus": 1.0}, r"num_workers=2, each with 1 GPU, need more than the 0 "),
-    ],
-)
-def test_resources_that_the_only_machine_lacks_are_an_error_without_waiting(
-    two_ranks: RayBackend, changes: dict[str, object], told: str
+@pytest.mark.parametrize("more", [1, 3], ids=["than is free", "than there is"])
+def test_workers_that_the_only_machine_lacks_cpus_for_are_an_error_without_waiting(
+    two_ranks: RayBackend, more: int
 ) -> None:
+    free = int(ray.cluster_resources()["CPU"]) - 1  # two ranks have a half each
+    workers = 2 * free + more
+    told = rf"num_workers={workers}, each with 0.5 CPU, need more than the {free} that other .* or trainer.fsdp.ray_num_cpus"
     with pytest.raises(ConfigError, match=told):
-        WorkerGroup(settings(**changes, fsdp__start_timeout_s=0.01), FSDP)
+        WorkerGroup(settings(fsdp__num_workers=workers, fsdp__start_timeout_s=0.01), FSDP)
+
+
+def test_gpus_that_the_only_machine_lacks_are_an_error_without_waiting(ray_nodes: RayNodes) -> None:
+    with pytest.raises(ConfigError, match="num_workers=2, each with 1 GPU, need more than the 0 "):
+        WorkerGroup(settings(device="cuda", fsdp__ray_num_gpus=1.0, fsdp__start_timeout_s=0.01), FSDP)
 
 
 def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,23 +563,19 @@ def test_restarts_that_were_asked_for_are_not_asked_for_again(monkeypatch: pytes
     assert "trainer.max_restarts=2" in told and "give the same command" in told
 
 
-class TestDeaths:
-    """Last: it ends the group."""
-
-    def test_a_worker_that_is_killed_is_named_with_its_node(self, two_ranks: RayBackend) -> None:
-        location = two_ranks.group.locations[1]
-        os.kill(location.pid, signal.SIGKILL)
-        with pytest.raises(
-            TrainingWorkerError, match=rf"rank 1 \(of 2, node {location.node}, pid {location.pid}\) ended"
-        ):
-            two_ranks.update(minibatch(lengths=LENGTHS))
-        with pytest.raises(TrainingWorkerError, match=r"rank 1 .* or set trainer\.max_restarts to have that done"):
-            two_ranks.snapshot()
+@pytest.mark.last_in_its_file
+def test_a_worker_that_is_killed_is_named_with_its_node(folder: str, two_processes: TwoProcesses) -> None:
+    """It ends the group."""
+    ours = start_on(two_processes, folder, to_keep=True)
+    location = ours.group.locations[1]
+    os.kill(location.pid, signal.SIGKILL)
+    with pytest.raises(TrainingWorkerError, match=rf"rank 1 \(of 2, node {location.node}, pid {location.pid}\) ended"):
+        ours.update(minibatch(lengths=LENGTHS))
+    with pytest.raises(TrainingWorkerError, match=r"rank 1 .* or set trainer\.max_restarts to have that done"):
+        ours.snapshot()
 
 
-def test_staged_files_are_removed_when_the_workers_end(folder: str, tmp_path: Path) -> None:
-    if not ray.is_initialized():
-        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+def test_staged_files_are_removed_when_the_workers_end(folder: str, ray_nodes: RayNodes, tmp_path: Path) -> None:
     started = RayBackend(folder, settings(fsdp__num_workers=1), total_steps=10, temperature=1.0, seed=0)
     try:
         update = started.stage(DiskTransport(str(tmp_path)), 1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_worlds import RayNodes
 from scripted import settle
 from stage_worlds import work
 
@@ -259,11 +260,9 @@ def test_workers_do_not_install_packages_unless_the_user_asks(given: dict[str, s
     assert done.stdout.split() == [expected]
 
 
-async def test_an_actor_answers_fails_and_is_replaced_like_a_process() -> None:
-    ray = pytest.importorskip("ray")
+async def test_an_actor_answers_fails_and_is_replaced_like_a_process(ray_nodes: RayNodes) -> None:
     from skyrl_train.workers.ray import RayBlockingLink, RayPlacement
 
-    ray.init(address="local", num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
     by_file = Work(f"{Path(__file__).with_name('stage_worlds.py')}:Obey")  # the actor has another search path
     executor = WorkerPool([RemoteWorker(by_file, lambda: RayBlockingLink(WorkHost, RayPlacement(num_cpus=0)))])
     try:
@@ -276,4 +275,3 @@ async def test_an_actor_answers_fails_and_is_replaced_like_a_process() -> None:
         assert (await executor.call("where"))[0] != pid
     finally:
         await executor.aclose()
-        ray.shutdown()

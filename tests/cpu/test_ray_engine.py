@@ -34,18 +34,17 @@ from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.workers.host import ActorHost, Hosted, join_items
 from skyrl_train.workers.messages import Call, Cancel, Failure, Item, Message, PeerState, Result
 
-ray = pytest.importorskip("ray")
-from ray.cluster_utils import Cluster  # noqa: E402
+pytest.importorskip("ray")
+from ray_worlds import FAR, RayNodes
 
-from skyrl_train.inference.engines.ray_engine import EngineHost, RayEngine  # noqa: E402
-from skyrl_train.workers import ray as workers_ray  # noqa: E402
-from skyrl_train.workers.ray import RayPlacement, connect  # noqa: E402
+from skyrl_train.inference.engines.ray_engine import EngineHost, RayEngine
+from skyrl_train.workers import ray as workers_ray
+from skyrl_train.workers.ray import RayPlacement, connect
 
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
 EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
 LONG = 1500  # tokens: a request that does not end while a test looks away
 SIZES = {"executor": "thread", "max_num_seqs": 8, "max_model_len": 2048}
-FAR = "far"  # a resource that only the second node has
 
 
 # What runs in the actor, without Ray ----------------------------------------------------------------------------------
@@ -148,14 +147,8 @@ async def test_a_call_can_be_cancelled_before_it_arrives() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-    nodes = Cluster(initialize_head=True, head_node_args=node)
-    nodes.add_node(num_cpus=1, object_store_memory=80 << 20, resources={FAR: 1})
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-    nodes.shutdown()
+def cluster(ray_nodes: RayNodes) -> None:
+    ray_nodes.have_far()
 
 
 @pytest.fixture(scope="module")
@@ -322,13 +315,13 @@ async def test_an_in_flight_update_through_the_client_has_exact_versions(
     model = load_model(folder, "float32", "cpu")
     for mode, expected in ((PauseMode.ABORT, old + 1), (PauseMode.KEEP, old + 2), (PauseMode.RECOMPUTE, old + 3)):
         update = transport.gather(model.named_parameters(), expected)
-        answer = asyncio.create_task(client.generate(request(max_tokens=LONG, seed=5)))
+        answer = asyncio.create_task(client.generate(request(max_tokens=500, seed=5)))
         while not answer.done() and (await engine.health()).running == 0:
             pass  # each look is a round trip
         await client.receive_weights(update)
         await client.load_weights(update, mode)
         versions = (await answer)["response_versions"][0]
-        assert versions == sorted(versions) and len(versions) == LONG
+        assert versions == sorted(versions) and len(versions) == 500
         assert set(versions) == {expected - 1, expected}, mode
 
 
@@ -428,7 +421,7 @@ async def test_the_actor_has_the_environment_that_was_asked_for(cluster: None) -
 async def test_a_request_of_a_killed_actor_continues_elsewhere_token_for_token(
     shared: RayEngine, folder: str, transport: SharedMemoryTransport
 ) -> None:
-    """The last test with the shared engine."""
+    """It ends the shared engine."""
     other = EmbeddedEngine(folder, **SIZES)
     await other.start()
     client = InferenceEngineClient([shared, other], load_tokenizer(folder))

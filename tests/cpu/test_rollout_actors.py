@@ -6,7 +6,7 @@ import asyncio
 import os
 import select
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from actor_worlds import Beside, Obeying, said, told
 from harness import TOKENIZER
 from harness_worlds import CURRENT, batch, harness
+from ray_worlds import RayNodes
 from replay_worlds import CountingEngine
 from rollout_worlds import World as Groups
 from scripted import scripted_update, settle
@@ -293,33 +294,18 @@ def test_the_plan_names_the_actors_and_rejects_a_port_that_they_cannot_share() -
         resolve(compose("quickstart", ["rollout.num_actors=-1"]), 64)
 
 
-# With Ray, on two nodes of one CPU each ------------------------------------------------------------------------------
+# With Ray, on two nodes -----------------------------------------------------------------------------------------------
+
+MOST_CPUS = 3  # of a node: no node has room for two such actors
 
 
-class Nodes:
-    """The cluster's head, with this process in it, and a node that can be lost."""
-
-    def __init__(self) -> None:
-        cluster_utils = pytest.importorskip("ray.cluster_utils")
-        node = {"num_cpus": 1, "object_store_memory": 80 << 20}
-        self.cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        self._far = self.cluster.add_node(**node)
-
-    def lose_the_far_one(self) -> None:
-        self.cluster.remove_node(self._far, allow_graceful=False)
+@pytest.fixture
+def cluster(ray_nodes: RayNodes) -> RayNodes:
+    ray_nodes.have_far()
+    return ray_nodes
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Nodes]:
-    ray = pytest.importorskip("ray")
-    nodes = Nodes()
-    ray.init(address=nodes.cluster.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.cluster.shutdown()
-
-
-async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(cluster: Nodes) -> None:
+async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(cluster: RayNodes) -> None:
     from skyrl_train.workers.ray import RayLink, RayPlacement
 
     async with world([lambda: RayLink(GeneratorHost, RayPlacement(num_cpus=0))], free_running=False) as remote:
@@ -346,10 +332,14 @@ async def test_a_ray_actor_is_cancelled_dies_and_comes_back_like_any_other(clust
     os.close(watch)
 
 
-def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluster: Nodes, tmp_path: Path) -> None:
+def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluster: RayNodes, tmp_path: Path) -> None:
     here = train(tmp_path / "here", "guess_number", "trainer.mode=sync")
     there = train(  # no node has room for both
-        tmp_path / "there", "guess_number", "trainer.mode=sync", "rollout.num_actors=2", "rollout.ray_num_cpus=1"
+        tmp_path / "there",
+        "guess_number",
+        "trainer.mode=sync",
+        "rollout.num_actors=2",
+        f"rollout.ray_num_cpus={MOST_CPUS}",
     )
     assert there[0] == here[0]
     assert there[1] == here[1]
@@ -357,11 +347,10 @@ def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluste
 
 
 @pytest.mark.last_in_its_file
-async def test_the_groups_of_a_node_that_dies_continue_elsewhere(cluster: Nodes) -> None:
-    """The last test in the cluster."""
+async def test_the_groups_of_a_node_that_dies_continue_elsewhere(cluster: RayNodes) -> None:
     from skyrl_train.workers.ray import RayLink, RayPlacement
 
-    links = [lambda: RayLink(GeneratorHost, RayPlacement(num_cpus=1))] * 2
+    links = [lambda: RayLink(GeneratorHost, RayPlacement(num_cpus=MOST_CPUS))] * 2
     async with world(links, name="actor_worlds:Sampling", free_running=False) as remote, Groups(b=4) as w:
         w.group_generator._generator, w.group_generator._replay_cache = remote.generator, remote.client.replay_cache
         stepping = asyncio.create_task(w.step(fill=True))
@@ -370,7 +359,7 @@ async def test_the_groups_of_a_node_that_dies_continue_elsewhere(cluster: Nodes)
         assert [actor.outstanding for actor in actors] == [2, 2]
         remote.engine.tick(2)
         await settle()
-        cluster.lose_the_far_one()
+        cluster.lose_far()
         await remote.engine.arrived.wait_until(lambda: len(remote.engine.requests) == 6)
         assert sum(request in before for request in remote.engine.running) == 2, "the other node's go on as they were"
         assert sorted((actor.alive, actor.outstanding) for actor in actors) == [(False, 0), (True, 4)]
