@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.advantages import STD_EPSILON, GroupRewards, overlong_penalty
-from skyrl_train.algorithms.kl import KlControl
+from skyrl_train.algorithms.kl import KlControl, kl_penalties
 from skyrl_train.config.schema import (
     AlgorithmConfig,
     KlControlConfig,
@@ -176,3 +176,8 @@ def test_the_factor_adapts_only_if_it_scales_a_term(
     control.observe(5.0, 5, 10)
     control.step_ended()
     assert (control.factor != 1.0) is adapts
+
+
+def test_an_untrained_token_has_no_penalty() -> None:
+    config = AlgorithmConfig(kl_reward_coef=0.1, kl_estimator_type="k1")
+    assert kl_penalties([-1.0, -2.0, -0.5], [-1.5, -2.5, 0.0], [1, 0, 1], config) == [0.5, 0.0, -0.5]
