@@ -67,6 +67,13 @@ def test_an_answer_is_known_however_an_sdk_sends_it_back(sent_back: dict[str, An
     assert not plan.drifted
 
 
+def test_an_answer_that_the_program_replaced_is_a_rewritten_history() -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo")
+    plan = session.plan([user("hi"), assistant("no"), user("more")])
+    assert (plan.reused_tokens, plan.drifted) == (0, True)
+
+
 def test_reasoning_that_came_back_changed_is_a_rewritten_history() -> None:
     session = new_session()
     ask(session, [user("hi")], "yo", reasoning="hm")

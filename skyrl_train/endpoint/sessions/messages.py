@@ -193,7 +193,7 @@ class MessageTree:
 
     def count_answers(self, messages: Sequence[CanonicalMessage]) -> int:
         """Return how many of these messages equal an answer that this session sampled."""
-        return sum(message.is_assistant and message.digest in self._answers for message in messages)
+        return sum(message.digest in self._answers for message in messages)  # a digest includes the role
 
     def add(
         self,
