@@ -392,6 +392,16 @@ def test_a_response_longer_than_the_room_that_is_left_is_not_kept() -> None:
     session.record(plan, choice(plan, "x" * 6))
 
 
+def test_a_full_session_renders_nothing_more() -> None:
+    renderer = ReadableRenderer()
+    session = Session("s", renderer, SessionLimits(max_turns=1))
+    ask(session, [user("hi")], "yo")
+    before = renderer.rendered_messages
+    with pytest.raises(SessionError, match="max_turns"):
+        session.plan([user("other")])
+    assert renderer.rendered_messages == before
+
+
 def test_a_prompt_that_leaves_no_room_for_one_token_is_rejected_before_sampling() -> None:
     session = new_session(limits=SessionLimits(max_tokens=10))
     for refused in (lambda: session.plan([user("x" * 10)]), lambda: session.plan_completion([1] * 10)):
@@ -453,6 +463,7 @@ def test_a_session_knows_whether_a_reward_was_given_at_all(reward: float) -> Non
     told_at_the_end.finish(reward)
     silent.finish()
     assert [session.rewarded for session in sessions] == [False, True, True, True]
+    assert silent.sequences()[0].rewards == [0.0, 0.0]
 
 
 def test_an_empty_answer_elsewhere_is_no_repetition() -> None:
