@@ -430,6 +430,14 @@ def test_the_responses_to_one_prompt_hold_it_once() -> None:
     assert session._turns.held_tokens == len(plan.prompt_token_ids) + 3
 
 
+def test_the_responses_to_one_continuation_hold_its_new_tokens_once() -> None:
+    session = new_session()
+    for prompt in ([9], [9, 8, 1, 2], [9, 8, 1, 2]):
+        plan = session.plan_completion(prompt)
+        session.record_completion(plan, generation(prompt, [8]))
+    assert session._turns.held_tokens == (1 + 1) + (2 + 1) + 1
+
+
 def test_a_long_conversation_is_rendered_and_looked_up_once_per_message() -> None:
     renderer = ReadableRenderer()
     session = Session("s", renderer)
