@@ -326,6 +326,13 @@ def test_a_response_without_tokens_logprobs_or_versions_is_rejected(lost: str) -
     assert session.statistics().turns == 0
 
 
+def test_a_response_without_anything_is_rejected() -> None:
+    session = new_session()
+    plan = session.plan_completion([9])
+    with pytest.raises(EngineError, match="a response has 0 tokens"):
+        session.record_completion(plan, generation([9], []))
+
+
 LIMITS = [  # two turns of five tokens fit, and nothing more
     (SessionLimits(max_turns=2), "max_turns"),
     (SessionLimits(max_tokens=10), "max_tokens"),
