@@ -25,6 +25,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -39,7 +40,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
@@ -415,17 +416,14 @@ class Run:
     def __init__(self, tests: Sequence[Path], mutant: Mutant | None, limits_s: dict[str, float]) -> None:
         self.mutant = mutant
         self._folder = Path(tempfile.mkdtemp(prefix="mutant-"))
-        self._pid = os.fork()
-        if not self._pid:
-            code = int(pytest.ExitCode.USAGE_ERROR)
-            try:
-                code = self._test(tests, limits_s)
-            finally:
-                os._exit(code)  # never back into the parent's code
-        self.watch = os.pidfd_open(self._pid)
+        self._process = multiprocessing.get_context("fork").Process(target=self._test, args=(tests, limits_s))
+        self._process.start()
+        assert self._process.pid is not None
+        self._pid = self._process.pid
+        self.watch = os.pidfd_open(self._pid)  # the process's own sentinel waits for what the tests have forked as well
         self._cpu_ticks, self._worked_at = 0, time.monotonic()
 
-    def _test(self, tests: Sequence[Path], limits_s: dict[str, float]) -> int:
+    def _test(self, tests: Sequence[Path], limits_s: dict[str, float]) -> NoReturn:
         os.setsid()  # so that end() reaches the processes that the tests start
         output = os.open(self._folder / "output", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
@@ -438,9 +436,10 @@ class Run:
         options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={self._folder / 'tmp'}"]
         code = pytest.main([*options, *map(str, tests)], plugins=[supervision])
         files = {name: str(getattr(module, "__file__", "")) for name, module in sys.modules.items()}
-        report = {"failed": supervision.failed, "used_s": supervision.used_s, "modules": files}
+        cpu_s = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        report = {"failed": supervision.failed, "used_s": supervision.used_s, "modules": files, "cpu_s": cpu_s}
         (self._folder / "report.json").write_text(json.dumps(report))
-        return int(code)
+        sys.exit(int(code))
 
     def sleeps_forever(self) -> bool:
         """Whether the process has had no work for ``ASLEEP_S``. One that waits for a CPU has work."""
@@ -456,16 +455,18 @@ class Run:
         for kill in (os.kill, os.killpg):
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)
-        _, status, usage = os.wait4(self._pid, 0)
+        self._process.join()
         os.close(self.watch)
         file = self._folder / "report.json"
         report = json.loads(file.read_text()) if file.exists() else {}
         output = (self._folder / "output").read_text(errors="replace")
         shutil.rmtree(self._folder, ignore_errors=True)
-        code = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        code = self._process.exitcode
+        assert code is not None
+        self._process.close()
         if not reason:
-            reason = report.get("failed") or (signal.Signals(os.WTERMSIG(status)).name if code is None else "")
-        return Ended(code, reason, usage.ru_utime + usage.ru_stime, report, output)
+            reason = report.get("failed") or (signal.Signals(-code).name if code < 0 else "")
+        return Ended(None if code < 0 else code, reason, report.get("cpu_s", 0.0), report, output)
 
 
 def wait(runs: list[Run]) -> Run:
@@ -579,6 +580,4 @@ def resolved(path: str) -> Path:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    os._exit(exit_code)  # some of the imported libraries print what they leak at a regular end
+    sys.exit(main())

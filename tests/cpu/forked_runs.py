@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -23,7 +24,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from faults import Fault
 
@@ -51,20 +51,18 @@ def serve() -> None:
     assert threading.active_count() == 1, "a thread does not survive the fork, and the locks that it holds stay locked"
     gc.collect()
     gc.freeze()  # the children's own collections have little to walk
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed children are reaped by the kernel
+    fork = multiprocessing.get_context("fork")
     for line in sys.stdin:
         asked = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            fault = asked["fault"] and Fault(**asked["fault"])
-            end(live(asked["output"], asked["arguments"], fault, asked["script"]))
-        sys.stdout.write(f"{pid}\n")
+        fault = asked["fault"] and Fault(**asked["fault"])
+        child = fork.Process(target=live, args=(asked["output"], asked["arguments"], fault, asked["script"]))
+        child.start()
+        sys.stdout.write(f"{child.pid}\n")
         sys.stdout.flush()
 
 
-def live(output: str, arguments: Sequence[str], fault: Fault | None, script: str | None) -> int:
+def live(output: str, arguments: Sequence[str], fault: Fault | None, script: str | None) -> None:
     """The child: one run. Its exit code is the last thing that it leaves, if it is not killed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -78,16 +76,9 @@ def live(output: str, arguments: Sequence[str], fault: Fault | None, script: str
         traceback.print_exc()
         code = RAISED
     Path(output + ".code").write_text(str(code))
-    return code
-
-
-def end(code: int) -> NoReturn:
-    """Waits for threads and calls what is registered ``atexit``, as the interpreter does, and leaves out its last step: to free
-    all objects, one by one, copies their pages from the server and takes longer than a run."""
+    # The interpreter's own end, which multiprocessing leaves out: threads first, then what is registered.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code & 0xFF)
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -42,10 +42,12 @@ IMPORTED_FIRST = (
 def serve(path: str) -> None:
     import gc
     import importlib
+    import multiprocessing
     import select
     import signal
     import threading
 
+    fork = multiprocessing.get_context("fork")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
@@ -65,38 +67,28 @@ def serve(path: str) -> None:
                 size, output, _, _ = socket.recv_fds(connection, SIZE_BYTES, 2)
                 with connection.makefile("rb") as stream:
                     request = json.loads(stream.read(int.from_bytes(size, "big")))
-                if os.fork() == 0:
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    listener.close()
-                    work(request, output)
+                fork.Process(target=work, args=(request, output, listener)).start()
             for descriptor in output:
                 os.close(descriptor)
 
 
-def work(request: dict[str, object], output: list[int]) -> None:
-    """What ``python arguments`` does. Never returns."""
+def work(request: dict[str, object], output: list[int], listener: socket.socket) -> None:
+    """What ``python arguments`` does."""
     import runpy
-    import traceback
+    import signal
 
-    code = 1
-    try:
-        for number, descriptor in enumerate(output, start=1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        os.environ.clear()
-        os.environ.update(request["environment"])  # type: ignore[call-overload]
-        os.chdir(str(request["folder"]))
-        sys.argv = [word for word in request["arguments"] if word != "-u"]  # type: ignore[attr-defined]
-        folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:] = [os.path.dirname(sys.argv[0]), *filter(None, folders), *sys.path[1:]]  # noqa: PTH120
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    listener.close()
+    for number, descriptor in enumerate(output, start=1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["environment"])  # type: ignore[call-overload]
+    os.chdir(str(request["folder"]))
+    sys.argv = [word for word in request["arguments"] if word != "-u"]  # type: ignore[attr-defined]
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [os.path.dirname(sys.argv[0]), *filter(None, folders), *sys.path[1:]]  # noqa: PTH120
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
