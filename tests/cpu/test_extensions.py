@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 import skyrl_train
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.environments import registry as environment_registry
+from skyrl_train.environments.registry import registered_environments
+from skyrl_train.rollout.staleness.policies import STALENESS_POLICIES
 
 TINY = {
     "trainer": {"policy_mini_batch_size": 2, "max_steps": 2, "trackers": [], "policy.model.build.hidden_size": 32},
@@ -100,6 +104,16 @@ class HalfDepth(StalenessPolicy):
 """
 
 
+@pytest.fixture
+def _registered_here_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file registers is gone after the test."""
+    for registry in (POLICY_LOSSES, STALENESS_POLICIES):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    registered_environments()  # imports the library's own
+    monkeypatch.setattr(environment_registry, "_registry", dict(environment_registry._registry))
+
+
+@pytest.mark.usefixtures("_registered_here_only")
 @pytest.mark.parametrize(
     ("source", "setting", "name"),
     [

@@ -340,10 +340,10 @@ async def test_a_failed_checkpoint_ends_the_run_and_leaves_the_previous_one(tmp_
     h = Harness(tmp_path, "trainer.ckpt_interval=2")
     save = h.backend.save
 
-    def full_disk(snapshot: dict[str, object], folder: Path) -> None:
+    def full_disk(snapshot: dict[str, object], folder: Path) -> dict[str, str]:
         if snapshot["w"] == 4.0:
             raise OSError(28, "No space left on device")
-        save(snapshot, folder)
+        return save(snapshot, folder)
 
     h.backend.save = full_disk  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="disk"):
