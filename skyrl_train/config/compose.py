@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -79,7 +80,20 @@ def recipe_names(config_dir: str | None = None) -> list[str]:
 def to_yaml(config: RunConfig) -> str:
     """Return the whole configuration as yaml that ``from_yaml`` reads."""
     # Not by way of the schema: checking values that are typed already takes 0.1 s more.
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config))))
+
+
+def _escaped(value: Any) -> Any:
+    """Return ``value`` with ``${`` and the backslashes before it escaped in every string, or reading it would interpolate."""
+    match value:
+        case str():
+            return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        case dict():
+            return {key: _escaped(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_escaped(each) for each in value]
+        case _:
+            return value
 
 
 def from_yaml(text: str, where: str = "config.yaml") -> RunConfig:
@@ -89,14 +103,21 @@ def from_yaml(text: str, where: str = "config.yaml") -> RunConfig:
         ConfigError: the text is not yaml, or has unknown keys or values of another type.
     """
     try:
-        # Merged into the schema, which checks keys and types. Hydra's store has it ready: to make it takes 0.1 s.
-        merged = OmegaConf.merge(ConfigStore.instance().load(f"{BASE}.yaml").node, OmegaConf.create(text))
+        given = OmegaConf.create(text)
+    except AssertionError:  # OmegaConf's answer to a number
+        given = None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not readable yaml: {_one_line(error)}") from error
     except OmegaConfBaseException as error:
         raise _explain(error, where) from error
-    if not isinstance(merged, DictConfig):
-        raise ConfigError(f"{where} is not a mapping of settings")
+    if not isinstance(given, DictConfig):
+        raise ConfigError(f"{where} is not a mapping of settings.")
+    try:
+        # Merged into the schema, which checks keys and types. Hydra's store has it ready: to make it takes 0.1 s.
+        merged = OmegaConf.merge(ConfigStore.instance().load(f"{BASE}.yaml").node, given)
+    except OmegaConfBaseException as error:
+        raise _explain(error, where) from error
+    assert isinstance(merged, DictConfig)
     return _to_run_config(merged, where)
 
 

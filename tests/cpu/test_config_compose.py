@@ -8,7 +8,7 @@ from pathlib import Path
 
 import composition
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.config.compare import NOT_PART_OF_THE_RUN, differences
@@ -179,7 +179,16 @@ def test_yaml_round_trip(name: str) -> None:
     assert from_yaml(to_yaml(config)) == config
 
 
-@pytest.mark.parametrize("text", ["trainer: {bogus: 1}", "trainer: {epochs: x}", "- 1", "a: ["])
+@settings(max_examples=10)  # of forty texts each, because reading takes 0.1 s
+@given(st.lists(st.text("$\\{}:a ", max_size=8), min_size=40, max_size=40))
+def test_any_text_survives_yaml(texts: list[str]) -> None:
+    config = RunConfig()
+    config.trainer.run_name = texts[0]
+    config.environment.kwargs = {"texts": texts, "deep": [{"text": texts[1]}]}
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("text", ["trainer: {bogus: 1}", "trainer: {epochs: x}", "- 1", "3", "a: [", "a: ${"])
 def test_yaml_of_something_else_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         from_yaml(text)
