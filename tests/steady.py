@@ -1,7 +1,7 @@
 """Proves that the tests are steady: runs them again and again in random orders, some of the times on a busy machine.
 
-``python tests/steady.py`` runs the default tests five times, three of them beside four processes that keep the cores busy. It
-takes about 45 minutes on two cores. Options of pytest may follow: ``python tests/steady.py --runs 2 tests/cpu/test_ledger.py``.
+``python tests/steady.py`` runs the default tests five times, three of them beside four processes that keep the cores busy.
+Options of pytest may follow: ``python tests/steady.py --runs 2 tests/cpu/test_ledger.py``.
 """
 
 from __future__ import annotations
