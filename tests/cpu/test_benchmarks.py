@@ -19,6 +19,7 @@ QUICK = [
     ("checkpoint_checksums --megabytes 2 --rounds 1", "read from disk"),
     ("driver_cost --groups 20 --samples 1 --tokens 16 --policies accept", "| `accept` | **"),
     ("embedded_engine --requests 1 --tokens 2", "1  "),
+    ("gpu_weight_sync --dry --updates 1", "embedded dry shared_memory: "),
     (
         "staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 1 --width 2 --futures 2",
         "| balanced | 2 | 1 |",
@@ -49,6 +50,7 @@ SLOW = [
 ]
 VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
     ("endpoint_vs_vllm --requests 2 --tokens 4 --rounds 2 --width 128", "stream  "),
+    ("gpu_weight_sync --dry --engine vllm --updates 1", "vllm dry shared_memory: "),
     ("lora_weight_sync --engine vllm --hidden-size 128 --layers 1 --updates 2", "of the bytes"),
     ("vllm_weight_sync --updates 2 --requests 2", "recompute: 2 requests"),
 ]
