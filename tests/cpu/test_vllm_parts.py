@@ -162,6 +162,26 @@ def test_a_failed_request_is_no_answer() -> None:
         completion_chunk(request, SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None))
 
 
+class Positions(SimpleNamespace):
+    """vLLM's ``FlatLogprobs`` of one log-prob per position."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+
+@pytest.mark.parametrize(("tokens", "logprobs"), [([], [-1.0, -2.0]), ([7], [-3.0, -1.0, -2.0, -3.0])])
+def test_log_probs_that_an_aborted_stream_repeats_are_dropped(tokens: list[int], logprobs: list[float]) -> None:
+    """vLLM 0.26 repeats them all at the end, behind those of tokens that still waited."""
+    count = len(logprobs)
+    flat = Positions(start_indices=range(count), end_indices=range(1, count + 1), logprobs=logprobs)
+    last = SimpleNamespace(finish_reason="abort", token_ids=tokens, logprobs=flat)
+    request = InFlightRequest(EngineRequest([1], SamplingParams(), stream=True), "key", None, spans=[(4, 0)])
+    chunk = completion_chunk(request, last)
+    assert (chunk.token_ids, chunk.logprobs, chunk.stop_reason) == (tokens, logprobs[: len(tokens)], "abort")
+    with pytest.raises(EngineError, match=f"{len(tokens)} tokens and {count} log-probs"):
+        completion_chunk(request, SimpleNamespace(finish_reason=None, token_ids=tokens, logprobs=flat))
+
+
 async def test_outputs_count_as_handled_when_the_handler_asks_for_more() -> None:
     failures: list[BaseException] = []
     queue = OutputQueue(failures.append)

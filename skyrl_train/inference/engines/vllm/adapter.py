@@ -354,17 +354,26 @@ def completion_chunk(in_flight: InFlightRequest, completion: Any) -> TokenChunk:
     if reason is not None and reason not in STOP_REASONS:
         raise EngineError(f"vLLM ended a request with {reason!r}; look above for its own message.")
     token_ids = list(completion.token_ids)
-    logprobs, top = _logprobs(completion.logprobs, token_ids, in_flight.request.params.top_logprobs)
+    # vLLM 0.26 ends an aborted stream with no token and, once more, all log-probs: they come after those of `token_ids`.
+    flat, surplus = completion.logprobs, reason == "abort"
+    logprobs, top = _logprobs(flat, token_ids, in_flight.request.params.top_logprobs, surplus)
     # By position in the response: an update during this chunk splits its tokens.
     versions = token_versions(in_flight.spans, in_flight.delivered, len(token_ids))
     in_flight.delivered += len(token_ids)
     return TokenChunk(token_ids, logprobs, versions, None if reason is None else STOP_REASONS[reason], top)
 
 
-def _logprobs(flat: Any, token_ids: Sequence[int], num_top: int) -> tuple[list[float], TopLogprobs | None]:
-    """Split vLLM's ``FlatLogprobs``: per position the sampled token first, then the most likely ones."""
-    if len(flat if flat is not None else ()) != len(token_ids):
-        raise EngineError(f"vLLM gave {len(token_ids)} tokens and {len(flat or ())} log-probs.")
+def _logprobs(
+    flat: Any, token_ids: Sequence[int], num_top: int, surplus: bool
+) -> tuple[list[float], TopLogprobs | None]:
+    """Split vLLM's ``FlatLogprobs``: per position the sampled token first, then the most likely ones.
+
+    Raises:
+        EngineError: there are fewer positions than tokens, or more without ``surplus``.
+    """
+    positions = 0 if flat is None else len(flat)
+    if positions < len(token_ids) or (positions > len(token_ids) and not surplus):
+        raise EngineError(f"vLLM gave {len(token_ids)} tokens and {positions} log-probs.")
     logprobs: list[float] = []
     top: TopLogprobs | None = [] if num_top else None
     for position in range(len(token_ids)):
