@@ -75,8 +75,10 @@ async def build_trainer(
     stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed)
     pause_mode = PauseMode(config.generator.pause_mode)
     clients = [group.client for group in (run, evaluation) if group is not None]
-    # Slow to load: the engines in their processes, the backend in a thread. They load at the same time.
-    backend = await _start(clients, stages, lambda: build_backend(config, plan, model_path))
+    # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
+    backend = await _start(
+        clients, stages, lambda: build_backend(config, plan, model_path), derive.engines_start_first(config)
+    )
     try:
         # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
         evaluation_engines = None
@@ -127,21 +129,31 @@ def _engine_group(
 
 
 async def _start(
-    clients: Sequence[InferenceEngineClient], stages: Sequence[Stage], build: Callable[[], TrainingBackend]
+    clients: Sequence[InferenceEngineClient],
+    stages: Sequence[Stage],
+    build: Callable[[], TrainingBackend],
+    engines_first: bool,
 ) -> TrainingBackend:
-    """Start engines and stages while a thread builds the backend. On an error, stop everything that was started."""
-    # A separate task, because the backend may fail first; then the start of the engines is cancelled.
-    starting = asyncio.ensure_future(
-        gather_or_cancel([*(client.start() for client in clients), *(stage.start() for stage in stages)])
-    )
+    """Start engines and stages while a thread builds the backend. On an error, stop everything that was started.
+
+    Args:
+        engines_first: stages and backend load only when all engines run.
+    """
+    # Separate tasks, because the backend may fail first; then these are cancelled.
+    starting = [asyncio.ensure_future(gather_or_cancel(client.start() for client in clients))]
     backend: TrainingBackend | None = None
     try:
+        if engines_first:
+            await starting[0]
+        starting.append(asyncio.ensure_future(gather_or_cancel(stage.start() for stage in stages)))
         backend = await asyncio.to_thread(build)
-        await starting
+        for task in starting:
+            await task
         return backend
     except BaseException:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         await _stop(clients, stages, backend)
         raise
 

@@ -335,3 +335,12 @@ def trains_on_gpus(config: RunConfig) -> bool:
     devices += [critic_trainer(trainer).device] if needs_critic(trainer.algorithm) else []
     devices += [reference_device(config)] if needs_reference(trainer.algorithm) else []
     return any(device != "cpu" for device in devices)
+
+
+def engines_start_first(config: RunConfig) -> bool:
+    """Return whether training may load its models only when the engines run.
+
+    vLLM measures the free memory of its GPU while it starts. Memory that another process takes meanwhile counts as its own
+    and is missing from its KV cache; memory that one gives back ends the start.
+    """
+    return config.generator.inference_engine.backend not in ("embedded", "vllm_remote") and trains_on_gpus(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
@@ -57,3 +59,63 @@ async def test_started_parts_are_stopped_also_if_that_fails_and_the_first_error_
         with pytest.raises(ConfigError, match="cannot be built"):
             await assembly.build_trainer(config, plan, dataset, run_folder, reporter)
     assert stopped == ["engines"] + ["backend"] * (fails == "trainer")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines_first"),
+    [
+        (["generator.inference_engine.backend=vllm", "trainer.device=cuda"], True),
+        (["generator.inference_engine.backend=vllm", "rollout.stages.reference.device=cuda"], True),
+        (["generator.inference_engine.backend=vllm"], False),
+        (["generator.inference_engine.device=cuda", "trainer.device=cuda"], False),
+    ],
+)
+async def test_training_loads_after_engines_that_measure_the_memory_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], engines_first: bool
+) -> None:
+    config = compose(
+        "quickstart",
+        [f"trainer.run_dir={tmp_path}", "trainer.trackers=[]", "trainer.algorithm.kl_loss_coef=0.1", *overrides],
+    )
+    dataset = load_dataset(config.data, config.environment)
+    plan = resolve(config, len(dataset))
+    order: list[str] = []
+    built, started = threading.Event(), asyncio.Event()
+    build_client = assembly.build_client
+
+    def client(*arguments: Any) -> Any:
+        async def start() -> None:
+            # Beside a backend that does not wait for the engines, they are slower than it is.
+            await asyncio.sleep(0) if engines_first else await asyncio.to_thread(built.wait)
+            order.append("engines")
+            started.set()
+
+        engines = build_client(*arguments)
+        monkeypatch.setattr(engines, "start", start)
+        return engines
+
+    def backend(*arguments: object) -> Any:
+        order.append("backend")
+        built.set()
+        return SimpleNamespace(close=lambda: None, stage=None)
+
+    async def start_stage() -> None:
+        order.append(f"stage after engines={started.is_set()}")
+
+    async def close_stage() -> None: ...
+
+    def refuse(*arguments: object) -> Any:
+        raise ConfigError("enough")
+
+    stage = SimpleNamespace(start=start_stage, aclose=close_stage)
+    monkeypatch.setattr(assembly, "build_client", client)
+    monkeypatch.setattr(assembly, "build_stages", lambda *arguments: [stage])
+    monkeypatch.setattr(assembly, "build_backend", backend)
+    monkeypatch.setattr(assembly, "trainer_class", refuse)
+    with closing(RunFolder(tmp_path, config)) as run_folder:
+        reporter = Reporter(config, run_folder, Console(file=StringIO()), plan.total_steps)
+        with pytest.raises(ConfigError, match="enough"):
+            await assembly.build_trainer(config, plan, dataset, run_folder, reporter)
+    loading = ["backend", f"stage after engines={engines_first}"]
+    assert order[0] == "engines" if engines_first else order[-1] == "engines"
+    assert sorted(order) == sorted(["engines", *loading])

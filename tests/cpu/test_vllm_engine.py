@@ -102,7 +102,9 @@ async def test_a_stream_yields_tokens_as_they_are_sampled(vllm: Served) -> None:
 async def test_a_stream_may_have_larger_chunks(vllm: Served) -> None:
     from vllm import SamplingParams  # vLLM is installed: the fixture has started it
 
-    assert vllm.engine.capabilities.chunked_streaming == ("stream_interval" in inspect.signature(SamplingParams).parameters)
+    assert vllm.engine.capabilities.chunked_streaming == (
+        "stream_interval" in inspect.signature(SamplingParams).parameters
+    )
     if not vllm.engine.capabilities.chunked_streaming:
         pytest.skip("this release of vLLM has no sizes of streamed outputs")
     asked = {**request(max_tokens=40), "chunk_tokens": 16}
