@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from skyrl_train.entrypoints.train import main
 
@@ -27,3 +29,39 @@ def test_the_quickstart_trains_on_a_gpu(tmp_path: Path, mode: str, dtype: str) -
     assert main(["--config-name=quickstart", *overrides]) == 0
     rewards = [json.loads(line)["reward/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+
+
+def test_bound_zero_repeats_the_synchronous_mode_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEMANTICS 4.7. Kernels that add in any order are excluded, because two equal runs differ with them already."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        sync = train(tmp_path / "sync", "trainer.mode=sync")
+        zero = ("trainer.fully_async.max_staleness_steps=0", "trainer.fully_async.generate_ahead_steps=0")
+        bound_zero = train(tmp_path / "async", "trainer.mode=fully_async", *zero)
+        other_seed = train(tmp_path / "seed", "trainer.mode=sync", "trainer.seed=1")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bound_zero[0] == sync[0], "tokens"
+    assert all(bound_zero[1][name].equal(weight) for name, weight in sync[1].items())
+    assert other_seed[0] != sync[0], "a comparison that cannot fail compares nothing"
+
+
+def train(run: Path, *overrides: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Train four steps; return the samples, a JSON line each, and the weights."""
+    steps = 4
+    settings = [
+        f"trainer.run_dir={run}",
+        f"trainer.max_steps={steps}",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.samples_per_step=100",
+        "trainer.device=cuda",
+        "generator.n_samples_per_prompt=4",
+        "generator.inference_engine.device=cuda",
+        "generator.inference_engine.executor=thread",
+        "generator.inference_engine.batch_invariant=true",
+        "generator.verify_weights=true",
+    ]
+    assert main(["--config-name=quickstart", *settings, *overrides]) == 0
+    weights = run / "checkpoints" / f"global_step_{steps}" / "policy" / "policy.safetensors"
+    return (run / "samples.jsonl").read_text().splitlines(), load_file(weights)
