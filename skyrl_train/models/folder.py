@@ -164,14 +164,20 @@ def known_device(name: str, setting: str) -> torch.device:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device of a setting.
+    """Return the torch device of a setting, on which this process is about to compute.
+
+    For CUDA, it takes cuDNN's attention out of the choice of ``scaled_dot_product_attention`` in this process: cuDNN comes first
+    on recent GPUs, and builds a plan for each new shape, which takes longer than the pass that needs it.
 
     Raises:
         ConfigError: torch does not know the name, or this machine lacks the device.
     """
     device = known_device(name, "device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs. Use device cpu.")
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

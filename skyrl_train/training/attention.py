@@ -1,23 +1,28 @@
 """Attention within the segments of a packed row, as an attention implementation of transformers.
 
 row of tokens  [aaaaaaa bbbbbb ccc ddd]          segments, longest first
-buckets        [aaaaaaa bbbbbb·] [ccc ddd]       runs of similar length, each padded to its longest for attention alone
+offsets        [0       7      13  16  19]       what torch's flash attention for ragged batches needs: 16 bit on a GPU
+buckets        [aaaaaaa bbbbbb·] [ccc ddd]       elsewhere: runs of similar length, each padded to its longest for attention alone
 
 A packed forward pass gives the model ``segments`` as a keyword argument, which its layers hand on to the attention function.
-Each bucket of segments becomes a batch that is padded on the right, where causal attention needs no mask: no real token sees
-the tokens to its right. So no ``[L, L]`` mask exists, the kernel of ``scaled_dot_product_attention`` is the same as without
-packing, and only attention pays for padding. Passes without ``segments`` use "sdpa".
+``varlen_attn`` takes the row as it is. Where it does not serve (CPU, float32, dropout), each bucket becomes a batch that is
+padded on the right, where causal attention needs no mask: no real token sees the tokens to its right. So no ``[L, L]`` mask
+exists either way, and at most attention pays for padding. Passes without ``segments`` use "sdpa".
 """
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
@@ -34,6 +39,10 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _UNKNOWN_TO_SDPA = ("softcap", "s_aux", "position_bias", "cache")
 # The cost of one more attention call, in padded tokens of a layer's attention; from benchmarks/token_budget.py.
 BUCKET_COST_TOKENS = 256
+# The kernel shares heads of keys and values. Where varlen_attn has no argument for it (torch 2.11), it hands them on unasked.
+_varlen_attn: Callable[..., Any] = (
+    partial(varlen_attn, enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else varlen_attn
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +56,37 @@ class Bucket:
     places: torch.Tensor | None  # int64 [end - start], of its tokens in the flattened batch; None: nothing is padded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segments:
     """The segments of a packed row. Tokens of different segments do not attend to each other."""
 
-    buckets: tuple[Bucket, ...]
+    lengths: tuple[int, ...]  # in tokens, in the row's order: longest first
+    offsets: torch.Tensor  # int32 [number + 1], where each begins; the last is the number of tokens
     ranks: SequenceRanks | None = None  # the ranks that have a slice of the row each; None: this rank has all of it
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Segments:
-        """Build the buckets of segments with ``lengths`` tokens each, in the row's order: longest first."""
+        """Describe segments with ``lengths`` tokens each, in the row's order: longest first."""
+        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+
+    def to(self, device: torch.device) -> Segments:
+        """Move the tensors to ``device``."""
+        return replace(self, offsets=self.offsets.to(device))
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The segments in runs of similar length, for attention that takes rectangular batches only."""
         buckets, start = [], 0
-        for first, last in pairwise(cheapest_cuts(lengths, cost_tokens=BUCKET_COST_TOKENS)):
-            of_bucket = lengths[first:last]
+        for first, last in pairwise(cheapest_cuts(self.lengths, cost_tokens=BUCKET_COST_TOKENS)):
+            of_bucket = self.lengths[first:last]
             end, width = start + sum(of_bucket), of_bucket[0]
             places = None
             if of_bucket[-1] < width:
                 inside = torch.arange(width) < torch.tensor(of_bucket)[:, None]
-                places = inside.flatten().nonzero().squeeze(1)
+                places = inside.flatten().nonzero().squeeze(1).to(self.offsets.device)
             buckets.append(Bucket(start, end, len(of_bucket), width, places))
             start = end
-        return cls(tuple(buckets))
-
-    def to(self, device: torch.device) -> Segments:
-        """Move the index tensors to ``device``."""
-        buckets = (
-            bucket if bucket.places is None else replace(bucket, places=bucket.places.to(device))
-            for bucket in self.buckets
-        )
-        return replace(self, buckets=tuple(buckets))
+        return tuple(buckets)
 
 
 def cheapest_cuts(descending: Sequence[int], *, cost_tokens: int, budget: int | None = None) -> list[int]:
@@ -177,8 +188,61 @@ def segmented_attention(
         raise ModelError(f"{type(module).__name__} needs {what}, which packed rows lack. Set trainer.packing=false.")
     if segments.ranks is not None:
         query, key, value = segments.ranks.all_tokens(query, key, value)
+    if varlen_serves(query, key, value, dropout):
+        attended = _ragged(query, key, value, segments, sliding_window, scaling)
+    else:
+        attended = _bucketed(query, key, value, segments, sliding_window, scaling, dropout)
+    if segments.ranks is None:
+        return attended[None], None
+    # The row was padded to a multiple of the ranks, behind its last segment.
+    filled = pad(attended, (0, 0, 0, 0, 0, query.shape[2] - sum(segments.lengths)))
+    return segments.ranks.exchange(filled[None]), None
+
+
+def varlen_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """Return whether ``varlen_attn`` takes the inputs, each ``[1, heads, L, D]``: 16 bit on a GPU, from Ampere on.
+
+    Within ``sdpa_kernel`` without flash attention, it does not.
+    """
+    # It has no dropout, and scaled_dot_product_attention alone pads heads to a multiple of 8.
+    if dropout or query.shape[-1] % 8:
+        return False
+    return can_use_flash_attention(SDPAParams(query, key, value, None, dropout, True, True))
+
+
+def _ragged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return ``[tokens of all segments, heads, D]``."""
+    # [1, heads, L, D] -> [tokens, heads, D]. The kernel writes nothing behind the last segment, so it must not get tokens there.
+    query, key, value = (states[0].transpose(0, 1)[: sum(segments.lengths)] for states in (query, key, value))
+    longest = segments.lengths[0]
+    # A token sees itself and the window - 1 tokens before it; -1: all of them.
+    back = -1 if window is None else window - 1
+    attended: torch.Tensor = _varlen_attn(
+        query, key, value, segments.offsets, segments.offsets, longest, longest, scale=scale, window_size=(back, 0)
+    )
+    return attended
+
+
+def _bucketed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Return ``[tokens of all segments, heads, D]``."""
     groups = query.shape[1] // key.shape[1]
-    shared_heads = groups > 1 and use_gqa_in_sdpa(None, key, value)
+    # Beside flash attention, no kernel on a GPU shares heads but the one that keeps a [width, width] matrix for each head.
+    shared_heads = groups > 1 and not query.is_cuda and use_gqa_in_sdpa(None, key, value)
     if groups > 1 and not shared_heads:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     # [1, heads, L, D] -> [L, heads, D]: tokens first, as buckets cut and pad them.
@@ -186,11 +250,11 @@ def segmented_attention(
     outputs = []
     for bucket in segments.buckets:
         mask = None
-        if sliding_window is not None and bucket.width > sliding_window:
-            # bool [width, width]: a token sees itself and the sliding_window - 1 tokens before it
+        if window is not None and bucket.width > window:
+            # bool [width, width]: a token sees itself and the window - 1 tokens before it
             places = torch.arange(bucket.width, device=query.device)
             back = places[:, None] - places[None, :]
-            mask = (back >= 0) & (back < sliding_window)
+            mask = (back >= 0) & (back < window)
         attended = scaled_dot_product_attention(
             _batch(query, bucket),
             _batch(key, bucket),
@@ -198,16 +262,12 @@ def segmented_attention(
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=mask is None,
-            scale=scaling,
+            scale=scale,
             enable_gqa=shared_heads,
         )
         flat = attended.transpose(1, 2).flatten(0, 1)
         outputs.append(flat if bucket.places is None else flat.index_select(0, bucket.places))
-    if segments.ranks is None:
-        return torch.cat(outputs)[None], None
-    # The row was padded to a multiple of the ranks, behind its last segment.
-    filled = pad(torch.cat(outputs), (0, 0, 0, 0, 0, query.shape[0] - segments.buckets[-1].end))
-    return segments.ranks.exchange(filled[None]), None
+    return torch.cat(outputs)
 
 
 def _batch(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:

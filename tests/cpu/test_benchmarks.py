@@ -20,6 +20,7 @@ QUICK = [
     ("driver_cost --groups 20 --samples 1 --tokens 16 --policies accept", "| `accept` | **"),
     ("embedded_engine --requests 1 --tokens 2", "1  "),
     ("gpu_weight_sync --dry --updates 1", "embedded dry shared_memory: "),
+    ("gpu_attention --dry --output attention.json", "| 256 | 1 | "),
     (
         "staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 1 --width 2 --futures 2",
         "| balanced | 2 | 1 |",

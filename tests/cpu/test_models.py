@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.schema import BuildModelConfig, ModelConfig
 from skyrl_train.errors import ConfigError, ModelError
-from skyrl_train.models.folder import build_empty, load_config, load_model, load_tokenizer
+from skyrl_train.models.folder import build_empty, load_config, load_model, load_tokenizer, resolve_device
 from skyrl_train.models.tiny import build_model_folder, character_tokenizer
 
 SMALL = BuildModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)
@@ -160,6 +160,18 @@ class TestOpening:
         assert shapes == {name: p.shape for name, p in weights(folder).items()}
         assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
         assert not built.training
+
+    @pytest.mark.parametrize(("device", "allowed"), [("cpu", True), ("cuda", False)])
+    def test_a_process_that_computes_on_a_gpu_does_not_leave_attention_to_cudnn(
+        self, device: str, allowed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        try:
+            resolve_device(device)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
     @pytest.mark.parametrize(
         ("dtype", "device", "message"),
