@@ -29,6 +29,7 @@ from skyrl_train.models.folder import quiet_transformers
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcTransport
+from skyrl_train.weight_sync.shared_area import SharedArea
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.staging import checksum
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
@@ -126,7 +127,25 @@ def plain_copies(num_bytes: int, device: str) -> dict[str, float]:
     if device == "cuda":
         other = torch.empty_like(there)
         figures["device to device"] = milliseconds(lambda: other.copy_(there))
+        figures |= copies_of_registered_memory(there)
         figures["checksum on the device"] = milliseconds(lambda: checksum(there), repeat=2)
+    return figures
+
+
+def copies_of_registered_memory(there: torch.Tensor) -> dict[str, float]:
+    """Return the milliseconds of copies of memory that other processes can map and that is registered with CUDA."""
+    area, cudart = SharedArea(there.numel()), torch.cuda.cudart()
+    memory = torch.frombuffer(area.memory, dtype=torch.uint8)
+    memory.zero_()  # makes the pages
+    started = time.perf_counter()
+    error = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 1)
+    figures = {"registration": 1e3 * (time.perf_counter() - started)}
+    if error != cudart.cudaError.success:
+        print(f"CUDA does not register shared memory: {cudart.cudaGetErrorString(error)}")
+    figures["device to registered"] = milliseconds(lambda: memory.copy_(there, non_blocking=True))
+    figures["registered to device"] = milliseconds(lambda: there.copy_(memory, non_blocking=True))
+    cudart.cudaHostUnregister(memory.data_ptr())
+    area.close()
     return figures
 
 
