@@ -117,8 +117,8 @@ def test_attention_on_the_gpu_has_the_values_and_gradients_of_exact_attention(
 ) -> None:
     ours = attended("cuda", dtype, heads, lengths, window)
     exact = attended("cpu", torch.float64, heads, lengths, window)
-    # A token that sees only itself has no gradient in its query and key: there, the error is that of the value's gradient.
-    floor = 2**-6 * exact[3].norm()
+    # Queries and keys have gradients of 0.67 to 0.9 of the values', or none where each token sees only itself.
+    floor = 0.5 * exact[3].norm()
     for name, got, expected in zip(("out", "query", "key", "value"), ours, exact, strict=True):
         error = (got - expected).norm() / torch.maximum(expected.norm(), floor)
         assert error <= tolerance, (name, float(error))
