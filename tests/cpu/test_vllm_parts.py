@@ -128,6 +128,13 @@ def test_the_environment_is_there_inside_and_as_before_outside(monkeypatch: pyte
     assert not {"TORCH_COMPILE_DISABLE", "X_Y"} & os.environ.keys()
 
 
+def test_vllm_forks_no_process_that_has_threads() -> None:
+    method = "VLLM_WORKER_MULTIPROC_METHOD"
+    assert process_environment(settings(), on_cpu=False)[method] == "spawn"
+    assert method not in process_environment(settings(), on_cpu=True), "the CPU build always spawns"
+    assert process_environment(settings(environment={method: "fork"}), on_cpu=False)[method] == "fork"
+
+
 def test_another_environment_waits_for_its_turn() -> None:
     seen: list[str] = []
 

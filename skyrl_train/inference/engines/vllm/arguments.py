@@ -143,6 +143,9 @@ def process_environment(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, st
         }
         if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process
+    else:
+        # vLLM would fork this process, whose other threads may hold locks that the child then waits for. Its CPU build spawns.
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     return {**variables, **settings.environment}
 
 
