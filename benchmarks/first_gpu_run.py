@@ -724,7 +724,7 @@ STEP_METRICS = (
     "policy/grad_norm",
     "off_policy/ess",
     "off_policy/ratio_max",
-    "off_policy/kl",
+    "off_policy/kl_k3",
     "async/idle_fraction",
 )
 

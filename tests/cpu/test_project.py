@@ -204,6 +204,40 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert ".ci/run" in [step.get("run") for step in steps]
 
 
+def test_the_gpu_workflow_runs_nothing_but_a_commit_that_a_maintainer_names() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text())
+    assert list(workflow[True]) == ["workflow_dispatch"]  # YAML reads the key `on` as true
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        first, checkout, *_ = job["steps"]
+        assert first["env"] == {"COMMIT": "${{ inputs.commit }}"}
+        for commit, accepted in (("a" * 40, True), ("main", False), ("a" * 7, False), ("a" * 41, False)):
+            script = ["bash", "-c", first["run"]]
+            done = subprocess.run(script, env={**os.environ, "COMMIT": commit}, check=False)
+            assert (done.returncode == 0) is accepted, commit
+        assert checkout["with"]["ref"] == "${{ inputs.commit }}"
+        assert "${{" not in "".join(step.get("run", "") for step in job["steps"]), "an input could be a command"
+
+
+def test_the_gpu_tests_fail_in_ci_where_they_would_be_skipped(tmp_path: Path) -> None:
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text())["jobs"]["test"]["steps"]
+    (step,) = [step for step in steps if "pytest tests/gpu" in step.get("run", "")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu/test_loop_gpu.py",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+    ]
+    environment = {**os.environ, **step["env"], "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert "torch.cuda.is_available() is False" in done.stdout + done.stderr
+
+
 @pytest.mark.slow  # starts pytest three times
 @pytest.mark.parametrize("passes", [True, False])
 def test_the_tests_can_be_run_again_and_again_in_random_orders(tmp_path: Path, passes: bool) -> None:
