@@ -4,8 +4,8 @@
 
 After a crash at any instant, :meth:`CheckpointStore.latest` returns a complete checkpoint: the previous or the new one.
 ``latest`` is a text file with a folder's name. A folder is complete when the files that its manifest lists have the sizes
-listed there, and intact when they also have the checksums. Removing old checkpoints needs the first, which is cheap; resuming
-the second.
+listed there, and intact when they also have the checksums. Removing old checkpoints only checks completeness, which is cheap.
+Resuming checks that the checkpoint is intact.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _DAMAGE = {
     errno.EISDIR: "is no file",
     errno.EIO: "cannot be read from the disk",
 }
+START_AFRESH = "start a new run with trainer.resume=never"
 _SMALL_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,9 @@ class CheckpointStore:
         usable pointer, the newest intact one.
         """
         try:
-            self._newest = newest_intact(self._candidates(), find_damage, lambda path: path.name, self._root, report)
+            self._newest = newest_intact(
+                self._candidates(), find_damage, lambda path: path.name, self._root, report, START_AFRESH
+            )
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoints in {self._root} cannot be read: {error}. Nothing has changed; make them readable and run "
@@ -139,7 +142,7 @@ class CheckpointStore:
             return folders
         if not _FOLDER.fullmatch(name):
             if not folders:
-                raise none_intact(self._root, [f"{POINTER} (is broken)"])
+                raise none_intact(self._root, [f"{POINTER} (is broken)"], START_AFRESH)
             return folders
         pointed = self._root / name
         # Not the newer ones: a crash came before the pointer named them, and the run may have gone another way since.
@@ -170,8 +173,8 @@ class CheckpointStore:
             for path in sorted(self._root.glob(_UNFINISHED + "*")):
                 remove = self._files.remove_tree if path.is_dir() else self._files.remove_file
                 remove(path)
-            # The run was resumed from a checkpoint before these. They go first: counted among the newest, they would have
-            # the checkpoints removed that the run can fall back to.
+            # These are newer than the checkpoint that the run resumed from. Remove them first: otherwise they count as the
+            # newest, and intact older ones are removed.
             for folder in self._folders():
                 if self._newest is not None and _age_key(folder) > _age_key(self._newest):
                     self._files.remove_tree(folder)
@@ -345,7 +348,7 @@ def find_damage(folder: Path) -> str | None:
             return _damage_of(name, error)
         return None
 
-    if sum(manifest.sizes.values()) < _SMALL_BYTES:  # sooner read than threads are started
+    if sum(manifest.sizes.values()) < _SMALL_BYTES:  # reading these takes less time than starting threads
         return next(filter(None, map(damage, manifest.sizes)), None)
     with ThreadPoolExecutor() as pool:  # one thread cannot keep a fast disk busy
         return next(filter(None, pool.map(damage, manifest.sizes)), None)
@@ -363,8 +366,12 @@ def newest_intact(
     name_of: Callable[[T], str],
     place: object,
     report: Report,
+    start_afresh: str,
 ) -> T | None:
     """Return the first candidate without damage, and report the damaged ones before it in one line. None: no candidates.
+
+    Args:
+        start_afresh: see :func:`none_intact`.
 
     Raises:
         CheckpointError: all are damaged.
@@ -378,15 +385,18 @@ def newest_intact(
             return candidate
         damaged.append(f"{name_of(candidate)} ({damage})")
     if damaged:
-        raise none_intact(place, damaged)
+        raise none_intact(place, damaged, start_afresh)
     return None
 
 
-def none_intact(place: object, damaged: Iterable[str]) -> CheckpointError:
-    """Return the error for a run that has checkpoints, all of them ``damaged``. Starting again at step 0 would remove them."""
+def none_intact(place: object, damaged: Iterable[str], start_afresh: str) -> CheckpointError:
+    """Return the error for a run that has checkpoints, all of them ``damaged``. Starting again at step 0 would remove them.
+
+    Args:
+        start_afresh: what the user can do instead of restoring a checkpoint; see ``START_AFRESH``.
+    """
     return CheckpointError(
-        f"No checkpoint in {place} is intact: {', '.join(damaged)}. Restore one of them from a copy, or start a new run with "
-        "trainer.resume=never."
+        f"No checkpoint in {place} is intact: {', '.join(damaged)}. Restore one of them from a copy, or {start_afresh}."
     )
 
 

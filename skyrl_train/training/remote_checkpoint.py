@@ -39,6 +39,7 @@ from skyrl_train.training.checkpoint import (
 
 CONFIG = "config.yaml"  # of the run that the checkpoints belong to
 IDENTITY = "id"  # file with a random number, so that no two checkpoints have the same manifest
+START_AFRESH = "start a new run with another trainer.ckpt_path"
 _FOLDER = re.compile(r"global_step_(\d+)(?:\.(\d+))?")
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ class RemoteCheckpointStore:
         self._url = url.rstrip("/")
         self._config = config
         self._local = local
-        # Manifest of the newest checkpoint that this run has written or found, intact or not; empty: there was none.
-        self._known: bytes | None = None
+        # The manifests that the newest checkpoint may have while no other run writes there; None: nobody has looked yet.
+        self._known: set[bytes] | None = None
         self._resumed: _RemoteFolder | None = None  # the checkpoint resumed from, or written last
         self._files: AbstractFileSystem
         self._root: str
@@ -92,17 +93,16 @@ class RemoteCheckpointStore:
             CheckpointError: the URL cannot be reached.
         """
         with self._reached("read"):
-            remote = self._newest()
-            if remote is None:
-                return
-            theirs = from_yaml(self._text(CONFIG), where=f"{self._url}/{CONFIG}")
-            own = self._is_local(remote)
-        if differing := differences(theirs, self._config):
+            candidates = self._candidates()
+            remote = next(filter(self._is_complete, candidates), None)
+            theirs = None if remote is None else from_yaml(self._text(CONFIG), where=f"{self._url}/{CONFIG}")
+            own = remote is not None and self._is_local(remote)
+        if theirs is not None and (differing := differences(theirs, self._config)):
             raise ConfigError(
                 f"trainer.ckpt_path={self._url} holds checkpoints of another configuration; it differs in "
                 f"{', '.join(differing)}. Set these as in {self._url}/{CONFIG}, or give another trainer.ckpt_path."
             )
-        if self._config.trainer.resume is ResumeMode.never and not own:
+        if self._config.trainer.resume is ResumeMode.never and candidates and not own:
             raise ConfigError(
                 f"trainer.ckpt_path={self._url} holds checkpoints and trainer.resume=never. Give another "
                 "trainer.ckpt_path, or drop resume=never."
@@ -114,10 +114,17 @@ class RemoteCheckpointStore:
         It is the checkpoint that the pointer names. If that one is damaged, it is the newest intact one before it.
         """
         with self._reached("read"):
-            self._known = self._identity(self._newest())
             candidates = self._candidates()
-            self._resumed = newest_intact(candidates, self._fetch, lambda remote: remote.name, self._url, report)
-            return None if self._resumed is None else self._local.folder(self._resumed.step)
+            newest = next(filter(self._is_complete, candidates), None)
+            self._known = set() if newest is None else {self._manifest_bytes(newest)}
+            self._resumed = newest_intact(
+                candidates, self._fetch, lambda remote: remote.name, self._url, report, START_AFRESH
+            )
+            if self._resumed is None:
+                return None
+            # It becomes the newest one when write() removes the damaged ones after it.
+            self._known.add(self._manifest_bytes(self._resumed))
+            return self._local.folder(self._resumed.step)
 
     def write(self, step: int, writer: Writer) -> Path:
         """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces.
@@ -136,33 +143,36 @@ class RemoteCheckpointStore:
         with self._reached(f"take the checkpoint of step {step}"):
             newest = self._newest()
             # Another run has written since: each of the two would remove the later steps of the other.
-            if self._known is not None and newest is not None and self._identity(newest) != self._known:
+            if self._known is not None and newest is not None and self._manifest_bytes(newest) not in self._known:
                 raise CheckpointError(
                     f"trainer.ckpt_path={self._url} has {newest.name} of another run, which is untouched. Stop one of the two, "
                     "or give it another trainer.ckpt_path."
                 )
             folders = self._remote_folders()
             remote = _RemoteFolder(step, 1 + max((p.attempt for p in folders if p.step == step), default=-1))
-            # The run was resumed from a checkpoint before these. They go first: counted among the newest, they would have
-            # the checkpoints removed that the run can fall back to.
+            # These are newer than the checkpoint that the run resumed from. Remove them first: otherwise they count as the
+            # newest, and intact older ones are removed.
             for later in folders:
                 if self._resumed is not None and later > self._resumed:
                     self._remove(later)
-            self._upload(folder, remote)
-            self._known, self._resumed = (folder / MANIFEST).read_bytes(), remote
+            manifest = (folder / MANIFEST).read_bytes()
+            if self._known is not None:
+                self._known.add(manifest)  # an upload that fails may have come this far
+            self._upload(folder, remote, first=newest is None)
+            self._known, self._resumed = {manifest}, remote
         try:
             self._remove_old(remote)
         except Exception as error:  # the new one is safe: an old one that stays only costs space
             logger.warning("An old checkpoint in %s could not be removed: %s", self._url, error)
         return folder
 
-    def _upload(self, folder: Path, remote: _RemoteFolder) -> None:
+    def _upload(self, folder: Path, remote: _RemoteFolder, *, first: bool) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
         there = [self._path(remote.name, path.relative_to(folder).as_posix()) for path in paths]
         for parent in sorted({path.rpartition("/")[0] for path in there}):
             self._files.makedirs(parent, exist_ok=True)
         # Written once: a crash while it is overwritten would make the existing checkpoints unreadable.
-        if self._newest() is None:
+        if first:
             self._files.pipe_file(self._path(CONFIG), to_yaml(self._config).encode())
         self._files.put([str(path) for path in paths], there)
         # The manifest comes after all files that it lists, the pointer after a check of their sizes.
@@ -235,7 +245,7 @@ class RemoteCheckpointStore:
             return checkpoints
         if pointed is None:
             if not checkpoints:
-                raise none_intact(self._url, [f"{POINTER} (is broken)"])
+                raise none_intact(self._url, [f"{POINTER} (is broken)"], START_AFRESH)
             return checkpoints
         return [pointed, *(remote for remote in checkpoints if remote < pointed)]
 
@@ -269,14 +279,14 @@ class RemoteCheckpointStore:
     def _is_complete(self, remote: _RemoteFolder) -> bool:
         return self._find_damage(remote) is None
 
-    def _identity(self, remote: _RemoteFolder | None) -> bytes:
-        return b"" if remote is None else self._manifest_bytes(remote)
-
     def _is_local(self, remote: _RemoteFolder) -> bool:
         """Return whether the local disk has a copy of this checkpoint, intact or not."""
         try:
-            return (self._local.folder(remote.step) / MANIFEST).read_bytes() == self._manifest_bytes(remote)
-        except (FileNotFoundError, NotADirectoryError):
+            there = self._manifest_bytes(remote)
+            # Sizes alone, in a manifest of an earlier version, may be those of another checkpoint.
+            same = (self._local.folder(remote.step) / MANIFEST).read_bytes() == there
+            return same and bool(Manifest.of_json(there).checksums)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return False
 
     def _has_manifest(self, remote: _RemoteFolder) -> bool:

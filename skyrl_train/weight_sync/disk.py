@@ -39,7 +39,20 @@ PREFIX = "skyrl-weights-"
 # safetensors: 8 bytes with the length of the header (little-endian), the header as JSON, then the data.
 LENGTH_BYTES = 8
 HEADER_ALIGNMENT_BYTES = 64  # of the first weight; the format allows no gaps after it
-DTYPE_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
+DTYPE_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 logger = logging.getLogger(__name__)
 

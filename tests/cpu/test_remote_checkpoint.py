@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -198,6 +199,54 @@ def test_a_damaged_copy_is_downloaded_again_and_an_intact_one_saves_a_damaged_or
     assert content(here.latest(pytest.fail)) == "one"
     overwrite("global_step_1/weights")
     assert content(here.latest(pytest.fail)) == "one"
+
+
+def test_a_copy_is_not_taken_for_a_checkpoint_of_the_same_sizes_and_an_earlier_version(tmp_path: Path) -> None:
+    here = store(tmp_path)
+    folder = here.write(1, writing("one"))
+    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    del sizes["manifest.json"]
+    earlier = json.dumps({"step": 1, "files": sizes})
+    (folder / "manifest.json").write_text(earlier)
+    fsspec.filesystem("memory").pipe_file(f"{URL}/global_step_1/manifest.json", earlier.encode())
+    (folder / "weights").write_bytes(bytes(sizes["weights"]))
+    assert content(here.latest(pytest.fail)) == "one"
+
+
+def test_a_run_without_an_intact_checkpoint_is_told_to_use_another_url(tmp_path: Path) -> None:
+    store(tmp_path / "a").write(1, writing("one"))
+    fsspec.filesystem("memory").rm(f"{URL}/global_step_1/weights")
+    with pytest.raises(CheckpointError, match=r"start a new run with another trainer\.ckpt_path\.$"):
+        store(tmp_path / "b").latest()
+    with pytest.raises(ConfigError, match="resume=never"):
+        store(tmp_path / "b", "trainer.resume=never").check()
+
+
+@pytest.mark.parametrize("midway", [False, True])
+@pytest.mark.parametrize("existing", [0, 3])
+def test_a_write_that_fails_at_any_instant_can_be_tried_again(tmp_path: Path, existing: int, midway: bool) -> None:
+    keep, at, failed = "trainer.max_ckpts_to_keep=3", 0, True
+    while failed:
+        at += 1
+        MemoryFileSystem.store.clear()
+        first = store(tmp_path / f"first-{at}", keep)
+        for step in range(1, existing + 1):
+            first.write(step, writing(f"step {step}"))
+        for damaged in range(2, existing + 1):
+            overwrite(f"global_step_{damaged}/weights")
+        returned = store(tmp_path / f"back-{at}", keep)
+        assert content(returned.latest(lambda line: None)) == ("step 1" if existing else None)
+        with pytest.MonkeyPatch.context() as patch:
+            Interruption(at, midway, TimeoutError).install(patch)
+            try:
+                returned.write(4, writing("step 4"))
+                failed = False
+            except CheckpointError:
+                failed = True
+        if failed:
+            returned.write(4, writing("step 4"))
+        assert content(store(tmp_path / f"next-{at}").latest(pytest.fail)) == "step 4"
+    assert at > (12 if existing else 5)  # two folders of four files; configuration, three files, manifest, pointer
 
 
 def test_an_outage_is_an_error_and_never_a_new_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_worlds import backend, build_small_model, minibatch, same, weights
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.training import state as of_snapshots
-from skyrl_train.training.state import Snapshots
+from skyrl_train.training.state import POLICY_FILE, BackendState, Snapshots, write_state
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
@@ -63,3 +64,15 @@ def test_memory_is_used_again_and_only_the_latest_can_be_read() -> None:
     assert snapshots.state(wider).dtype == torch.float64
     with pytest.raises(CheckpointError, match="a later snapshot"):
         snapshots.state(second)
+
+
+def test_weights_of_any_dtype_are_written(tmp_path: Path) -> None:
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    others = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+    written = {str(dtype): torch.tensor([[0, 1, 2]]).to(dtype) for dtype in floats + others}
+    written["scalar"] = torch.tensor(3)
+    write_state(BackendState(written, {}, {}), tmp_path)
+    read = load_file(tmp_path / POLICY_FILE)
+    assert read.keys() == written.keys()
+    for name, weight in written.items():
+        assert read[name].dtype == weight.dtype and read[name].equal(weight), name
