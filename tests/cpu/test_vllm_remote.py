@@ -27,7 +27,7 @@ from skyrl_train.inference.engines.vllm.remote_link import RemoteRequest
 from skyrl_train.inference.engines.vllm.remote_server import authorized, receives_weights
 from skyrl_train.inference.engines.vllm.remote_wire import GENERATE_PATH, parse_part, request_body
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, Spans, token_versions
-from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StructuredOutput
+from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StructuredOutput, TokenChunk
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
@@ -234,6 +234,24 @@ async def test_a_failing_engine_process_is_death_and_a_failing_request_is_not(
     fake.facts["dead"] = True
     with pytest.raises(EngineDeadError, match="engine process"):
         await faked.generate(request())
+
+
+async def chunks(engine: RemoteVLLMEngine) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.stream(request())]
+
+
+@pytest.mark.parametrize("answer", ["no object", {"choices": []}, [{"choices": []}]])
+async def test_an_answer_of_another_shape_is_an_error(fake: FakeServer, faked: RemoteVLLMEngine, answer: Any) -> None:
+    fake.answer = saying(answer)
+    with pytest.raises(EngineError, match="answer to a request is unreadable"):
+        await (chunks(faked) if isinstance(answer, list) else faked.generate(request()))
+
+
+@pytest.mark.parametrize("answer", [[], [event([5])]])
+async def test_a_stream_without_an_end_is_an_error(fake: FakeServer, faked: RemoteVLLMEngine, answer: Any) -> None:
+    fake.answer = saying(answer)
+    with pytest.raises(EngineError, match="did not finish"):
+        await chunks(faked)
 
 
 async def test_a_control_call_that_hangs_ends_in_time(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,10 @@ class Connection:
 
     async def close(self) -> None:
         """Close all connections, which aborts the requests on them."""
-        await self._control.close()
-        await self._generation.close()
+        try:
+            await self._control.close()
+        finally:
+            await self._generation.close()
 
     async def get(self, path: str) -> Any:
         """Return the JSON at ``path``; errors as in :meth:`post`."""
@@ -155,7 +157,12 @@ class Connection:
         async with self._response(session, method, path, **options) as response:
             content = await response.read()
         self._check(response, content)
-        return orjson.loads(content) if content else None
+        try:
+            return orjson.loads(content) if content else None
+        except orjson.JSONDecodeError as error:
+            raise EngineError(
+                f"The vLLM server at {self.url} answers {path} with no JSON: {content[:200]!r}"
+            ) from error
 
     @contextlib.asynccontextmanager
     async def _response(
@@ -339,14 +346,22 @@ class ServerLink(VLLMLink):
 
     async def _read(self, in_flight: RemoteRequest, body: Mapping[str, Any]) -> None:
         num_top = in_flight.request.params.top_logprobs
+        # Whatever goes wrong here ends up in the queue: otherwise next_chunk() would wait for ever.
         try:
             if in_flight.request.stream:
+                ended = False
                 async for event in self._connection.stream(body):
-                    in_flight.outputs.put_nowait(parse_part(event, num_top))
+                    part = parse_part(event, num_top)
+                    in_flight.outputs.put_nowait(part)
+                    ended = part.stop_reason is not None
+                if not ended:
+                    raise EngineError("The vLLM server did not finish its answer to a request.")
             else:
                 in_flight.outputs.put_nowait(parse_part(await self._connection.generate(body), num_top))
         except SkyRLError as error:
             in_flight.outputs.put_nowait(error)
+        except Exception as error:
+            in_flight.outputs.put_nowait(EngineError(f"The vLLM server's answer to a request is unreadable: {error!r}"))
 
     async def next_chunk(self, in_flight: InFlightRequest) -> TokenChunk:
         """See :class:`VLLMLink`."""
@@ -485,9 +500,8 @@ class SharedLook:
         # A call that runs already may have left before what the caller wants to see; the next one has not.
         if self._next is None:
             self._next = asyncio.ensure_future(self._after(self._running))
-            self._next.add_done_callback(
-                lambda call: call.cancelled() or call.exception()
-            )  # seen, even if nobody waits
+            # Its exception counts as seen, even if nobody waits for it.
+            self._next.add_done_callback(lambda call: call.cancelled() or call.exception())
         return await asyncio.shield(self._next)
 
     async def _after(self, running: asyncio.Future[Any] | None) -> Any:
