@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -161,6 +164,39 @@ def test_a_process_that_leaves_the_session_ends_with_the_program() -> None:
         except OSError:
             continue  # it ended meanwhile
     assert left == []
+
+
+TRIES_EACH_ISOLATION = """
+from skyrl_train.environments.sandbox import ISOLATIONS, SandboxError, run_program
+for isolation in ISOLATIONS:
+    try:
+        print(isolation, run_program("print('ran')", isolation=isolation).stdout.strip())
+    except SandboxError as error:
+        print(isolation, error)
+"""
+
+
+def of_an_ordinary_user(first: str) -> dict[str, str]:
+    """What each isolation answers to user 1000, without rights, after the shell command ``first`` with rights."""
+    if shutil.which("unshare") is None or why_unavailable("namespaces"):
+        pytest.skip(f"no user namespace can be made here for the test: {why_unavailable('namespaces')}")
+    become = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--keep-caps", "sh", "-ec"]
+    script = f'{first}; exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
+    command = [*become, script, "sh", sys.executable, "-c", TRIES_EACH_ISOLATION]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+def test_an_ordinary_user_has_each_isolation() -> None:
+    assert of_an_ordinary_user(":") == {"namespaces": "ran", "limits": "ran"}
+
+
+def test_where_no_user_namespace_is_allowed_the_refusal_says_what_to_do() -> None:
+    answers = of_an_ordinary_user("echo 0 >/proc/sys/user/max_user_namespaces")  # as in many containers
+    assert answers["limits"] == "ran"
+    assert answers["namespaces"].startswith("Sandbox isolation 'namespaces' does not work here: bwrap: ")
+    assert "sysctl user.max_user_namespaces" in answers["namespaces"]
+    assert "you can set environment.kwargs.isolation=limits instead" in answers["namespaces"]
 
 
 def test_an_unknown_isolation_is_refused() -> None:
