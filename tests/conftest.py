@@ -19,8 +19,8 @@ from rooms import ROOMS, room_of
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray, a fork server) share a process
-# too. These groups are the longest, and run first: one that came last would leave the other processes idle.
+# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray) share a process too, and so do the
+# longest of those that use the fork server. These groups run first: one that came last would leave the other processes idle.
 SHARED = {
     "test_ray": "ray",
     "test_executors": "ray",
@@ -39,7 +39,7 @@ LONGEST_FIRST = [*dict.fromkeys(SHARED.values())]
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, database=None, print_blob=True)
 settings.load_profile("same")
-# Hypothesis has no setting for it. After its own bound of 300 s, a test's time limit has long ended it, without an example.
+# Hypothesis has no setting for this. Its own limit is 300 s; a test's time limit may come first, and then no example is shown.
 examples.MAX_SHRINKING_SECONDS = 20
 
 
@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         problem = "" if room == "list" else f"there is no room {room!r}. "
         pytest.exit(f"{problem}Rooms: {', '.join(sorted(ROOMS))}", returncode=0 if room == "list" else 2)
     if config.getoption("--margins"):
+        if config.getoption("numprocesses", None):
+            pytest.exit("--margins needs the comparisons of one process: leave out -n", returncode=2)
         from margins import Margins  # imports torch
 
         config.pluginmanager.register(Margins())

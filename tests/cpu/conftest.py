@@ -43,7 +43,7 @@ def _not_launched_by_uvw() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_full_collections() -> Iterator[None]:
-    """A run collects all garbage before it trains. In a process with everything imported, that takes longer than to train."""
+    """A run collects all garbage before it trains. In a process that has imported everything, this takes longer than to train."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "gc_tuned", nullcontext)
         yield

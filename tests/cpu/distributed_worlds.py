@@ -14,7 +14,7 @@ FSDP = "trainer.fsdp"
 
 
 class TwoProcesses:
-    """Two processes for the ranks of all groups of a session; they are started when first asked for, and after their end."""
+    """Two processes that hold the ranks of all groups of a session. They start on first use, and again after their end."""
 
     def __init__(self) -> None:
         self._started: WorkerGroup | None = None

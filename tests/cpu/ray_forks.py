@@ -59,6 +59,7 @@ def serve(path: str) -> None:
         assert threading.active_count() == 1, (
             "a thread does not survive the fork, and the locks that it holds stay locked"
         )
+        gc.collect()
         gc.freeze()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:  # until whoever started it has ended

@@ -54,9 +54,13 @@ class RayNodes:
             self._far = self._cluster.add_node(num_cpus=FAR_CPUS, object_store_memory=STORE_BYTES, resources={FAR: 1})
 
     def lose_far(self) -> None:
-        """The other node's processes are killed."""
+        """The other node's processes are killed. Returns when the head knows it."""
+        import ray
+
         far, self._far = self._far, None
         self._cluster.remove_node(far, allow_graceful=False)
+        while FAR in ray.cluster_resources():
+            pass  # each look is a round trip; a later test counts the CPUs
 
     def close(self) -> None:
         import ray

@@ -77,10 +77,6 @@ async def async_length_reward(group: GroupToReward) -> list[float]:
     return length_reward(group)
 
 
-def even_tokens_reward(group: GroupToReward) -> list[float]:
-    return [float(sum(token % 2 == 0 for token in sample.response_ids)) for sample in group.samples]
-
-
 class Model:
     """A reward model that is built once."""
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import math
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP
+from scripted import least_cpu_s
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.chat import AssistantMessage, ChatRenderer, MessageDelta, ToolCall
@@ -441,19 +439,9 @@ def test_content_ends_before_the_stop_string(family: str, data: st.DataObject) -
 
 
 def grows_like_the_length(work: Callable[[int], object], length: int) -> bool:
-    """Whether four times the length costs four times as much, and not sixteen times, in this thread's processor time: other
-    programs and the machine's speed do not count."""
-
-    least = {length: math.inf, length // 4: math.inf}  # of several times, because caches are shared with other programs
-    gc.disable()  # a collection costs as much as there are objects, whoever made them
-    try:
-        for each in 5 * list(least):
-            begun = time.thread_time()
-            work(each)
-            least[each] = min(least[each], time.thread_time() - begun)
-    finally:
-        gc.enable()
-    return least[length] < 8 * least[length // 4]
+    """Whether four times the length costs about four times as much, and not sixteen times."""
+    whole, quarter = least_cpu_s(lambda: work(length), lambda: work(length // 4))
+    return whole < 8 * quarter
 
 
 @pytest.mark.parametrize("text", ["<", "</think>", "<tool_call>", "\n", "{", "<tool_call></tool_call>", "é<"])

@@ -119,7 +119,7 @@ async def test_values_in_the_buffer_outlive_a_checkpoint(tmp_path: Path) -> None
     def stop_with_a_full_buffer(part: Minibatch) -> None:
         if first.trainer.global_step == 1:
             generated = first.trainer.changed.wait_until(lambda: len(first.trainer.rollout.buffer) == 8)
-            asyncio.run_coroutine_threadsafe(generated, loop).result(timeout=60)
+            asyncio.run_coroutine_threadsafe(generated, loop).result(timeout=300)
             loop.call_soon_threadsafe(first.trainer.request_stop)
 
     first.backend.before_update = stop_with_a_full_buffer

@@ -66,7 +66,7 @@ def test_a_recipe_repeats_itself_beside_a_thread_that_draws(
 
 
 @slow_except("gsm8k")
-def test_an_asynchronous_run_with_bound_zero_does_so_too(
+def test_an_asynchronous_run_with_bound_zero_repeats_the_synchronous_one(
     run: Run, in_threads: Callable[[str], Outcome], recipe: str
 ) -> None:
     again = run(recipe, *BOUND_ZERO, "generator.inference_engine.executor=thread", script=DRAWING)

@@ -115,7 +115,7 @@ async def test_a_stop_before_the_last_whole_batches_of_a_stream_leaves_them_to_b
             )
             h.trainer.request_stop()
 
-        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=60)
+        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=300)
 
     h.backend.before_update = stop_when_all_is_generated
     await h.train()

@@ -54,7 +54,7 @@ async def test_one_step_off_generates_while_it_trains_and_publishes_when_nothing
             want = min((h.trainer.global_step + 2) * 4, 32)
             await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
-        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=60)
+        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=300)
 
     h.backend.before_update = update_waits_for_the_next_batch
     await h.train()
@@ -176,7 +176,7 @@ async def test_the_next_step_trains_while_the_engines_load(tmp_path: Path) -> No
 
         if h.trainer.global_step > 0:
             loop.call_soon_threadsafe(next_update.set)
-        asyncio.run_coroutine_threadsafe(next_batch_is_there(), loop).result(timeout=60)
+        asyncio.run_coroutine_threadsafe(next_batch_is_there(), loop).result(timeout=300)
 
     h.backend.before_update = begun
     await h.train()
@@ -290,7 +290,7 @@ async def test_depth_and_workers_change_while_the_run_continues(tmp_path: Path) 
                 want = min((h.trainer.global_step + 3) * 4, 32)
                 await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
-        asyncio.run_coroutine_threadsafe(resize(), loop).result(timeout=60)
+        asyncio.run_coroutine_threadsafe(resize(), loop).result(timeout=300)
 
     h.backend.before_update = deeper
     await h.train()
@@ -313,7 +313,7 @@ async def test_settings_changed_during_the_run_are_restored_by_a_resume(tmp_path
             await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= 12)
             h.trainer.request_stop()
 
-        asyncio.run_coroutine_threadsafe(resize(), loop).result(timeout=60)
+        asyncio.run_coroutine_threadsafe(resize(), loop).result(timeout=300)
 
     h.backend.before_update = deeper
     await h.train()

@@ -322,13 +322,13 @@ async def test_an_in_flight_update_through_the_client_has_exact_versions(
     model = load_model(folder, "float32", "cpu")
     for mode, expected in ((PauseMode.ABORT, old + 1), (PauseMode.KEEP, old + 2), (PauseMode.RECOMPUTE, old + 3)):
         update = transport.gather(model.named_parameters(), expected)
-        answer = asyncio.create_task(client.generate(request(max_tokens=500, seed=5)))
+        answer = asyncio.create_task(client.generate(request(max_tokens=LONG, seed=5)))
         while not answer.done() and (await engine.health()).running == 0:
             pass  # each look is a round trip
         await client.receive_weights(update)
         await client.load_weights(update, mode)
         versions = (await answer)["response_versions"][0]
-        assert versions == sorted(versions) and len(versions) == 500
+        assert versions == sorted(versions) and len(versions) == LONG
         assert set(versions) == {expected - 1, expected}, mode
 
 

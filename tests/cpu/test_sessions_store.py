@@ -6,11 +6,11 @@ import asyncio
 import gc
 import logging
 import re
-import time
 import tracemalloc
 import weakref
 
 import pytest
+from scripted import least_cpu_s
 from session_worlds import ReadableRenderer, ask, assistant, choice, user
 
 from skyrl_train.endpoint.sessions import OpenedSession, SessionLimits, SessionStore
@@ -308,14 +308,7 @@ def test_a_session_of_ten_turns_takes_a_few_kilobytes() -> None:
 
 def test_planning_is_as_quick_in_a_full_store_and_does_not_grow_faster_than_the_conversation() -> None:
     def seconds_per_turn(store: SessionStore, turns: int) -> float:
-        """Of this thread's processor time, so that other programs do not count."""
-        best = float("inf")
-        for _ in range(3):
-            opened = store.open()
-            begin = time.thread_time()
-            play(opened, turns)
-            best = min(best, (time.thread_time() - begin) / turns)
-        return best
+        return least_cpu_s(lambda: play(store.open(), turns))[0] / turns
 
     store, _ = new_store(max_sessions=20_000)
     alone = seconds_per_turn(store, TURNS)

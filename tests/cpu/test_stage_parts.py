@@ -128,23 +128,26 @@ class FlakyExecutor:
         self.orders = list(orders)
         self.executor = executor
         self.start, self.aclose = executor.start, executor.aclose
+        self.limits_s: list[float | None] = []
 
     async def call(self, argument: GroupToReward, timeout_s: float | None = None) -> Any:
-        if self.orders:
-            return await self.executor.call(self.orders.pop(0), timeout_s)
-        # Without the short limit, which a good answer may exceed on a busy machine.
-        return await self.executor.call([float(i) for i, _ in enumerate(argument.samples)])
+        self.limits_s.append(timeout_s)
+        order = self.orders.pop(0) if self.orders else [float(i) for i, _ in enumerate(argument.samples)]
+        # Only the call that hangs has a short limit: a busy machine may exceed it.
+        return await self.executor.call(order, 0.3 if order == "hang" else timeout_s)
 
 
 @pytest.mark.parametrize("order", ["raise", "hang", "die"])
 async def test_a_reward_function_that_fails_once_is_asked_again(order: str) -> None:
     told: list[tuple[str, str]] = []
-    stage = reward_stage(FlakyExecutor(WorkerPool([process_worker(work())]), order), told, timeout_s=0.3)
+    executor = FlakyExecutor(WorkerPool([process_worker(work())]), order)
+    stage = reward_stage(executor, told, timeout_s=300.0)
     await stage.start()
     try:
         rewarded = await stage.run(group(), RECORD)
         assert [sample.reward for sample in rewarded.samples] == [0.0, 1.0]
         assert [name for name, _ in told] == ["group 7"]
+        assert executor.limits_s == [300.0, 300.0]
     finally:
         await stage.aclose()
 

@@ -69,7 +69,7 @@ async def test_generation_continues_while_the_policy_trains(tmp_path: Path) -> N
             want = min(h.trainer.rollout.staleness.counts.trained + 4, 32)
             await h.trainer.changed.wait_until(lambda: h.trainer.rollout.staleness.counts.accepted >= want)
 
-        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=60)
+        asyncio.run_coroutine_threadsafe(generated(), loop).result(timeout=300)
 
     h.backend.before_update = update_waits_for_the_next_batch
     await h.train()
@@ -296,7 +296,7 @@ async def test_finished_groups_are_trained_after_resuming_and_not_generated_agai
             await h.trainer.changed.wait_until(lambda: len(h.trainer.rollout.buffer) == 8)  # with the batch in training
             h.trainer.request_stop()
 
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=60)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(timeout=300)
 
     h.backend.before_update = stop_when_the_next_batch_is_finished
     await h.train()

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -53,6 +54,8 @@ def forking_vllm() -> Iterator[None]:
     multiprocessing.set_forkserver_preload([*IMPORTED_FIRST])
     with environment(WHILE_IMPORTING):
         forkserver.ensure_running()
+    # The server passes over a module that it cannot import, and each process would then import everything again.
+    assert all(map(find_spec, IMPORTED_FIRST))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.v1.engine.utils.get_mp_context", Forks)
         yield
