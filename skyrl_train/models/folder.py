@@ -85,7 +85,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
     """Build the architecture without reading weights, for an engine that receives them in the first weight sync.
 
-    Its random weights are the same each time, so that what an engine finds out by a trial on them is, too.
+    The random weights are the same in each call, so trial runs on them give the same result.
 
     Raises:
         ConfigError: an unknown dtype or a device that this machine does not have.

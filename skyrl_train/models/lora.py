@@ -39,7 +39,7 @@ def add_adapter(
     """Add an adapter to ``model``, in place; all other parameters no longer take gradients.
 
     Args:
-        seed: A is a function of it, whatever else draws random numbers meanwhile.
+        seed: determines A. Random draws elsewhere in the process do not change it.
         dtype: of A and B; None: the model's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checksums of files (CRC-32: it finds accidental damage, at several GB/s per core), as ``crc32:0a1b2c3d``."""
+"""Checksums of files (CRC-32: finds accidental damage, and is faster than cryptographic digests), as ``crc32:0a1b2c3d``."""
 
 from __future__ import annotations
 

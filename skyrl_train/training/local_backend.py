@@ -97,7 +97,8 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
             total_steps: optimizer minibatches of the whole run, over which the learning rate decays.
             temperature: of the sampled responses.
             seed: of an adapter, and of torch's global generators, for models that draw random numbers in their forward pass.
-                Runs of such a model repeat only while nothing else in the process draws: no engine or stage in a thread.
+                Such a run is reproducible only if nothing else in the process draws random numbers, such as an engine or a
+                stage in a thread.
 
         Raises:
             ConfigError: an unknown name in ``trainer_config``, or a pattern of ``lr_multipliers`` that matches nothing.
