@@ -921,6 +921,45 @@ def show(name: str, content: dict[str, Any]) -> None:
         print(f"  no time was left for: {', '.join(content['skipped'])}", flush=True)
 
 
+def table(result: dict[str, Any]) -> str:
+    """Return a result as Markdown for the documentation: a row per figure, the command and the commit above them."""
+    names = [
+        figures.get("name", "no device")
+        for s in result["sections"].values()
+        for part, figures in s["figures"].items()
+        if part == "device"
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    lines = [f"`python {' '.join(result['command'])}`, {result['date'][:10]}, commit {result['commit'] or 'unknown'}."]
+    lines += [f"{', '.join(names) or 'no device'}; Python {result['python']}, {versions}."]
+    for name, section in result["sections"].items():
+        lines += ["", f"`{name}`: {section['status']} in {section['total_s']:.0f} s."]
+        numbers = {
+            part: {key: value for key, value in figures.items() if isinstance(value, int | float)}
+            for part, figures in section["figures"].items()
+        }
+        groups: list[list[str]] = []  # parts with mostly the same figures are the columns of one table
+        for part, own in numbers.items():
+            alike = [
+                g for g in groups if 2 * len(own.keys() & numbers[g[0]].keys()) > max(len(own), len(numbers[g[0]]))
+            ]
+            if alike:
+                alike[0].append(part)
+            else:
+                groups.append([part])
+        for group in groups:
+            keys = dict.fromkeys(key for part in group for key in numbers[part])
+            lines += ["", f"| | {' | '.join(group)} |", "|---|" + "---|" * len(group)]
+            for key in keys:
+                values = (numbers[part].get(key) for part in group)
+                lines.append(f"| `{key}` | {' | '.join('' if value is None else f'{value:,}' for value in values)} |")
+        for part, text in section["failures"].items():
+            lines += ["", f"Failed: {part}, `{text.strip().splitlines()[-1]}`"]
+        if section["skipped"]:
+            lines += ["", f"No time was left for: {', '.join(section['skipped'])}."]
+    return "\n".join(lines)
+
+
 def version_of(package: str) -> str | None:
     """Return the installed version, None if there is none."""
     try:
@@ -948,10 +987,14 @@ def main() -> int:
     parser.add_argument(
         "--ceiling", type=float, help="TFLOP/s that MFU counts against; by default the doctor measures them"
     )
+    parser.add_argument("--table", metavar="FILE", help="run nothing: print the figures of an earlier run as Markdown")
     for internal in ("--section", "--report", "--models"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(Path(options.table).read_text())))
+        return 0
     if options.section:
         run_section(options.section, options)
     limits = LIMITS_S | {name: float(seconds) for name, _, seconds in (one.partition("=") for one in options.limit)}

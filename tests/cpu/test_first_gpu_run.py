@@ -110,3 +110,53 @@ def test_the_operations_of_a_forward_pass_are_counted_one_by_one(script: ModuleT
                 products += 2 * 2 * shape.num_heads * shape.head_dim * length / 2
     products += 2 * scored * shape.hidden_size * shape.vocab_size
     assert script.forward_flops(shape, lengths, scored) == products + 2 * norms * sum(lengths)
+
+
+def test_parts_with_the_same_figures_are_columns_of_one_table(script: ModuleType) -> None:
+    result = {
+        "command": ["benchmarks/first_gpu_run.py", "--only", "engine"],
+        "date": "2026-11-23T06:00:00+00:00",
+        "commit": "abc",
+        "python": "3.12.1",
+        "versions": {"torch": "2.13.0", "vllm": None},
+        "sections": {
+            "engine": {
+                "status": "FAIL",
+                "total_s": 12.3,
+                "figures": {
+                    "device": {"name": "H100", "cpus": 16},
+                    "a": {"x": 1, "y": 2.5},
+                    "b": {"x": 30000, "z": "text"},
+                },
+                "failures": {"c": "Traceback\nValueError: broken\n"},
+                "skipped": ["d"],
+            }
+        },
+    }
+    assert script.table(result).splitlines() == [
+        "`python benchmarks/first_gpu_run.py --only engine`, 2026-11-23, commit abc.",
+        "H100; Python 3.12.1, torch 2.13.0.",
+        "",
+        "`engine`: FAIL in 12 s.",
+        "",
+        "| | device |",
+        "|---|---|",
+        "| `cpus` | 16 |",
+        "",
+        "| | a |",
+        "|---|---|",
+        "| `x` | 1 |",
+        "| `y` | 2.5 |",
+        "",
+        "| | b |",
+        "|---|---|",
+        "| `x` | 30,000 |",
+        "",
+        "Failed: c, `ValueError: broken`",
+        "",
+        "No time was left for: d.",
+    ]
+    figures = result["sections"]["engine"]["figures"]
+    figures["b"]["y"] = 7
+    text = script.table(result)
+    assert "| | a | b |\n|---|---|---|\n| `x` | 1 | 30,000 |\n| `y` | 2.5 | 7 |\n" in text
