@@ -12,7 +12,7 @@ changes when groups are generated and when engines are interrupted; what a step 
 | sync | nothing | generates one whole batch | updates on the batch | no request is in flight |
 | one_step_off | two batches | the batch of the previous version | the same | after the next batch is generated |
 | fully_async | runs all the time | finished groups within the bound | the same, or on parts as they finish | while requests run |
-| partial_rollout | more groups than a batch | the first to finish; interrupts the rest | the same | wakes the engines first |
+| partial_rollout | more groups than a batch | the first to finish | the same, while the rest is interrupted | the rest goes on |
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from skyrl_train.algorithms.kl import KlControl
 from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, RolloutSnapshot
+from skyrl_train.colocation import Colocation
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
@@ -87,7 +88,11 @@ class PPOTrainer:
         rollout: generates groups and holds them until they are trained.
         training: the thread in which the backend computes.
         changed: notified after every event that the trainer may wait for.
+        colocation: alternates generation and training on shared devices; None: they have separate ones.
     """
+
+    # A class in which engines must not sample while the policy trains sets this.
+    always_colocated: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, plan: Plan, components: TrainerComponents) -> None:
         self.config = config
@@ -100,6 +105,11 @@ class PPOTrainer:
         self.phase = Phase(components.clock, "starts")
         self.watchdog = Watchdog(failures.stuck_after_s, components.clock, self.describe, self._report)
         self.training = TrainingThread()
+        self.colocation: Colocation | None = None
+        if config.trainer.placement.colocate_all or self.always_colocated:
+            self.colocation = Colocation(
+                config, components.client, components.syncer, components.backend, self.training, components.clock
+            )
         self.kl_control = KlControl(config.trainer.algorithm)
         self.nonfinite = NonFiniteSteps(failures.max_nonfinite_steps)
         # Scores by the backend's own models: the training thread computes them between two updates.
@@ -199,8 +209,7 @@ class PPOTrainer:
         folder = await asyncio.to_thread(self.components.checkpoints.latest, self._report)
         if folder is not None:
             await self.load_checkpoint(folder)
-        # Engines serve requests only after their first weight sync.
-        await self.components.syncer.sync(self.global_step)
+        await self.serve_policy()
         await self.rollout.start()
         self.components.reporter.begin(self.global_step)
         await self.evaluation.start(self.global_step, self.components.reporter.evaluated_steps)
@@ -209,6 +218,13 @@ class PPOTrainer:
         # Only now: engines and models may need longer for their start than stuck_after_s.
         self.watchdog.start()
         self.start_generation()
+
+    async def serve_policy(self) -> None:
+        """Send the current policy to the engines, which serve requests only after their first weight sync."""
+        if self.colocation is None:
+            await self.components.syncer.sync(self.global_step)
+        else:
+            await self.colocation.begin_generation(self.global_step)
 
     def start_generation(self) -> None:
         """Hook: called once the engines serve. The synchronous trainer generates only when it needs a batch."""
@@ -221,13 +237,18 @@ class PPOTrainer:
         chosen = await self.next_batch()
         if chosen is None:
             return None
+        turn = {}
+        if self.colocation is not None:
+            self.phase.enter(f"puts the engines to sleep for step {self.global_step + 1}")
+            turn = await self.evaluation.hold()  # its requests must not reach the next policy
+            turn |= await self.colocation.begin_training()
         self.phase.enter(f"trains step {self.global_step + 1}")
         # Groups that were spilled to disk are read now; this time counts as waiting for the batch.
         batch = await self.rollout.buffer.load(chosen)
         started = clock()
         metrics = await self.training.update(self.update_policy, batch)
         times = {"time/wait_for_batch": started - waiting_since, "time/train": clock() - started}
-        return self.finish_step(batch, {**metrics, **times})
+        return self.finish_step(batch, {**metrics, **turn, **times})
 
     async def next_batch(self) -> list[BufferedGroup] | None:
         """Return the groups of the next step, ordered by group index. None: the run was asked to stop.
@@ -333,7 +354,10 @@ class PPOTrainer:
         self.rollout.staleness.advance()
         # Before the weights move again: an evaluation on separate engines copies them here.
         await self.evaluation.trained(self.global_step)
-        if due:
+        if due and self.colocation is not None:
+            metrics = await self.colocation.begin_generation(self.global_step)
+            await self._on_version_served(self.global_step)
+        elif due:
             metrics = await self.components.syncer.begin(
                 self.global_step,
                 before_send=self.evaluation.hold,
@@ -428,7 +452,7 @@ class PPOTrainer:
             # An evaluation that runs must end before the engines get other weights.
             await self.evaluation.hold()
             if self.components.client.policy_version != self.global_step:  # the last step was not due for a weight sync
-                await self.components.syncer.sync(self.global_step)
+                await self.serve_policy()
             await self.evaluation.conclude(self.global_step)
 
     async def export_policy(self) -> None:

@@ -35,6 +35,7 @@ ROOMS = {
     "trainers": (
         "trainer", "assembly", "damaged_checkpoints", "determinism", "endings", "failures", "kill_and_resume", "modes",
         "sync_equivalence", "streaming_minibatch", "replay_trainer", "nonfinite", "critic_training", "lora_training",
+        "colocation",
     ),
     "training": (
         "training", "checkpoint_store", "compilation", "critic", "minibatch", "remote_checkpoint", "snapshots",

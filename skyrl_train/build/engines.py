@@ -119,7 +119,10 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> Inferen
         "load_format": "auto" if lora.rank else "dummy",
         "lora_rank": lora.rank,
         **{key: value for key, value in engine.engine_args.items() if key in own},
-        "engine_args": {key: value for key, value in engine.engine_args.items() if key not in own},
+        "engine_args": {
+            **({"enable_sleep_mode": True} if config.trainer.placement.colocate_all else {}),
+            **{key: value for key, value in engine.engine_args.items() if key not in own},
+        },
         "environment": dict(engine.environment),
     }
     if engine.executor == "ray":

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.build.backend import build_backend
 from skyrl_train.build.engines import build_client, build_transport
 from skyrl_train.build.rollout import build_generator, build_stages, value_stages
+from skyrl_train.colocation import interrupt
 from skyrl_train.config import derive
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
@@ -76,9 +77,7 @@ async def build_trainer(
     pause_mode = PauseMode(config.generator.pause_mode)
     clients = [group.client for group in (run, evaluation) if group is not None]
     # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
-    backend = await _start(
-        clients, stages, lambda: build_backend(config, plan, model_path), derive.engines_start_first(config)
-    )
+    backend = await _start(config, clients, stages, lambda: build_backend(config, plan, model_path))
     try:
         # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
         evaluation_engines = None
@@ -129,22 +128,23 @@ def _engine_group(
 
 
 async def _start(
+    config: RunConfig,
     clients: Sequence[InferenceEngineClient],
     stages: Sequence[Stage],
     build: Callable[[], TrainingBackend],
-    engines_first: bool,
 ) -> TrainingBackend:
     """Start engines and stages while a thread builds the backend. On an error, stop everything that was started.
 
-    Args:
-        engines_first: stages and backend load only when all engines run.
+    Where engines must start first, stages and backend load when all of them run, and asleep if they share its devices.
     """
     # Separate tasks, because the backend may fail first; then these are cancelled.
     starting = [asyncio.ensure_future(gather_or_cancel(client.start() for client in clients))]
     backend: TrainingBackend | None = None
     try:
-        if engines_first:
+        if derive.engines_start_first(config):
             await starting[0]
+            if config.trainer.placement.colocate_all:
+                await gather_or_cancel(interrupt(client, config) for client in clients)
         starting.append(asyncio.ensure_future(gather_or_cancel(stage.start() for stage in stages)))
         backend = await asyncio.to_thread(build)
         for task in starting:

@@ -224,10 +224,14 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 
 def weight_transport(config: RunConfig) -> str:
-    """Return the transport's name: by default disk if a folder is named, else shared memory on one machine."""
+    """Return the transport's name: by default disk if a folder is named, else CUDA IPC on a shared GPU, else shared memory."""
     if config.generator.weight_transport is not None:
         return config.generator.weight_transport
-    return "shared_memory" if config.generator.weight_folder is None else "disk"
+    if config.generator.weight_folder is not None:
+        return "disk"
+    engine, trainer = config.generator.inference_engine, config.trainer
+    on_one_gpu = trainer.placement.colocate_all and trainer.device.startswith("cuda") and engine.executor == "process"
+    return "cuda_ipc" if on_one_gpu else "shared_memory"
 
 
 def num_evaluation_engines(config: RunConfig) -> int:
@@ -341,6 +345,9 @@ def engines_start_first(config: RunConfig) -> bool:
     """Return whether training may load its models only when the engines run.
 
     vLLM measures the free memory of its GPU while it starts. Memory that another process takes meanwhile counts as its own
-    and is missing from its KV cache; memory that one gives back ends the start.
+    and is missing from its KV cache; memory that one gives back ends the start. With ``colocate_all``, training needs the
+    memory that engines free asleep.
     """
+    if config.trainer.placement.colocate_all:
+        return True
     return config.generator.inference_engine.backend not in ("embedded", "vllm_remote") and trains_on_gpus(config)

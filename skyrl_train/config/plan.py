@@ -325,11 +325,13 @@ def _engine_rows(plan: Plan) -> Rows:
     folder = f" in {generator.weight_folder}" if generator.weight_folder is not None else ""
     checksummed = ", checksummed" if generator.verify_weights else ""
     invariant = ", batch-invariant" if engine.batch_invariant else ""
+    turns = "in turns: engines sleep while the policy trains, and its state is in main memory while they generate"
     return [
         (
             "engines",
             f"{engine.num_engines} x {engine.backend} ({engine.dtype}, on {engine.device}, {engine.executor})",
         ),
+        *([("devices", turns)] if plan.config.trainer.placement.colocate_all else []),
         ("weights travel by", f"{derive.weight_transport(plan.config)}{folder}{checksummed}"),
         ("requests", f"{engine.max_num_seqs} at once per engine, up to {plan.max_model_len} tokens{invariant}"),
         ("sampling", f"temperature {sampling.temperature:g}, up to {sampling.max_tokens} tokens a turn"),

@@ -1,7 +1,7 @@
 """Every setting: its type, its limits, its default and its meaning. Imports no torch.
 
     RunConfig
-     ├─ trainer ────┬─ policy, critic (model, optimizer), fsdp
+     ├─ trainer ────┬─ policy, critic (model, optimizer), fsdp, placement
      │              ├─ algorithm, fully_async, partial_rollout
      │              └─ failures, eval
      ├─ rollout ────── stages (reward, reference)
@@ -141,6 +141,15 @@ class FSDPConfig:
     ray_num_gpus: Annotated[float, Ge(0)] | None = None  # None: 1 on the device cuda, else 0
     environment: dict[str, str] = field(default_factory=dict)  # variables of the workers' processes, such as NCCL's
     start_timeout_s: Positive = 600.0  # includes the wait for the cluster's resources, but not loading the models
+
+
+@dataclass
+class PlacementConfig:
+    """Which parts of a run share devices."""
+
+    # sync, partial_rollout: engines and trainer use the same devices in turns. Engines sleep while the policy trains, and the
+    # training state is in main memory while they generate. false: both stay on their devices
+    colocate_all: bool = False
 
 
 @dataclass
@@ -406,6 +415,7 @@ class TrainerConfig:
     packing: bool | None = None  # several sequences in a row, without padding; None: if the model keeps them apart
     strategy: TrainingStrategy = TrainingStrategy.local
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     max_restarts: CountOrZero = 0  # restarts from the last checkpoint after a worker with a shard of a model has died
     device: str = "cpu"  # for training: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: CountOrZero = 50  # steps; 0: only at the end and on SIGTERM

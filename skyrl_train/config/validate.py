@@ -460,6 +460,63 @@ def _weight_transport(config: RunConfig) -> Errors:
         )
 
 
+def _colocation(config: RunConfig) -> Errors:
+    """Whatever computes on the shared devices in the turn of the other one would find its memory gone."""
+    if not config.trainer.placement.colocate_all:
+        return
+    trainer, engine, key = config.trainer, config.generator.inference_engine, "trainer.placement.colocate_all=true"
+    if derive.trainer_mode(trainer.mode) not in (TrainerMode.sync, TrainerMode.partial_rollout):
+        yield (
+            f"{key} with trainer.mode={trainer.mode}: the engines generate while the policy trains, so the two cannot take "
+            "turns. Set trainer.mode=sync or partial_rollout, or colocate_all=false."
+        )
+    if trainer.strategy is not TrainingStrategy.local:
+        yield (
+            f"{key} with trainer.strategy={trainer.strategy}: sharded ranks do not leave their devices. Set "
+            "trainer.strategy=local, or colocate_all=false with GPUs for the engines alone."
+        )
+    if engine.backend == "vllm_remote":
+        yield f"{key} with {ENGINE}.backend=vllm_remote: a server does not sleep. Set backend=vllm or embedded."
+    if engine.executor == "ray":
+        yield (
+            f"{key} with {ENGINE}.executor=ray: Ray chooses the GPU of an engine and does not know of the trainer's. Set "
+            f"{ENGINE}.executor=process."
+        )
+    if engine.backend == "vllm" and not engine.engine_args.get("enable_sleep_mode", True):
+        yield f"{key} with {ENGINE}.engine_args.enable_sleep_mode=false: the engines must sleep. Leave it out."
+    shared = derive.full_device_name(trainer.device)
+    if engine.backend == "embedded" and derive.full_device_name(engine.device) != shared:
+        yield (
+            f"{key} with {ENGINE}.device={engine.device} and trainer.device={trainer.device}: nothing is shared. Set both to "
+            "the same device, or colocate_all=false."
+        )
+    if engine.backend == "vllm" and shared == "cpu":
+        yield f"{key} with {ENGINE}.backend=vllm and trainer.device=cpu: vLLM sleeps on a GPU only. Set trainer.device=cuda."
+    if config.generator.weight_transport == "nccl":
+        yield f"{key} with generator.weight_transport=nccl: NCCL needs a GPU per process. Set it to cuda_ipc."
+    if derive.needs_critic(trainer.algorithm):
+        yield (
+            f"{key} with {ALGORITHM}.advantage_estimator=gae: the critic computes values while the engines generate. Set "
+            "another estimator, or colocate_all=false."
+        )
+    if trainer.algorithm.proximal_policy is ProximalPolicy.arrival:
+        yield (
+            f"{key} with {ALGORITHM}.proximal_policy=arrival: log-probs would be computed while the engines generate. Set "
+            "proximal_policy=step."
+        )
+    reference = derive.full_device_name(derive.reference_device(config))
+    if derive.needs_reference(trainer.algorithm) and reference == shared != "cpu":
+        yield (
+            f"{key} with a reference policy on {shared}: it keeps memory that engines and trainer need in turns. Set "
+            f"{REFERENCE}.device=cpu, or another GPU."
+        )
+    if derive.num_evaluation_engines(config):
+        yield (
+            f"{key} with {EVAL}.num_engines={trainer.eval.num_engines}: the evaluation's engines would not sleep. Set "
+            f"{EVAL}.num_engines=0."
+        )
+
+
 def _lora(config: RunConfig) -> Errors:
     lora, engine = config.trainer.policy.model.lora, config.generator.inference_engine
     if lora.rank < 1:
@@ -703,6 +760,7 @@ _RULES: tuple[Callable[[RunConfig], Errors], ...] = (
     _rejections,
     _engines,
     _weight_transport,
+    _colocation,
     _lora,
     _training_workers,
     _stages,

@@ -105,6 +105,12 @@ class ModelledBackend(TrainingBackend):
     def export_hf(self, folder: Path) -> None:
         return None
 
+    def offload_states(self) -> None:
+        return None
+
+    def reload_states(self) -> None:
+        return None
+
 
 class ModelledTransport(WeightTransport):
     """Gathering takes time; nothing is copied."""

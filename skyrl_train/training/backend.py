@@ -128,6 +128,21 @@ class Training(ABC):
             CheckpointError: the folder is incomplete or belongs to another model; nothing has changed.
         """
 
+    def offload_states(self) -> None:
+        """Free the devices' memory: move parameters, masters and moments to main memory. No step may have begun.
+
+        They can be read and overwritten there (weight sync, checkpoints), but not trained or scored with.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} stays on its devices; set trainer.placement.colocate_all=false"
+        )
+
+    def reload_states(self) -> None:
+        """Undo :meth:`offload_states`. Idempotent."""
+        raise NotImplementedError(
+            f"{type(self).__name__} stays on its devices; set trainer.placement.colocate_all=false"
+        )
+
     def close(self) -> None:  # noqa: B027  most backends hold nothing outside this process
         """Release everything outside this process. Idempotent."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -30,7 +30,7 @@ from skyrl_train.training.critic_worker import CriticMicroBatch, CriticWorker, p
 from skyrl_train.training.gradient_accumulator import GradientAccumulator
 from skyrl_train.training.layers import checkpoint_activations, compile_layers
 from skyrl_train.training.policy_worker import PolicyMicroBatch, PolicyWorker
-from skyrl_train.training.state import BackendState, Snapshots, read_state, write_state
+from skyrl_train.training.state import BackendState, Snapshots, host_tensor, read_state, write_state
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 M = TypeVar("M")
@@ -40,6 +40,8 @@ class LocalTraining(GradientAccumulator[M], Training):
     """The state of a worker that is a training backend by itself, because it is the only rank. Common to policy and critic."""
 
     _snapshots: Snapshots[BackendState]
+    _device: torch.device  # where it computes
+    _offloaded = False
 
     def snapshot(self) -> dict[str, object]:
         """See :meth:`Training.snapshot`; the copies are in main memory, until the next snapshot."""
@@ -72,13 +74,42 @@ class LocalTraining(GradientAccumulator[M], Training):
                 weight.copy_(state.weights[name])
         self.optimizer.load_state_dict(state.optimizer)
         torch.set_rng_state(state.rng["cpu"])
-        if "cuda" in state.rng and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(state.rng["cuda"], self.model.device)
+        if "cuda" in state.rng and self._device.type == "cuda":
+            torch.cuda.set_rng_state(state.rng["cuda"], self._device)
+
+    @torch.no_grad()
+    def offload_states(self) -> None:
+        """See :meth:`Training.offload_states`: from a GPU to pinned memory, from main memory to files of ``tempfile``."""
+        if self._offloaded:
+            return
+        assert self._open is None, "gradients of a step that has begun would stay"
+        self._snapshots.copied()  # a copy under way would keep the memory
+        for tensor in self._states():
+            outside = host_tensor(tensor)
+            outside.copy_(tensor, non_blocking=True)
+            tensor.data = outside
+        self._offloaded = True
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the copies
+            torch.cuda.empty_cache()  # for the engines' processes
+
+    @torch.no_grad()
+    def reload_states(self) -> None:
+        """See :meth:`Training.reload_states`."""
+        if not self._offloaded:
+            return
+        for tensor in self._states():
+            tensor.data = torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
+        self._offloaded = False
+
+    def _states(self) -> Iterable[torch.Tensor]:
+        # Masters may be the parameters themselves.
+        return {id(tensor): tensor for tensor in (*self.model.parameters(), *self.optimizer.tensors())}.values()
 
     def _live_state(self) -> BackendState:
         rng = {"cpu": torch.get_rng_state()}
-        if self.model.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.model.device)
+        if self._device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self._device)
         weights = {name: weight.detach() for name, weight in policy_weights(self.model)} | base_fingerprint(self.model)
         return BackendState(weights=weights, optimizer=self.optimizer.state_dict(), rng=rng)
 
@@ -113,6 +144,7 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model)
         super().__init__(model, model_path, trainer_config, total_steps, temperature, Collectives(), Snapshots())
+        self._device = model.device
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; tied weights appear once."""
@@ -176,3 +208,4 @@ class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model, "trainer.critic")
         super().__init__(model, trainer_config, total_steps, Collectives(), Snapshots())
+        self._device = model.device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -134,6 +134,12 @@ class PolicyOptimizer:
         scalar. References, not copies; empty for a parameter that was never trained.
         """
         return {name: dict(self.adamw.state.get(master, {})) for name, master in self._masters.items()}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield masters and moments; float32 masters are the weights themselves."""
+        yield from self._masters.values()
+        for state in self.adamw.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     @torch.no_grad()
     def make_moments(self) -> None:

@@ -10,6 +10,7 @@ state (the optimizer step, ``load``) have to wait, and usually the copy is done 
 from __future__ import annotations
 
 import pickle
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -121,6 +122,21 @@ def _copy(copies: Copies, queued: torch.cuda.Event | None) -> None:
         for source, buffer in copies:
             buffer.copy_(source, non_blocking=True)
     stream.synchronize()
+
+
+def host_tensor(like: torch.Tensor) -> torch.Tensor:
+    """Return memory, not yet filled, for a tensor that leaves its device for a while.
+
+    For a tensor on a GPU it is pinned. For one in main memory it is a file that is mapped and has no name, so the system may
+    write it to the disk of ``tempfile.gettempdir()`` and use its memory.
+    """
+    if like.is_cuda:
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+    if like.numel() == 0:
+        return torch.empty_like(like)
+    with tempfile.NamedTemporaryFile(prefix="skyrl-offload-") as file:
+        flat = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
+    return flat.view(like.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,13 @@ class CudaIpcTransport(WeightTransport):
             checksum=checksum(staging[:num_bytes]) if self._verify else None,
         )
 
+    def release(self) -> bool:
+        """See :meth:`WeightTransport.release`."""
+        self._areas.release()
+        torch.cuda.ipc_collect()  # memory that was shared is kept until its receivers have closed it
+        torch.cuda.empty_cache()
+        return True
+
     def close(self) -> None:
         """Release the staging areas. They are freed when no engine maps them any more. Idempotent."""
         self._areas.close()

@@ -203,6 +203,10 @@ class DoubleBuffer(Generic[Area]):
     def close(self) -> None:
         """Free both areas. Idempotent."""
         self._closed = True
+        self.release()
+
+    def release(self) -> None:
+        """Free both areas until the next :meth:`next`."""
         for index, area in enumerate(self._areas):
             if area is not None:
                 area.close()

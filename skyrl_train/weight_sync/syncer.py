@@ -184,6 +184,10 @@ class WeightSyncer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def release(self) -> bool:
+        """Free staging copies on devices, as :meth:`WeightTransport.release`. Not while a sync is under way."""
+        return self._transport.release()
+
     def close(self) -> None:
         """Free the staging copies."""
         self._transport.close()

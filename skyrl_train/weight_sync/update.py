@@ -83,6 +83,14 @@ class WeightTransport(ABC):
         (double buffer).
         """
 
+    def release(self) -> bool:
+        """Free the staging copies that lie on devices, until the next ``gather``. No engine may still receive them.
+
+        Returns:
+            Whether updates that were gathered before cannot be received any more.
+        """
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Free the staging copies."""

@@ -12,7 +12,7 @@ from typing import Any
 import harness
 import pytest
 from harness import TOKENIZER, Harness
-from scripted import ScriptedEngine, scripted_update
+from scripted import ScriptedEngine, scripted_update, settle
 from test_modes import SlowEngine, group_index_of
 
 from skyrl_train.errors import EngineError, RolloutError
@@ -282,15 +282,16 @@ async def test_an_engine_that_could_not_wake_at_first_is_woken_as_it_catches_up(
     await client.teardown()
 
 
-async def test_an_engine_that_is_started_again_joins_only_when_the_fleet_is_awake() -> None:
+async def test_an_engine_is_started_again_and_joins_only_when_the_fleet_is_awake() -> None:
     client, _, died = await sleeping_pair()
     died.alive = died.asleep = False
     client._pool.died(1, "scripted")
-    await until(lambda: died.calls[-1] == "start")
-    for _ in range(200):
-        await asyncio.sleep(0)
-    assert client.engine_states[1] is not EngineState.HEALTHY, "its memory is the trainer's now"
+    await until(lambda: client.engine_states[1] is EngineState.STARTING)
+    await settle(200)
+    assert died.calls[-1] != "start", "its memory is the trainer's now"
+    assert client.engine_states[1] is not EngineState.HEALTHY
     await client.wake_up()
     await client.resume_generation()
     await until(lambda: client.engine_states[1] is EngineState.HEALTHY)
+    assert "start" in died.calls
     await client.teardown()

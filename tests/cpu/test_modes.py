@@ -235,7 +235,7 @@ class SleepyEngine(SlowEngine):
 
     async def wake_up(self, tags: object = None) -> None:
         self.asleep = False
-        self.calls.append("wake_up")
+        self.calls.append(f"wake_up {tags}")
 
     async def receive_weights(self, update: object) -> None:
         assert not self.asleep
@@ -258,7 +258,8 @@ async def test_partial_rollouts_are_interrupted_for_training_and_go_on_after_it(
     versions = [{int(v) for v in s.versions if v >= 0} for m in h.backend.minibatches for s in m.sequences]
     assert any(len(seen) > 1 for seen in versions), "a response was sampled under two policies"
     if engine is SleepyEngine:
-        assert one.calls.count("sleep") == one.calls.count("wake_up") == 8
+        assert one.calls.count("sleep") == 8
+        assert one.calls.count("wake_up ['weights']") == one.calls.count("wake_up ['kv_cache']") == 8
 
 
 async def test_partial_rollouts_keep_the_bound_under_wait(tmp_path: Path) -> None:

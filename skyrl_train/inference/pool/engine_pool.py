@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ class EnginePool:
         self._clock = clock
         self.changed = Signal()
         self.frozen: Callable[[], bool] = lambda: False
+        self.wait_for_memory: Callable[[], Awaitable[object]] | None = None  # before an engine is started again
         self.policy_version = -1
         self.engines: dict[int, InferenceEngineInterface] = {}
         self.router = Router()

@@ -111,6 +111,8 @@ class FleetSupervisor:
         logger.info("restarting inference engine %d", number)
         try:
             await engine.teardown()  # frees what the dead process left behind
+            if self._pool.wait_for_memory is not None:  # while engines sleep, their memory is the trainer's
+                await self._pool.wait_for_memory()
             await engine.start()
         except Exception as error:  # an engine may raise anything; the fleet retries or gives up
             self._pool.died(number, f"it could not be restarted: {str(error) or repr(error)}")

@@ -59,8 +59,11 @@ class FleetUpdates:
         self._paused_mode: PauseMode | None = None
         self._paused: set[int] = set()
         self._awake = Gate()  # closed while the fleet sleeps
-        self._asleep: set[int] = set()
+        self._asleep: set[int] = set()  # paused, and without some or all of their device memory
+        # Returns the current weights for an engine that catches up; None: they still lie where the last update says.
+        self.restage: Callable[[], Awaitable[WeightUpdate]] | None = None
         pool.frozen = lambda: self._lock.locked() or not self.gate.is_open
+        pool.wait_for_memory = self._awake.wait_open
 
     # Pausing ------------------------------------------------------------------------------------------------------
 
@@ -109,10 +112,13 @@ class FleetUpdates:
         finally:
             self.gate.open()
 
-    async def sleep(self) -> None:
-        """Free the device memory of the paused engines that can sleep (``capabilities.sleep``).
+    async def sleep(self, level: int = 1) -> None:
+        """Free the device memory of the paused engines that can sleep (``capabilities.sleep``) and are awake.
 
-        Wake them before weights are loaded. Until then no engine joins: a restarted one would take the freed memory.
+        Wake them before weights are loaded. Until then no engine starts or joins: it would take the freed memory.
+
+        Args:
+            level: 1: the engines keep their weights in main memory; 2: they drop them, and need a weight sync.
 
         Raises:
             WeightSyncError: engines can sleep, and none did.
@@ -121,24 +127,38 @@ class FleetUpdates:
         self._awake.close()
         async with self._lock:
             able = [
-                n for n in self._pool.router.routed if n in self._paused and self._pool.engines[n].capabilities.sleep
+                n
+                for n in self._pool.router.routed
+                if n in self._paused - self._asleep and self._pool.engines[n].capabilities.sleep
             ]
             self._asleep |= set(able)  # engines that fail to sleep included: their state is unknown
             if able:
-                self._settle("put to sleep", await self._on_each("sleep", lambda engine: engine.sleep(), able))
+                self._settle("put to sleep", await self._on_each("sleep", lambda engine: engine.sleep(level), able))
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Wake the sleeping engines; they stay paused. An engine that cannot wake must catch up first.
 
+        Engines that died in their sleep are started again from now on; :meth:`wait_for_engine` waits for them.
+
+        Args:
+            tags: ``["weights"]`` takes back the memory of the weights alone, so that an update can be loaded, and
+                ``["kv_cache"]`` the rest. None: all of it.
+
         Raises:
-            WeightSyncError: no engine woke up.
+            WeightSyncError: living engines sleep, and none woke up.
         """
         try:
             async with self._lock:
                 asleep = [n for n in self._pool.router.routed if n in self._asleep]
+                outcome = PhaseOutcome()
                 if asleep:
-                    self._settle("wake", await self._on_each("wake", lambda engine: engine.wake_up(), asleep))
-                self._asleep -= set(self._pool.router.routed)
+                    outcome = await self._on_each("wake", lambda engine: engine.wake_up(tags), asleep)
+                # Another process takes the place of a dead one.
+                self._asleep -= set(outcome.dead)
+                if outcome.succeeded or outcome.alive_but_failed or outcome.cancelled:
+                    self._settle("wake", outcome)
+                if tags is None or "kv_cache" in tags:
+                    self._asleep -= set(self._pool.router.routed)
         finally:
             self._awake.open()
 
@@ -158,8 +178,8 @@ class FleetUpdates:
     async def load_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """*Load*: swap the received update into the model while the engines are paused with ``mode``.
 
-        An engine that fails to load while another succeeds leaves the routing until it has caught up: no engine ever
-        serves another version than ``policy_version``.
+        Engines that were paused before the call (:meth:`pause_generation`) stay paused. One that fails to load while another
+        succeeds leaves the routing until it has caught up: no engine ever serves another version than ``policy_version``.
 
         Returns:
             The seconds for which sampling was paused.
@@ -179,8 +199,9 @@ class FleetUpdates:
                 if outcome.cancelled:
                     raise asyncio.CancelledError
             # The pause begins after every engine has the bytes, so that only pause, load and resume cost sampling time.
-            started = self._clock()
-            await self.pause_generation(mode)
+            started, is_paused = self._clock(), self._paused_mode is not None
+            if not is_paused:
+                await self.pause_generation(mode)
             try:
                 outcome = await self._on_each("load", lambda engine: engine.load_weights(update))
                 if outcome.succeeded:
@@ -194,7 +215,8 @@ class FleetUpdates:
                     suspects="it did not answer while an update was loaded",
                 )
             finally:
-                await self.resume_generation()
+                if not is_paused:
+                    await self.resume_generation()
             return self._clock() - started
 
     # Adapters -----------------------------------------------------------------------------------------------------
@@ -237,6 +259,8 @@ class FleetUpdates:
             # No further recovery of this engine is planned while this one runs.
             self._pool.fleet.catching_up(number)
             update, engine = self._current, self._pool.engines[number]
+            if update is not None and self.restage is not None:
+                update = await self.restage()
             if number in self._asleep:
                 self._asleep.discard(number)
                 await self._in_time("wake", number, engine.wake_up())

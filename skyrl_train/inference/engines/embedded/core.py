@@ -190,6 +190,8 @@ class EmbeddedEngineCore:
             self._runner.cache.release()
         self._awake_on = self._awake_on or self.model.device
         self.model.to("cpu")
+        if self._awake_on.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes
 
     def wake_up(self) -> None:
         """Move the weights back to their device; the engine stays paused. Idempotent."""

@@ -70,7 +70,7 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         self._requests: RequestTracker | None = None  # of the last start
         self._vocab_size: int | None = None  # None: vLLM itself checks token ids
         self._paused: PauseMode | None = None
-        self._asleep = False
+        self._asleep: set[str] = set()  # the kinds of memory that vLLM has given back
         self._resumed = asyncio.Event()  # ends a pause that is still draining
         self._quiescing: asyncio.Future[None] | None = None
         self._received: tuple[WeightUpdate, str | None] | None = None  # the update, or why it cannot be loaded
@@ -85,7 +85,7 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         """Serve over ``link``, whose vLLM holds the weights of ``version`` and is not paused."""
         self._link = link
         self._requests = RequestTracker(link, version, salted)
-        self._paused, self._asleep = None, False
+        self._paused, self._asleep = None, set()
 
     def _alive(self) -> tuple[Link, RequestTracker]:
         if self._link is None or self._requests is None:
@@ -460,15 +460,18 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         if level > 1 and self._settings.lora_rank:
             raise EngineError("This engine cannot drop its base model, which no weight sync carries; call sleep(1).")
         await link.sleep(level)
-        self._asleep = True
+        self._asleep = {"weights", "kv_cache"}
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: all of it, or "weights" first (so that an update can be loaded) and "kv_cache" later."""
         link, _ = self._alive()
         if not self._capabilities.sleep:
             raise EngineError("This engine cannot sleep, so it cannot wake up; ask capabilities.sleep first.")
-        await link.wake_up(None if tags is None else list(tags))
-        self._asleep = tags is not None and "kv_cache" not in tags
+        waking = self._asleep if tags is None else self._asleep & set(tags)
+        if not waking:  # vLLM would map memory a second time
+            return
+        await link.wake_up(sorted(waking))
+        self._asleep -= waking
         if not self._asleep:
             await link.pause(PauseMode.KEEP)  # vLLM schedules by itself once all its memory is back
 

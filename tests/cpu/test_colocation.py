@@ -1,0 +1,393 @@
+"""Engines and trainer use the same devices in turns (``trainer.placement.colocate_all``)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Harness
+from scripted import ScriptedEngine, scripted_update
+from test_modes import short_or_long
+from test_sync_equivalence import train
+from training_worlds import backend, build_small_model, minibatch, optimizer_state, same, weights
+
+from skyrl_train.colocation import Turn
+from skyrl_train.config.compose import compose
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.config.validate import validate
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, NoEngineError, WeightSyncError
+from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInput
+from skyrl_train.inference.pool.fleet import FleetLimits
+from skyrl_train.training.backend import Minibatch
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.update import WeightUpdate
+
+COLOCATE = "trainer.placement.colocate_all=true"
+MODES = ["sync", "partial_rollout"]
+MEMORY = {"weights", "kv_cache"}
+
+
+class Device:
+    """What lies on the shared device, and everything that has happened to it, in order."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set(MEMORY)
+        self.log: list[str] = []
+
+    def happens(self, event: str) -> None:
+        if self.log[-1:] != [event]:  # requests come in any number
+            self.log.append(event)
+
+
+class ColocatedEngine(ScriptedEngine):
+    """Has its weights and its KV cache on the device, and fails where it is asked to use what is not there."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(short_or_long, free_running=True)
+        self.device = device
+        self.broken: set[str] = set()  # events that fail
+        self.dies_at: set[str] = set()  # events at which the process is found dead, once
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return dataclasses.replace(super().capabilities, sleep=True)
+
+    def _happens(self, event: str) -> None:
+        if event in self.dies_at:
+            self.dies_at.discard(event)
+            self.die()
+        if not self.alive:
+            self.device.held -= MEMORY
+            raise EngineDeadError("scripted death")
+        self.device.happens(event)
+        if event in self.broken:
+            raise EngineError(f"scripted: {event}")
+
+    async def start(self) -> None:
+        if not self.alive:
+            self.device.happens("start")
+            assert "training state" not in self.device.held, "its memory is the trainer's"
+            self.device.held |= MEMORY
+        await super().start()
+
+    def _submit(self, engine_input: InferenceEngineInput) -> Any:
+        assert self.device.held >= MEMORY, "a request has reached a sleeping engine"
+        assert "training state" not in self.device.held
+        request = super()._submit(engine_input)
+        self.device.happens("generate")
+        return request
+
+    async def _run_free(self) -> None:
+        while self.running and self.paused is None:
+            self.tick()
+            for _ in range(30):
+                await asyncio.sleep(0)
+
+    async def sleep(self, level: int = 1) -> None:
+        assert self.paused is not None and not self.running
+        self._happens(f"sleep {level}")
+        self.device.held -= MEMORY
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self._happens(f"wake {' '.join(tags or MEMORY)}")
+        assert "training state" not in self.device.held
+        assert tags == ["weights"] or "staging copy" not in self.device.held, "the KV cache needs its room"
+        self.device.held |= set(tags or MEMORY)
+
+    async def resume(self) -> None:
+        assert self.device.held >= MEMORY
+        self._happens("resume")
+        await super().resume()
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._happens(f"pause {mode}")
+        await super().pause(mode)
+
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        self._happens(f"receive {update.version}")
+        assert "staging copy" in self.device.held, "there is nothing to receive"
+        await super().receive_weights(update)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        self._happens(f"load {update.version}")
+        assert "weights" in self.device.held
+        await super().load_weights(update)
+
+
+class Colocated(Harness):
+    """A trainer whose parts lie on one device; the staging copy of a weight sync does too."""
+
+    def __init__(self, folder: Path, mode: str, *overrides: str) -> None:
+        self.device = device = Device()
+        self.colocated = ColocatedEngine(device)
+        super().__init__(folder, f"trainer.mode={mode}", COLOCATE, *overrides, engine=self.colocated)
+        backend, transport = self.backend, self.trainer.components.syncer._transport
+
+        def offload() -> None:
+            device.happens("offload")
+            device.held.discard("training state")
+
+        def reload() -> None:
+            device.happens("reload")
+            assert device.held.isdisjoint(MEMORY | {"staging copy"}), "the engine sleeps by now"
+            device.held.add("training state")
+
+        def gather(weights: Any, version: int) -> WeightUpdate:
+            device.happens(f"gather {version}")
+            device.held.add("staging copy")
+            return scripted_update(version)
+
+        def release() -> bool:
+            if "staging copy" in device.held:
+                device.happens("release")
+            device.held.discard("staging copy")
+            return True
+
+        def update(part: Minibatch) -> None:
+            assert device.held == {"training state"}
+            device.happens(f"train {part.step}")
+
+        backend.offload_states, backend.reload_states = offload, reload  # type: ignore[method-assign]
+        backend.before_update = update
+        transport.gather, transport.release = gather, release  # type: ignore[method-assign,assignment]
+
+    def supervised(self) -> None:
+        """Restarts dead engines at once."""
+        self.client._pool.fleet._limits = FleetLimits(backoff_s=0.0, max_backoff_s=0.0)
+        self.client.supervisor.start()
+
+
+def turn(version: int) -> list[str]:
+    """The events from one policy's weight sync to the end of its requests."""
+    before, after = ["offload", "wake weights", f"receive {version}", f"load {version}"], ["wake kv_cache", "resume"]
+    return [f"gather {version}", *before, "release", *after, "generate"]
+
+
+# The order ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_each_turn_begins_when_the_other_has_left_the_device(tmp_path: Path, mode: str) -> None:
+    h = Colocated(tmp_path, mode, "trainer.max_steps=3")
+    await h.train()
+    sleep = ["pause abort", "sleep 2", "reload"]
+    steps = [event for step in (1, 2, 3) for event in (*sleep, f"train {step}", *turn(step))]
+    expected = [*sleep, *turn(0), *steps]
+    assert h.device.log == expected[:-1], "nothing is generated that no step trains"
+    assert all(row["time/sleep"] >= 0 and row["time/offload_states"] >= 0 for row in h.rows)
+
+
+async def test_the_minibatches_of_a_batch_share_a_turn(tmp_path: Path) -> None:
+    h = Colocated(tmp_path, "sync", "trainer.train_batch_size=8", "trainer.max_steps=4")
+    await h.train()
+    assert [event for event in h.device.log if event.startswith(("sleep", "train", "load"))] == [
+        "sleep 2", "load 0", "sleep 2", "train 1", "train 2", "load 2", "sleep 2", "train 3", "train 4", "load 4",
+    ]  # fmt: skip
+
+
+async def test_the_last_policy_is_served_for_its_evaluation(tmp_path: Path) -> None:
+    """Four steps of two minibatches each; the run ends within the third batch."""
+    evaluated = ("trainer.eval.interval=2", "trainer.eval.generate=2")
+    h = Colocated(tmp_path, "sync", "trainer.train_batch_size=8", "trainer.max_steps=5", *evaluated)
+    await h.train()
+    assert h.client.policy_version == 5 and h.trainer.colocation is not None
+    assert h.trainer.colocation.turn is Turn.generation
+    assert h.device.log[-2:] == ["resume", "generate"]
+
+
+async def test_engines_that_hold_adapters_keep_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Colocated(tmp_path, "sync", "trainer.max_steps=1")
+    able = dataclasses.replace(h.colocated.capabilities, adapters=True)
+    monkeypatch.setattr(ColocatedEngine, "capabilities", property(lambda engine: able))
+    await h.train()
+    assert [event for event in h.device.log if event.startswith("sleep")] == ["sleep 1"] * 2
+
+
+async def test_engines_must_be_able_to_sleep(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot sleep"):
+        await Harness(tmp_path, "trainer.mode=sync", COLOCATE).train()
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_run_that_is_stopped_while_its_engine_sleeps_loses_nothing(tmp_path: Path, mode: str) -> None:
+    loop = asyncio.get_running_loop()
+    for stop_at in (0, 3):
+        h = Colocated(tmp_path, mode, "trainer.train_batch_size=8" if mode == "sync" else "trainer.train_batch_size=4")
+        checked = h.backend.before_update
+
+        def stop(part: Minibatch, h: Colocated = h, checked: Any = checked, stop_at: int = stop_at) -> None:
+            checked(part)
+            if h.trainer.global_step == stop_at:
+                loop.call_soon_threadsafe(h.trainer.request_stop)
+
+        h.backend.before_update = stop
+        await h.train()
+        assert h.trainer.global_step == stop_at + 1
+    h = Colocated(tmp_path, mode, "trainer.train_batch_size=8" if mode == "sync" else "trainer.train_batch_size=4")
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    "event", ["pause abort", "sleep 2", "wake weights", "receive 2", "load 2", "wake kv_cache", "resume"]
+)
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_fails_ends_the_run_with_what_it_has_trained(tmp_path: Path, mode: str, event: str) -> None:
+    h = Colocated(tmp_path, mode)
+    checked = h.backend.before_update
+
+    def breaks(part: Minibatch) -> None:
+        checked(part)
+        if part.step == 2:
+            h.colocated.broken.add(event)
+
+    h.backend.before_update = breaks
+    with pytest.raises((WeightSyncError, NoEngineError), match="scripted"):
+        await h.train()
+    assert h.trainer.global_step == 2
+    again = Colocated(tmp_path, mode)
+    await again.train()
+    assert sorted(again.trained) == list(range(32))
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_engine_that_died_asleep_starts_when_the_trainer_has_left(tmp_path: Path, mode: str) -> None:
+    h = Colocated(tmp_path, mode)
+    h.supervised()
+    checked = h.backend.before_update
+
+    def dies(part: Minibatch) -> None:
+        checked(part)
+        if part.step == 2:
+            h.colocated.dies_at.add("wake weights")
+
+    h.backend.before_update = dies
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+    at = h.device.log.index("start")
+    assert h.device.log[at - 1] == "offload" and "load 2" in h.device.log[at:]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_engine_that_starts_again_gets_weights_that_are_staged_anew(tmp_path: Path, mode: str) -> None:
+    h = Colocated(tmp_path, mode)
+    h.supervised()
+    died: list[int] = []
+
+    def dies(batch: Any) -> None:
+        if h.trainer.global_step == 2 and not died:
+            died.append(len(h.device.log))
+            h.colocated.die()
+            h.client._pool.died(0, "scripted")
+
+    h.generator.before = dies
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+    events = [event for event in h.device.log[died[0] :] if event.startswith(("start", "gather", "receive", "load"))]
+    assert events[:4] == ["start", "gather 2", "receive 2", "load 2"], "its version, not an older one"
+
+
+# The backend ----------------------------------------------------------------------------------------------------------
+
+
+def outside(of: Any) -> list[bool]:
+    return [tensor.untyped_storage().filename is not None for tensor in of._states()]
+
+
+@pytest.mark.usefixtures("one_compute_thread")
+@pytest.mark.parametrize(
+    "changes", [{}, {"policy__dtype": "bfloat16"}, {"policy__model__lora": LoraConfig(rank=2)}], ids=str
+)
+def test_training_state_that_has_moved_out_and_back_trains_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = build_small_model(tmp_path)
+    plain, moved = backend(folder, **changes), backend(folder, **changes)
+    for step in range(1, 4):
+        moved.reload_states()
+        assert not any(outside(moved))
+        expected, metrics = plain.update(minibatch(step, step)), moved.update(minibatch(step, step))
+        assert metrics == expected
+        moved.offload_states()
+        moved.offload_states()
+        assert all(outside(moved)), "parameters, masters and moments"
+        assert same(weights(plain), weights(moved)), "they can be read where they are"
+    assert len(list(moved._states())) >= 3 * len(weights(moved))
+
+
+@pytest.mark.usefixtures("one_compute_thread")
+def test_a_checkpoint_is_written_and_read_while_the_state_is_out(tmp_path: Path) -> None:
+    folder = build_small_model(tmp_path)
+    plain, moved, resumed = (backend(folder, policy__dtype="bfloat16") for _ in range(3))
+    plain.update(minibatch())
+    moved.update(minibatch())
+    early = moved.snapshot()
+    moved.offload_states()
+    (tmp_path / "early").mkdir()
+    moved.save(early, tmp_path / "early")
+    (tmp_path / "late").mkdir()
+    moved.save(moved.snapshot(), tmp_path / "late")
+    for name in ("early", "late"):
+        resumed.reload_states()
+        resumed.update(minibatch(7))  # has other weights now
+        resumed.offload_states()
+        resumed.load(tmp_path / name)
+        assert same(weights(plain), weights(resumed))
+        resumed.reload_states()
+    assert str(optimizer_state(plain)) == str(optimizer_state(resumed))
+    assert plain.update(minibatch(2, 2)) == resumed.update(minibatch(2, 2))
+    assert same(weights(plain), weights(resumed))
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_colocated_run_equals_the_plain_one_bit_for_bit(tmp_path: Path, executor: str) -> None:
+    settings = ("trainer.mode=sync", "trainer.ckpt_interval=3", f"generator.inference_engine.executor={executor}")
+    plain = train(tmp_path / "plain", "quickstart", *settings)
+    colocated = train(tmp_path / "colocated", "quickstart", COLOCATE, *settings)
+    assert colocated[0] == plain[0] and colocated[1] == plain[1]
+    assert all(torch.equal(colocated[2][name], weight) for name, weight in plain[2].items())
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.mode=fully_async", "take turns"),
+        ("trainer.mode=one_step_off", "take turns"),
+        ("trainer.strategy=fsdp2", "sharded ranks"),
+        ("generator.inference_engine.backend=vllm_remote", "does not sleep"),
+        ("generator.inference_engine.executor=ray", "Ray chooses"),
+        ("generator.inference_engine.backend=vllm", "on a GPU only"),
+        ("generator.inference_engine.device=cuda", "nothing is shared"),
+        ("generator.weight_transport=nccl", "a GPU per process"),
+        ("trainer.algorithm.advantage_estimator=gae", "the critic"),
+        ("trainer.algorithm.proximal_policy=arrival", "proximal_policy=step"),
+        ("trainer.eval.num_engines=1", "would not sleep"),
+    ],
+)
+def test_what_cannot_take_turns_is_refused(override: str, message: str) -> None:
+    config = compose("quickstart", ["trainer.mode=sync", COLOCATE, "trainer.eval.interval=1", override])
+    errors = [error for error in validate(config).errors if "colocate_all" in error]
+    assert len(errors) == 1 and message in errors[0], errors
+
+
+def test_vllm_is_told_to_sleep_and_a_reference_may_not_stay() -> None:
+    gpu = ["trainer.mode=sync", COLOCATE, "trainer.device=cuda", "generator.inference_engine.backend=vllm"]
+    assert not validate(compose("quickstart", gpu)).errors
+    awake = "+generator.inference_engine.engine_args.enable_sleep_mode=false"
+    assert any("enable_sleep_mode" in error for error in validate(compose("quickstart", [*gpu, awake])).errors)
+    reference = "trainer.algorithm.kl_loss_coef=0.1"
+    assert any("reference policy" in error for error in validate(compose("quickstart", [*gpu, reference])).errors)
+    on_cpu = [*gpu, reference, "rollout.stages.reference.device=cpu"]
+    assert not validate(compose("quickstart", on_cpu)).errors
