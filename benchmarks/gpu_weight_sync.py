@@ -29,10 +29,10 @@ from skyrl_train.inference.engines.vllm import VLLMEngine
 from skyrl_train.models.folder import quiet_transformers
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.checksum import checksum
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcTransport
 from skyrl_train.weight_sync.shared_area import SharedArea
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
-from skyrl_train.weight_sync.staging import checksum
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 # Qwen3's: hidden size, layers, heads, intermediate size, tied embeddings

@@ -41,7 +41,10 @@ ROOMS = {
         "training", "checkpoint_store", "compilation", "critic", "minibatch", "remote_checkpoint", "snapshots",
     ),
     "vllm": ("vllm",),
-    "weight_sync": ("transports", "delta_transport", "gloo_transport", "shared_memory_transport", "lora_weight_sync"),
+    "weight_sync": (
+        "transports", "delta_transport", "gloo_transport", "shared_memory_transport", "weight_checksums",
+        "lora_weight_sync",
+    ),
     "workers": ("hosting", "executors", "ray_engine", "rollout_actors"),
 }  # fmt: skip
 

@@ -24,7 +24,8 @@ from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER
 from skyrl_train.inference.engines.vllm.engine import VLLMEngineBase
 from skyrl_train.inference.engines.vllm.weight_loader import without_lora_layers
 from skyrl_train.inference.engines.vllm.worker import WorkerExtension
-from skyrl_train.weight_sync.staging import checksum, tensor_view
+from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.staging import tensor_view
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
 
 EXTENSION = "vllm_read_back.ReadBackExtension"  # the workers import it: this folder must be on their path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import zlib
 from pathlib import Path
@@ -44,3 +45,37 @@ def file_checksum(path: Path) -> str:
 def checksum_text(crc: int) -> str:
     """Return a CRC-32 in the form that manifests and weight updates carry."""
     return f"crc32:{crc:08x}"
+
+
+# Sums of sums ---------------------------------------------------------------------------------------------------------
+# A CRC-32 is a polynomial over GF(2) modulo the standard's: bit 31 is the coefficient of x^0, bit 0 that of x^31.
+
+_POLYNOMIAL = 0xEDB88320
+_ONE, _X = 1 << 31, 1 << 30
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two messages in a row, from their own and the length of the second."""
+    return times(power_of_x(8 * second_bytes), first) ^ second
+
+
+def times(a: int, b: int) -> int:
+    """Return the product of two polynomials."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)  # times x
+    return product
+
+
+@functools.lru_cache(maxsize=64)
+def power_of_x(exponent: int) -> int:
+    """Return x to the power of ``exponent``."""
+    power, square = _ONE, _X
+    while exponent:
+        if exponent & 1:
+            power = times(power, square)
+        square = times(square, square)
+        exponent >>= 1
+    return power

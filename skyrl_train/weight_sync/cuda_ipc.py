@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, checksum, pack
+from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, pack
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 CUDA_IPC = "cuda_ipc"

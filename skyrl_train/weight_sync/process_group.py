@@ -32,7 +32,8 @@ import torch
 import torch.distributed
 
 from skyrl_train.errors import EngineError, WeightSyncError
-from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, checksum, pack
+from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, pack
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 GLOO, NCCL = "gloo", "nccl"

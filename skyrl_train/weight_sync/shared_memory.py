@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.staging import DoubleBuffer, HostStaging, checked_views, checksum, pack
+from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.staging import DoubleBuffer, HostStaging, checked_views, pack
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 SHARED_MEMORY = "shared_memory"

@@ -6,14 +6,13 @@ model, never more than one gathered weight exists beside the staging copy.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 import torch
 
 from skyrl_train.errors import EngineError, WeightSyncError
-from skyrl_train.runtime.checksums import checksum_text
+from skyrl_train.weight_sync.checksum import checksum
 from skyrl_train.weight_sync.shared_area import SharedArea
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
 
@@ -86,11 +85,6 @@ def checked_views(update: WeightUpdate, staging: torch.Tensor) -> Mapping[str, t
             f"The weights of version {update.version} differ from their checksum; the old ones stay. Sync them again."
         )
     return tensors
-
-
-def checksum(staging: torch.Tensor) -> str:
-    """Return the CRC-32 of a contiguous uint8 tensor in the form that :class:`WeightUpdate` carries."""
-    return checksum_text(zlib.crc32(staging.cpu().numpy().data))
 
 
 # The memory -----------------------------------------------------------------------------------------------------------

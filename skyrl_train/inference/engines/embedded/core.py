@@ -30,8 +30,9 @@ from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_mod
 from skyrl_train.models.lora import adapter_of, add_adapter, policy_weights
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.checksum import checksum
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.staging import checksum, tensor_view
+from skyrl_train.weight_sync.staging import tensor_view
 from skyrl_train.weight_sync.update import WeightUpdate
 from skyrl_train.workers.messages import Failure, Item, Message, Result
 
