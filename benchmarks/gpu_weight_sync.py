@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -31,6 +32,7 @@ from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.checksum import checksum
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcTransport
+from skyrl_train.weight_sync.pinning import Registration
 from skyrl_train.weight_sync.shared_area import SharedArea
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
@@ -40,7 +42,8 @@ SHAPES = {"0.6b": (1024, 28, 16, 3072, True), "1.7b": (2048, 28, 16, 6144, True)
 HEAD_SIZE, KEY_VALUE_HEADS, VOCABULARY, CONTEXT = 128, 8, 151_936, 1024
 # These suit installations without FlashInfer and DeepGEMM kernels, too.
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
-WARM_UP = 3  # updates: the two staging areas are made, and the first of them is used again
+WARM_UP = 3  # updates: the two staging areas are made and registered
+PAGEABLE = "shared_memory, not registered by the trainer"
 PARTS = ("gather", "transfer", "paused", "load")
 
 
@@ -92,6 +95,7 @@ def make_engine(kind: str, folder: Path, device: str) -> EmbeddedEngine | VLLMEn
 def transports(device: str) -> dict[str, Callable[[], WeightTransport]]:
     named: dict[str, Callable[[], WeightTransport]] = {"shared_memory": lambda: SharedMemoryTransport("bfloat16")}
     if device == "cuda":
+        named[PAGEABLE] = named["shared_memory"]
         named["cuda_ipc"] = lambda: CudaIpcTransport("bfloat16")
     return named
 
@@ -183,12 +187,13 @@ async def measure(
     model, rows, copies, version = make_model(folder, device), [], {}, 0
     for name, make in transports(device).items():
         transport, times = make(), []
-        for number in range(WARM_UP + updates):
-            update, parts = await one_update(engine, transport, model, version)
-            version += 1
-            if number >= WARM_UP:
-                times.append(parts)
-        transport.close()
+        registered = mock.patch.object(Registration, "cover") if name == PAGEABLE else contextlib.nullcontext()
+        with registered, contextlib.closing(transport):
+            for number in range(WARM_UP + updates):
+                update, parts = await one_update(engine, transport, model, version)
+                version += 1
+                if number >= WARM_UP:
+                    times.append(parts)
         copies = copies or plain_copies(update.num_bytes, device)
         medians = {part: statistics.median(time[part] for time in times) for part in PARTS}
         row = {"engine": kind, "shape": shape, "transport": name, "num_bytes": update.num_bytes, "ms": medians}

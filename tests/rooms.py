@@ -42,7 +42,7 @@ ROOMS = {
     ),
     "vllm": ("vllm",),
     "weight_sync": (
-        "transports", "delta_transport", "gloo_transport", "shared_memory_transport", "weight_checksums",
+        "transports", "delta_transport", "gloo_transport", "shared_memory_transport", "weight_checksums", "weight_staging",
         "lora_weight_sync",
     ),
     "workers": ("hosting", "executors", "ray_engine", "rollout_actors"),

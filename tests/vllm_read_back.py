@@ -124,21 +124,33 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.copies: list[_Copy] = []
         self._model = model
-        self._weights = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in weights.items())
-        self._offsets = {name: int(weight.storage_offset()) for name, weight in weights.items()}
+        # Address, size in bytes, name, and offset in the storage. A copy on the GPU follows its original.
+        self._weights = [
+            (weight.data_ptr(), weight.nbytes, name, int(weight.storage_offset())) for name, weight in weights.items()
+        ]
+        self._moved: list[torch.Tensor] = []  # kept, because their memory would be used again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             self._record(args[0], args[1])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (found := self._find(args[0])) is not None:
+            self._moved.append(result)
+            self._weights.append((result.data_ptr(), result.nbytes, found[0], int(result.storage_offset())))
+        return result
+
+    def _find(self, source: torch.Tensor) -> tuple[str, int] | None:
+        """Name of the weight that ``source`` is a part of, and the weight's offset in the storage."""
+        if source.is_meta:
+            return None
+        address = source.data_ptr()
+        found = ((name, offset) for start, size, name, offset in self._weights if start <= address < start + size)
+        return next(found, None)
 
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if target.is_meta or source.is_meta or target.shape != source.shape:
+        if target.is_meta or target.shape != source.shape or (found := self._find(source)) is None:
             return
-        address = source.data_ptr()
-        name = next((name for start, size, name in self._weights if start <= address < start + size), None)
-        if name is None:
-            return
+        name, offset = found
         # vLLM makes parameters while it loads, so look at those of the moment.
         owners = {
             parameter.untyped_storage().data_ptr(): (parameter_name, tuple(parameter.shape))
@@ -147,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         }
         owner = owners.get(target.untyped_storage().data_ptr())
         if owner is not None:
-            self.copies.append(_Copy(name, _Region.of(source, self._offsets[name]), *owner, _Region.of(target)))
+            self.copies.append(_Copy(name, _Region.of(source, offset), *owner, _Region.of(target)))
 
 
 def _read_model(

@@ -45,9 +45,7 @@ class CudaIpcTransport(WeightTransport):
             WeightSyncError: the transport is closed, or the GPU has not enough memory.
         """
         area = self._areas.next()
-        specs, num_bytes = pack(weights, self._dtype, area.room)
-        # The whole storage is shared with the engine, so spare memory would be held twice.
-        staging = area.trim(num_bytes)
+        specs, staging = pack(weights, self._dtype, area)
         torch.cuda.synchronize(self._device)  # another process does not wait for this one's streams
         handle: Sequence[Any] = staging.untyped_storage()._share_cuda_()  # of numbers and bytes
         parts = [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in handle]
@@ -57,9 +55,9 @@ class CudaIpcTransport(WeightTransport):
             transport=self.name,
             # Each receiver can open a handle once; the memory must outlive it.
             location=json.dumps({"gpu": gpu, "handle": parts}),
-            num_bytes=num_bytes,
+            num_bytes=staging.numel(),
             tensors=specs,
-            checksum=checksum(staging[:num_bytes]) if self._verify else None,
+            checksum=checksum(staging) if self._verify else None,
         )
 
     def release(self) -> bool:

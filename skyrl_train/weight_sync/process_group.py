@@ -103,8 +103,7 @@ class ProcessGroupTransport(WeightTransport):
                 ) from error
         # Withdrawn before it is overwritten, so that an engine that still reads it learns that its bytes are mixed.
         self._server.withdraw(id(area))
-        specs, num_bytes = pack(weights, self._dtype, area.room)
-        staging = area.trim(num_bytes)
+        specs, staging = pack(weights, self._dtype, area)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the bytes are sent from another stream
         self._server.offer(id(area), version, staging)
@@ -112,7 +111,7 @@ class ProcessGroupTransport(WeightTransport):
             version=version,
             transport=self.name,
             location=self._server.location,
-            num_bytes=num_bytes,
+            num_bytes=staging.numel(),
             tensors=specs,
             checksum=checksum(staging) if self._verify else None,
         )

@@ -32,7 +32,7 @@ class WeightReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._shared_memory = SharedMemoryReceiver()
+        self._shared_memory = SharedMemoryReceiver(device)
         self._receive_buffer = ReceiveBuffer()
         self._nccl = ProcessGroupReceiver(device)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.pinning import Registration
 from skyrl_train.weight_sync.staging import DoubleBuffer, HostStaging, checked_views, pack
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
@@ -42,14 +44,14 @@ class SharedMemoryTransport(WeightTransport):
             WeightSyncError: the transport is closed, or there is not enough shared memory.
         """
         area = self._areas.next()
-        specs, num_bytes = pack(weights, self._dtype, area.room)
+        specs, staging = pack(weights, self._dtype, area)
         return WeightUpdate(
             version=version,
             transport=self.name,
             location=area.location,
-            num_bytes=num_bytes,
+            num_bytes=staging.numel(),
             tensors=specs,
-            checksum=checksum(area.room(num_bytes)[:num_bytes]) if self._verify else None,
+            checksum=checksum(staging) if self._verify else None,
         )
 
     def close(self) -> None:
@@ -58,11 +60,15 @@ class SharedMemoryTransport(WeightTransport):
 
 
 class SharedMemoryReceiver:
-    """The engine's side. Keeps one mapping per location, because a trainer alternates between two staging areas."""
+    """The engine's side. Keeps one mapping per location, because a trainer alternates between two staging areas.
 
-    def __init__(self) -> None:
-        # By location: device, inode and size of the memory, and the mapped bytes.
-        self._mappings: dict[str, tuple[tuple[int, int, int], torch.Tensor]] = {}
+    Args:
+        device: where the weights go. For a GPU, mapped memory is registered with CUDA.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self._mappings: dict[str, _Mapping] = {}  # by location
 
     def open_update(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Return read-only views (shapes and dtypes of ``update.tensors``) of the mapped memory.
@@ -73,24 +79,28 @@ class SharedMemoryReceiver:
         if update.transport != SHARED_MEMORY:
             raise EngineError(f"This engine receives by {SHARED_MEMORY!r}, not by {update.transport!r}.")
         try:
-            staging = self._map(update.location)
+            mapping = self._map(update.location)
         except (OSError, ValueError) as error:  # mmap raises ValueError for a file of size 0
             raise EngineError(
                 f"Cannot open the weights of version {update.version} at {update.location!r}: {error}. The engine and "
                 "the trainer must run on one machine as one user, and the transport must still be open."
             ) from error
-        if staging.numel() < update.num_bytes:
+        if mapping.memory.numel() < update.num_bytes:
             raise EngineError(
-                f"The staging area at {update.location!r} has {staging.numel()} bytes, the update needs "
+                f"The staging area at {update.location!r} has {mapping.memory.numel()} bytes, the update needs "
                 f"{update.num_bytes}; gather the update again."
             )
-        return checked_views(update, staging[: update.num_bytes])
+        if self._gpu is not None:
+            mapping.registration.cover(mapping.memory[: update.num_bytes], self._gpu)
+        return checked_views(update, mapping.memory[: update.num_bytes])
 
     def close(self) -> None:
         """Forget the mappings. The memory is freed with its last view. Idempotent."""
+        for mapping in self._mappings.values():
+            mapping.registration.release()
         self._mappings.clear()
 
-    def _map(self, location: str) -> torch.Tensor:
+    def _map(self, location: str) -> _Mapping:
         # Opened each time, also for a known location: only the open file tells which memory the path names now.
         descriptor = os.open(location, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -98,9 +108,20 @@ class SharedMemoryReceiver:
             # Descriptor numbers are reused, so a path can come to name other memory. Device and inode tell them apart.
             identity = (status.st_dev, status.st_ino, status.st_size)
             known = self._mappings.get(location)
-            if known is None or known[0] != identity:
-                memory = mmap.mmap(descriptor, status.st_size)
-                known = self._mappings[location] = identity, torch.frombuffer(memory, dtype=torch.uint8)
-            return known[1]
+            if known is None or known.identity != identity:
+                if known is not None:
+                    known.registration.release()
+                memory = torch.frombuffer(mmap.mmap(descriptor, status.st_size), dtype=torch.uint8)
+                known = self._mappings[location] = _Mapping(identity, memory)
+            return known
         finally:
             os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """Mapped memory of a trainer (uint8 ``[size]``); device, inode and size identify it."""
+
+    identity: tuple[int, int, int]
+    memory: torch.Tensor
+    registration: Registration = field(default_factory=Registration)

@@ -6,17 +6,20 @@ model, never more than one gathered weight exists beside the staging copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 import torch
 
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.pinning import Registration, wait_for_copies
 from skyrl_train.weight_sync.shared_area import SharedArea
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
 
 ALIGNMENT_BYTES = 64  # a cache line; no dtype needs more
+MAX_MOVED_BYTES = 256 << 20  # larger weights are embeddings and heads
 NUM_STAGING_AREAS = 2  # one that engines may still read, and one that is being gathered into
 
 
@@ -24,34 +27,41 @@ NUM_STAGING_AREAS = 2  # one that engines may still read, and one that is being 
 
 
 def pack(
-    weights: Iterable[tuple[str, torch.Tensor]], dtype: str, room: Callable[[int], torch.Tensor]
-) -> tuple[tuple[TensorSpec, ...], int]:
-    """Copy the weights, cast to ``dtype`` (a torch name), each to an aligned offset.
-
-    Args:
-        room: ``room(n)`` returns a uint8 buffer of at least ``n`` bytes that keeps what earlier calls wrote.
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: str, area: Staging
+) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
+    """Copy the weights, cast to ``dtype`` (a torch name), each to an aligned offset; return when all copies have ended.
 
     Returns:
-        The place of each weight, and the total size in bytes.
+        The place of each weight, and the staging copy (uint8 ``[num_bytes]``).
     """
-    itemsize = getattr(torch, dtype).itemsize
-    specs, offset = [], 0
-    with torch.no_grad():
-        for name, weight in weights:
-            spec = TensorSpec(name, tuple(weight.shape), dtype, offset)
-            end = offset + weight.numel() * itemsize
-            offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            # Asked for at each weight, because the total size is known only at the end.
-            staging = room(offset)
-            tensor_view(staging, spec).copy_(weight)
-            # The gap may hold bytes of an earlier layout, which would change the checksum.
-            staging[end:offset].zero_()
-            specs.append(spec)
+    torch_dtype = getattr(torch, dtype)
+    specs, offset, device = [], 0, None
+    try:
+        with torch.no_grad():
+            for name, weight in weights:
+                if weight.is_cuda:
+                    device = weight.device
+                spec = TensorSpec(name, tuple(weight.shape), dtype, offset)
+                end = offset + weight.numel() * torch_dtype.itemsize
+                offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                # Asked for at each weight, because the total size is known only at the end.
+                staging = area.room(offset)
+                # Between devices, a copy would cast in main memory: after the way over the bus, by the CPU.
+                leaves_gpu = weight.is_cuda and not staging.is_cuda
+                source = weight.to(torch_dtype) if leaves_gpu else weight
+                # On the current stream: its order lets one weight's memory be used again for the next.
+                tensor_view(staging, spec).copy_(source, non_blocking=True)
+                # The gap may hold bytes of an earlier layout, which would change the checksum.
+                staging[end:offset].zero_()
+                specs.append(spec)
+    finally:
+        if device is not None:
+            wait_for_copies(device)
     # Memory of size 0 can be neither mapped nor sent.
     num_bytes = max(offset, ALIGNMENT_BYTES)
     if not specs:
-        room(num_bytes).zero_()
-    return tuple(specs), num_bytes
+        area.room(num_bytes).zero_()
+    return tuple(specs), area.finish(num_bytes, device)
 
 
 def tensor_view(staging: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -87,23 +97,57 @@ def checked_views(update: WeightUpdate, staging: torch.Tensor) -> Mapping[str, t
     return tensors
 
 
+def moved(weights: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each weight on ``device``. Copies are asked for on the current stream and not waited for.
+
+    The largest weights stay where they are, so that loading takes little memory beside the model's.
+    """
+    for name, weight in weights.items():
+        yield name, weight if weight.nbytes > MAX_MOVED_BYTES else weight.to(device, non_blocking=True)
+
+
 # The memory -----------------------------------------------------------------------------------------------------------
 
 
-class HostStaging:
+class Staging(ABC):
+    """Memory for one version at a time. It grows while the first one is gathered, and keeps its size afterwards."""
+
+    @abstractmethod
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """Return a uint8 buffer of at least ``num_bytes`` that keeps what earlier calls wrote.
+
+        Raises:
+            WeightSyncError: there is not enough memory.
+        """
+
+    @abstractmethod
+    def finish(self, num_bytes: int, source: torch.device | None) -> torch.Tensor:
+        """Return the version, uint8 ``[num_bytes]``, when all of it is written.
+
+        Args:
+            source: the GPU that the weights came from; None: from main memory.
+
+        Raises:
+            WeightSyncError: there is not enough memory.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory. It is freed when no engine maps it any more."""
+
+
+class HostStaging(Staging):
     """Main memory that engines on this machine can map."""
 
     def __init__(self) -> None:
         self.location = ""  # path of the memory; it exists after the first :meth:`room`, and growing keeps it
         self._area: SharedArea | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._registration = Registration()
 
     def room(self, num_bytes: int) -> torch.Tensor:
-        """Return a uint8 buffer of at least ``num_bytes`` with its earlier contents. See :func:`pack`.
-
-        Raises:
-            WeightSyncError: there is not enough shared memory.
-        """
+        if num_bytes > self._registration.num_bytes:
+            self._registration.release()  # a copy must not cross the end of registered memory
         if num_bytes > self._staging.numel():
             size = max(num_bytes, 2 * self._staging.numel())  # doubling keeps the number of resizes small
             try:
@@ -119,55 +163,55 @@ class HostStaging:
             self._staging = torch.frombuffer(self._area.memory, dtype=torch.uint8)
         return self._staging
 
+    def finish(self, num_bytes: int, source: torch.device | None) -> torch.Tensor:
+        staging = self._staging[:num_bytes]
+        if source is not None:
+            # Now, because the size is known and all pages are there: later versions are copied asynchronously.
+            self._registration.cover(staging, source)
+        return staging
+
     def close(self) -> None:
-        """Release the memory. Engines that mapped it keep their mapping."""
+        self._registration.release()
         self._staging = torch.empty(0, dtype=torch.uint8)
         if self._area is not None:
             self._area.close()
             self._area = None
 
 
-class DeviceStaging:
-    """Memory of one device. While the first version makes it grow, it needs up to twice its size."""
+class DeviceStaging(Staging):
+    """Memory of one device, of the exact size of a version. Only a version that does not fit grows, in main memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self, num_bytes: int) -> torch.Tensor:
-        """Like :meth:`HostStaging.room`, on the device.
-
-        Raises:
-            WeightSyncError: there is not enough memory.
-        """
         held = self._staging.numel()
         if num_bytes > held:
-            self._resize(max(num_bytes, held + held // 2), kept=held)
+            # Growing on a GPU would need the old and the new memory at once, where models hardly fit.
+            grown = torch.empty(max(num_bytes, 2 * held), dtype=torch.uint8)
+            grown[:held].copy_(self._staging)
+            self._staging = grown
         return self._staging
 
-    def trim(self, num_bytes: int) -> torch.Tensor:
-        """Free what is beyond ``num_bytes`` and return the rest."""
-        if self._staging.numel() > num_bytes:
-            self._resize(num_bytes, kept=num_bytes)
+    def finish(self, num_bytes: int, source: torch.device | None) -> torch.Tensor:
+        # The whole storage is shared with the engine, so spare memory would be held twice.
+        if self._staging.numel() != num_bytes or self._staging.device.type != self._device.type:
+            try:
+                staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError as error:
+                raise WeightSyncError(
+                    f"No memory on {self._device} for a staging copy of {num_bytes / 1e6:.0f} MB. Lower the engine's "
+                    "gpu_memory_utilization, or set generator.weight_transport=shared_memory."
+                ) from error
+            self._staging = staging.copy_(self._staging[:num_bytes])
         return self._staging
 
     def close(self) -> None:
-        """Release the memory. It is freed when no engine maps it any more."""
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
 
-    def _resize(self, num_bytes: int, kept: int) -> None:
-        try:
-            staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise WeightSyncError(
-                f"No memory on {self._device} for a staging copy of {num_bytes / 1e6:.0f} MB. Lower the engine's "
-                "gpu_memory_utilization, or set generator.weight_transport=shared_memory."
-            ) from error
-        staging[:kept].copy_(self._staging[:kept])
-        self._staging = staging
 
-
-Area = TypeVar("Area", bound=HostStaging | DeviceStaging)
+Area = TypeVar("Area", bound=Staging)
 
 
 class DoubleBuffer(Generic[Area]):

@@ -31,6 +31,7 @@ from skyrl_train.models.lora import adapter_of, add_adapter, policy_weights
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.pinning import wait_for_copies
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.staging import tensor_view
 from skyrl_train.weight_sync.update import WeightUpdate
@@ -232,7 +233,9 @@ class EmbeddedEngineCore:
         own = _named_tensors(self.model)
         with torch.no_grad():
             for name, weight in weights.items():
-                own[name].copy_(weight)  # in place, so that tied weights stay tied
+                own[name].copy_(weight, non_blocking=True)  # in place, so that tied weights stay tied
+        if self.model.device.type == "cuda":
+            wait_for_copies(self.model.device)  # the trainer may overwrite the staging copy after this
         # Tokens sampled from here on carry the new version.
         self._loaded, self._received = update, None
         self.policy_version = update.version

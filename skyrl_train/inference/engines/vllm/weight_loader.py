@@ -26,6 +26,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.staging import moved
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
 
 _MEMORY = Path("/dev/shm")
@@ -89,7 +90,7 @@ class WeightLoader:
             ):
                 # Each layer is converted once its tensors are complete; a failure in between leaves layers without weights.
                 initialize_layerwise_reload(self._model)
-                self._model.load_weights(weights.items())  # type: ignore[operator]
+                self._model.load_weights(moved(weights, self._device))  # type: ignore[operator]
                 finalize_layerwise_reload(self._model, self._vllm_config.model_config)
                 _pack_again(self._model)
         if self._device.type == "cuda":
