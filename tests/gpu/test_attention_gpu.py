@@ -178,7 +178,7 @@ def test_an_adapter_is_trained_through_flash_attention_alone(folder: str) -> Non
 def test_a_critic_is_trained_through_flash_attention_alone(folder: str) -> None:
     config = settings()
     config.algorithm.advantage_estimator = "gae"
-    config.critic.optimizer_config.lr = 1e-3
+    config.critic.dtype, config.critic.optimizer_config.lr = "bfloat16", 1e-3
     critic = LocalCritic(folder, derive.critic_trainer(config), total_steps=10)
     batch = minibatch(1)
     returns = [torch.linspace(0, 1, len(s)) * s.loss_mask for s in batch.sequences]
