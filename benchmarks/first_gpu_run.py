@@ -185,15 +185,7 @@ def doctor(report: Report, setup: Setup) -> None:
             with contextlib.suppress(OSError):
                 report.add(nvidia_smi=subprocess.run(command, capture_output=True, text=True, check=False).stdout)
     with report.part("matmul"):
-        sizes = [(8192, 8192, 8192), (16384, 1024, 3072), (16384, 2048, 6144)] if not setup.dry else [(256, 256, 256)]
-        best = 0.0
-        for m, k, n in sizes:
-            left = torch.randn(m, k, device=setup.device, dtype=getattr(torch, setup.dtype))
-            right = torch.randn(k, n, device=setup.device, dtype=left.dtype)
-            seconds = device_seconds(lambda left=left, right=right: left @ right, setup.device, rounds=30)
-            best = max(best, tflops := 2 * m * k * n / seconds / 1e12)
-            report.add(**{f"{setup.dtype}_{m}x{k}x{n}_tflops": digits(tflops)})
-        report.add(ceiling_tflops=digits(best))
+        matmul_ceiling(report, setup)
     with report.part("copies"):
         num_bytes = 1 << (22 if setup.dry else 30)
         here = torch.empty(num_bytes, dtype=torch.uint8, device=setup.device)
@@ -205,6 +197,22 @@ def doctor(report: Report, setup: Setup) -> None:
             for name, to, of in (("host_to_device", here, host), ("device_to_host", host, here)):
                 seconds = device_seconds(lambda to=to, of=of: to.copy_(of, non_blocking=True), setup.device, rounds=3)
                 report.add(**{f"{name}_{kind}_gb_s": round(num_bytes / seconds / 1e9, 1)})
+
+
+def matmul_ceiling(report: Report, setup: Setup) -> float:
+    """Return the TFLOP/s of the fastest of some products of matrices: square ones, and those of the models' layers."""
+    import torch
+
+    sizes = [(8192, 8192, 8192), (16384, 1024, 3072), (16384, 2048, 6144)] if not setup.dry else [(256, 256, 256)]
+    best = 0.0
+    for m, k, n in sizes:
+        left = torch.randn(m, k, device=setup.device, dtype=getattr(torch, setup.dtype))
+        right = torch.randn(k, n, device=setup.device, dtype=left.dtype)
+        seconds = device_seconds(lambda left=left, right=right: left @ right, setup.device, rounds=30)
+        best = max(best, tflops := 2 * m * k * n / seconds / 1e12)
+        report.add(**{f"{setup.dtype}_{m}x{k}x{n}_tflops": digits(tflops)})
+    report.add(ceiling_tflops=digits(best))
+    return best
 
 
 def device_seconds(function: Callable[[], Any], device: str, rounds: int) -> float:
@@ -271,16 +279,18 @@ VARIANTS = [
 
 def training(report: Report, setup: Setup) -> None:
     """Train each variant on random sequences: the same ones again, and new ones, whose shapes no kernel has seen."""
-    for variant in VARIANTS:
-        if not report.has_time(str(variant)):
+    if setup.ceiling_tflops is None:
+        with report.part("matmul"):
+            setup = dataclasses.replace(setup, ceiling_tflops=matmul_ceiling(report, setup))
+    parts = [(str(variant), train_variant, variant) for variant in VARIANTS]
+    parts.insert(2, ("operations", profile, VARIANTS[0]))
+    for name, run, variant in parts:
+        if not report.has_time(name):
             continue
-        with report.part(str(variant)):
-            train_variant(report, setup, variant)
+        with report.part(name):
+            run(report, setup, variant)
         gc.collect()
         empty_cache(setup.device)
-    if report.has_time("kernels"):
-        with report.part("kernels"):
-            profile(report, setup, VARIANTS[0])
 
 
 def train_variant(report: Report, setup: Setup, variant: Variant) -> None:
@@ -301,7 +311,7 @@ def train_variant(report: Report, setup: Setup, variant: Variant) -> None:
     report.add(start_s=round(time.perf_counter() - began, 2))
     shape = model_shape(config.trainer.policy.model)
     assert shape is not None, "the folder has a config.json"
-    number = 4 if setup.dry else 64
+    number = 4 if setup.dry else 32
     ceiling = setup.ceiling_tflops
     step = 0
 
@@ -404,8 +414,9 @@ def forward_flops(shape: Any, lengths: list[int], scored: int) -> float:
 
 
 def profile(report: Report, setup: Setup, variant: Variant) -> None:
-    """Report which kernels take the time of an update."""
+    """Report which operations, on which shapes, take the time of an update and of log-probs."""
     import torch
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
 
     from skyrl_train.config.model_shape import model_shape
@@ -417,22 +428,37 @@ def profile(report: Report, setup: Setup, variant: Variant) -> None:
     shape = model_shape(config.trainer.policy.model)
     assert shape is not None, "the folder has a config.json"
     number = 4 if setup.dry else 16
-    backend.update(random_minibatch(setup, 1, number, shape.vocab_size, 1))
-    minibatch = random_minibatch(setup, 1, number, shape.vocab_size, 2)
-    synchronize(setup.device)
+    minibatch = random_minibatch(setup, 1, number, shape.vocab_size, 1)
     on_gpu = setup.device == "cuda"
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
-        backend.update(minibatch)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    for name, run in (
+        ("update", lambda: backend.update(minibatch)),
+        ("logprobs", lambda: backend.forward_logprobs(minibatch.sequences)),
+    ):
+        run()
         synchronize(setup.device)
-    events = [
-        (getattr(e, "self_device_time_total" if on_gpu else "self_cpu_time_total"), e) for e in profiled.key_averages()
-    ]
-    events = sorted((pair for pair in events if pair[0] > 0), key=lambda pair: -pair[0])
-    total = sum(microseconds for microseconds, _ in events)
-    report.add(total_ms=round(total / 1e3, 1), launches=sum(event.count for _, event in events))
-    report.add(
-        kernels=[[event.key[:120], round(us / 1e3, 2), event.count, round(us / total, 3)] for us, event in events[:25]]
-    )
+        with torch.profiler.profile(activities=activities, record_shapes=True) as profiled:
+            run()
+            synchronize(setup.device)
+        # Operators only: the kernels that they start are events of their own.
+        operators = [
+            (getattr(event, "self_device_time_total" if on_gpu else "self_cpu_time_total") / 1e3, event)
+            for event in profiled.key_averages(group_by_input_shape=True)
+            if event.device_type == DeviceType.CPU
+        ]
+        operators = sorted((pair for pair in operators if pair[0] > 0), key=lambda pair: -pair[0])
+        total = sum(milliseconds for milliseconds, _ in operators)
+        report.add(**{f"{name}_total_ms": round(total, 1), f"{name}_calls": sum(event.count for _, event in operators)})
+        rows = [
+            [
+                f"{event.key} {event.input_shapes}"[:160],
+                round(milliseconds, 2),
+                event.count,
+                round(milliseconds / total, 3),
+            ]
+            for milliseconds, event in operators[:30]
+        ]
+        report.add(**{f"{name}_operations": rows})
 
 
 def synchronize(device: str) -> None:
@@ -910,9 +936,10 @@ def show(name: str, content: dict[str, Any]) -> None:
     for part, figures in content["figures"].items():
         print(f"  {part}:")
         for key, value in figures.items():
-            if key == "kernels":
-                for kernel in value:
-                    print("    {1:9.2f} ms {3:6.1%} {2:6d} x  {0}".format(*kernel))
+            if key.endswith("_operations"):
+                print(f"    {key}:")
+                for operation in value:
+                    print("    {1:9.2f} ms {3:6.1%} {2:6d} x  {0}".format(*operation))
             else:
                 print(f"    {key} = {value}")
     for part, failure in content["failures"].items():
