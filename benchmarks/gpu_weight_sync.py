@@ -80,7 +80,10 @@ def make_model(folder: Path, device: str) -> PreTrainedModel:
 
 def make_engine(kind: str, folder: Path, device: str) -> EmbeddedEngine | VLLMEngine:
     if kind == "embedded":
-        return EmbeddedEngine(str(folder), device=device, dtype="bfloat16", max_num_seqs=8, max_model_len=CONTEXT)
+        executor = "process" if device == "cuda" else "thread"  # a dry run need not wait for a process's imports
+        return EmbeddedEngine(
+            str(folder), executor=executor, device=device, dtype="bfloat16", max_num_seqs=8, max_model_len=CONTEXT
+        )
     on_gpu: dict[str, Any] = {}
     if device == "cuda":
         # A cache of a given size spares vLLM the measurement of its memory, which takes seconds.
