@@ -114,7 +114,10 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> Inferen
         "seed": derive_seed(config.trainer.seed, index) % (1 << VLLM_SEED_BITS),
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,
-        "data_parallel_size": engine.data_parallel_size,
+        # In an actor, Ray chooses the GPUs and hides the others.
+        "devices": None
+        if engine.executor == "ray" and engine.device != "cpu"
+        else derive.engine_devices(engine, index),
         # The first weight sync brings all weights; only with an adapter does the engine read the base model from its folder.
         "load_format": "auto" if lora.rank else "dummy",
         "lora_rank": lora.rank,
@@ -140,7 +143,8 @@ def _in_ray(engine: InferenceEngineConfig, factory: str, arguments: dict[str, An
         raise ConfigError(
             "generator.inference_engine.executor=ray needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
         ) from error
-    placement = RayPlacement(num_cpus=engine.ray_num_cpus, num_gpus=engine.ray_num_gpus, environment=engine.environment)
+    gpus = derive.engine_ray_num_gpus(engine)
+    placement = RayPlacement(num_cpus=engine.ray_num_cpus, num_gpus=gpus, environment=engine.environment)
     return RayEngine(factory, arguments, placement)
 
 

@@ -10,6 +10,7 @@ from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.model_shape import ModelShape
 from skyrl_train.config.schema import (
     AlgorithmConfig,
+    InferenceEngineConfig,
     ModelConfig,
     PolicyConfig,
     RunConfig,
@@ -339,6 +340,33 @@ def trains_on_gpus(config: RunConfig) -> bool:
     devices += [critic_trainer(trainer).device] if needs_critic(trainer.algorithm) else []
     devices += [reference_device(config)] if needs_reference(trainer.algorithm) else []
     return any(device != "cpu" for device in devices)
+
+
+# ---- the engines' GPUs
+
+
+def engine_num_gpus(engine: InferenceEngineConfig) -> int:
+    """Return the GPUs that an engine computes on: one per rank."""
+    if engine.device == "cpu":
+        return 0
+    return 1 if engine.backend == "embedded" else engine.tensor_parallel_size * engine.pipeline_parallel_size
+
+
+def engine_ray_num_gpus(engine: InferenceEngineConfig) -> float:
+    """Return the GPUs that the actor of an engine reserves: by default those that it computes on, unless it names one."""
+    if engine.ray_num_gpus is not None:
+        return engine.ray_num_gpus
+    return float(engine_num_gpus(engine)) if engine.device == "cuda" else 0.0
+
+
+def engine_devices(engine: InferenceEngineConfig, index: int) -> list[int]:
+    """Return the GPUs of this machine that engine number ``index`` of vLLM computes on; empty on a CPU.
+
+    The numbers of the evaluation's engines continue after those of the run's.
+    """
+    each = engine_num_gpus(engine)
+    mine = range(index * each, (index + 1) * each)
+    return list(mine) if engine.devices is None else [engine.devices[position] for position in mine]
 
 
 def engines_start_first(config: RunConfig) -> bool:

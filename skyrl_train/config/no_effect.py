@@ -275,13 +275,20 @@ def _engines(config: RunConfig) -> Warnings:
         yield f"{ENGINE}.executor=ray: a remote server runs where it was started; leave it out."
     if engine.backend == "vllm" and engine.executor == "thread":
         yield f"{ENGINE}.executor=thread is for the embedded engine; vLLM has its own processes: use process or ray."
-    parallel = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    parallel = engine.tensor_parallel_size * engine.pipeline_parallel_size
     if engine.backend == "embedded" and parallel != 1:
         yield f"{ENGINE}: the embedded engine is not parallel; set its *_parallel_size to 1, or use backend=vllm."
     if built_in and engine.backend != "vllm" and engine.engine_args:
         yield f"{ENGINE}.engine_args belongs to {ENGINE}.backend=vllm, not to {engine.backend!r}."
     if built_in and engine.executor != "ray":
         yield from _ray_resources(ENGINE, changed(engine), f"{ENGINE}.executor=ray")
+    if built_in and engine.devices is not None:
+        if engine.backend != "vllm":
+            yield f"{ENGINE}.devices belongs to {ENGINE}.backend=vllm, not to {engine.backend!r}."
+        elif engine.executor == "ray":
+            yield f"{ENGINE}.devices with {ENGINE}.executor=ray: Ray chooses the GPUs. Leave them out."
+        elif engine.device == "cpu":
+            yield f"{ENGINE}.devices with {ENGINE}.device=cpu: nothing uses them. Set {ENGINE}.device=cuda."
     name = derive.weight_transport(config)
     transport = derive.TRANSPORTS.get(name)
     if transport is not None and not transport.folder and config.generator.weight_folder is not None:

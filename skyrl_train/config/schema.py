@@ -513,13 +513,16 @@ class InferenceEngineConfig:
     batch_invariant: bool = False  # embedded: tokens of a request do not depend on the rest of the batch (slower)
     tensor_parallel_size: Count = 1  # vllm, per engine
     pipeline_parallel_size: Count = 1  # vllm, per engine
-    data_parallel_size: Count = 1  # vllm, per engine
+    # vllm, executor=process: indices of this machine's GPUs, one per rank of each engine, the engines in order; a GPU named
+    # twice is shared. None: 0, 1, 2, ... on device=cuda
+    devices: list[int] | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)  # any further argument of vLLM's AsyncEngineArgs
     environment: dict[str, str] = field(default_factory=dict)  # variables of the engine's processes: vllm, or in Ray
     remote_urls: list[str] = field(default_factory=list)  # vllm_remote: one server per engine
     remote_api_key_variable: str = "VLLM_API_KEY"  # the environment variable that holds the servers' key
     ray_num_cpus: Annotated[float, Ge(0)] = 1.0  # reserved for each engine in a Ray actor
-    ray_num_gpus: Annotated[float, Ge(0)] = 0.0
+    # None: on device=cuda one per rank, else 0. Below 1: engines share a GPU
+    ray_num_gpus: Annotated[float, Ge(0)] | None = None
     fleet: FleetConfig = field(default_factory=FleetConfig)
 
 

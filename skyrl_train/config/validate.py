@@ -412,6 +412,8 @@ def _engines(config: RunConfig) -> Errors:
             f"{ENGINE}.remote_urls names {len(engine.remote_urls)} servers for {ENGINE}.num_engines={engine.num_engines}"
             f"{beside}: give one URL per engine{', the last ones for the evaluation' if of_evaluation else ''}."
         )
+    if engine.backend == "vllm":
+        yield from _engine_gpus(config)
     endpoint = config.generator.kwargs.get("endpoint")
     port = endpoint.get("port") if isinstance(endpoint, Mapping) else None  # of the harness; 0 or None: a free one
     if config.generator.name == "harness" and config.rollout.num_actors > 1 and port:
@@ -425,6 +427,65 @@ def _engines(config: RunConfig) -> Errors:
             f"generator.kwargs.endpoint.port={port} with {EVAL}.num_engines={of_evaluation}: the evaluation has its own "
             f"endpoint, which cannot have the same port. Leave the port out, or set {EVAL}.num_engines=0."
         )
+
+
+def _engine_gpus(config: RunConfig) -> Errors:
+    """Which GPUs vLLM's engines compute on. Two engines share one only if the configuration says so."""
+    engine = config.generator.inference_engine
+    if "CUDA_VISIBLE_DEVICES" in engine.environment:
+        yield (
+            f"{ENGINE}.environment.CUDA_VISIBLE_DEVICES: the trainer would have it too while an engine starts. Name the GPUs in "
+            f"{ENGINE}.devices; with executor=ray, Ray chooses them."
+        )
+    if engine.device not in ("cpu", "cuda"):
+        yield f"{ENGINE}.device={engine.device} with {ENGINE}.backend=vllm: set device=cuda, and name GPUs in {ENGINE}.devices."
+        return
+    each = derive.engine_num_gpus(engine)
+    if each == 0:
+        return
+    if engine.executor == "ray":
+        gpus = derive.engine_ray_num_gpus(engine)
+        if gpus != each and (gpus >= 1 or each > 1):
+            yield (
+                f"{ENGINE}.ray_num_gpus={gpus:g}, and the ranks of an engine (tensor_parallel_size x pipeline_parallel_size) "
+                f"need {_gpus(each)}. Leave it out; a part of one GPU is for engines that share it."
+            )
+        return
+    number, devices, trainer = (
+        engine.num_engines + derive.num_evaluation_engines(config),
+        engine.devices,
+        config.trainer,
+    )
+    if devices is None:
+        if trainer.strategy is TrainingStrategy.fsdp2 and trainer.device == "cuda":
+            yield (
+                f"{ENGINE}.executor={engine.executor} with trainer.strategy=fsdp2 on cuda: Ray gives GPUs to the workers and "
+                f"does not know of the engines'. Set {ENGINE}.executor=ray, or name the engines' GPUs in {ENGINE}.devices."
+            )
+    elif len(devices) != number * each:
+        beside = " with the evaluation's" if number > engine.num_engines else ""
+        yield (
+            f"{ENGINE}.devices={devices} with {number} engines{beside}: each needs {_gpus(each)}. Name {_gpus(number * each)}; "
+            "one that is named twice is shared."
+        )
+        return
+    elif min(devices) < 0:
+        yield f"{ENGINE}.devices={devices}: GPUs are numbered from 0."
+    of_engines = [derive.engine_devices(engine, index) for index in range(number)]
+    if any(len(set(mine)) < each for mine in of_engines):
+        yield f"{ENGINE}.devices={devices}: the ranks of an engine need different GPUs; each engine takes the next {each}."
+    of_trainer = derive.full_device_name(trainer.device)
+    shared = {f"cuda:{gpu}" for mine in of_engines for gpu in mine} == {of_trainer}
+    if derive.weight_transport(config) == "cuda_ipc" and of_trainer != "cpu" and not shared:
+        yield (
+            f"{ENGINE}: {number} engines of {_gpus(each)} on {', '.join(str(mine) for mine in of_engines)} and "
+            f"trainer.device={trainer.device}: generator.weight_transport=cuda_ipc needs one GPU. Name it for all in "
+            f"{ENGINE}.devices, or set generator.weight_transport=shared_memory."
+        )
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number > 1)}"
 
 
 def _weight_transport(config: RunConfig) -> Errors:

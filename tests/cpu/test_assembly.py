@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.build import trainer as assembly
+from skyrl_train.build.engines import build_engine
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.errors import ConfigError
@@ -119,3 +120,38 @@ async def test_training_loads_after_engines_that_measure_the_memory_of_its_gpu(
     loading = ["backend", f"stage after engines={engines_first}"]
     assert order[0] == "engines" if engines_first else order[-1] == "engines"
     assert sorted(order) == sorted(["engines", *loading])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "reserved"),
+    [
+        ([], [[], []], None),
+        (["device=cuda"], [[0], [1]], None),
+        (["device=cuda", "tensor_parallel_size=2"], [[0, 1], [2, 3]], None),
+        (["device=cuda", "devices=[2,2]"], [[2], [2]], None),
+        (["executor=ray"], [[], []], 0),
+        (["executor=ray", "device=cuda"], [None, None], 1),
+        (["executor=ray", "device=cuda", "pipeline_parallel_size=4"], [None, None], 4),
+    ],
+)
+def test_engines_of_vllm_are_built_for_their_gpus(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], devices: list[list[int] | None], reserved: float | None
+) -> None:
+    """In an actor, Ray chooses the GPUs; None leaves that to it."""
+    prefix = "generator.inference_engine."
+    vllm = [f"{prefix}{override}" for override in ("backend=vllm", "num_engines=2", *overrides)]
+    config = compose("quickstart", vllm)
+    plan = resolve(config, 32)
+    found: list[Any] = []
+
+    def local(path: str, **arguments: Any) -> Any:
+        found.append((arguments["devices"], None))
+
+    def in_ray(factory: str, arguments: dict[str, Any], placement: Any) -> Any:
+        found.append((arguments["devices"], placement.num_gpus))
+
+    monkeypatch.setattr("skyrl_train.inference.engines.vllm.VLLMEngine", local)
+    monkeypatch.setattr("skyrl_train.inference.engines.ray_engine.RayEngine", in_ray)
+    for index in range(2):
+        build_engine(config, plan, "/model", index)
+    assert found == [(expected, reserved) for expected in devices]

@@ -42,6 +42,10 @@ BOUND, DEPTH, WORKERS, EVERY, OVERLAP, STREAMING, STRAGGLERS = (
 )
 MINIBATCH = "trainer.policy_mini_batch_size"
 UNCORRECTED = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
+ENGINE = "generator.inference_engine"
+VLLM_GPUS = (f"{ENGINE}.backend=vllm", f"{ENGINE}.device=cuda")
+VLLM_IPC = (*VLLM_GPUS, "trainer.device=cuda", "generator.weight_transport=cuda_ipc")
+VLLM_RAY = (*VLLM_GPUS, f"{ENGINE}.executor=ray")
 
 
 @cache
@@ -193,6 +197,22 @@ def test_a_setting_without_effect_in_asynchronous_training_is_a_warning(override
         (["generator.inference_engine.backend=vlm"], "Did you mean vllm?"),
         (["generator.inference_engine.backend=vllm_remote"], "names 0 servers"),
         (["generator.inference_engine.dtype=fp32"], "Known: float32, bfloat16"),
+        ([*VLLM_GPUS, f"{ENGINE}.environment={{CUDA_VISIBLE_DEVICES: '1'}}"], f"Name the GPUs in {ENGINE}.devices"),
+        ([*VLLM_GPUS, f"{ENGINE}.device=cuda:1"], f"name GPUs in {ENGINE}.devices"),
+        ([*VLLM_GPUS, f"{ENGINE}.devices=[0,1]"], "each needs 1 GPU. Name 1 GPU;"),
+        (
+            [*VLLM_GPUS, f"{ENGINE}.num_engines=2", f"{ENGINE}.tensor_parallel_size=2", f"{ENGINE}.devices=[0,1]"],
+            "Name 4 GPUs",
+        ),
+        ([*VLLM_GPUS, f"{ENGINE}.devices=[1,1]", f"{ENGINE}.tensor_parallel_size=2"], "need different GPUs"),
+        ([*VLLM_GPUS, f"{ENGINE}.devices=[-1]"], "numbered from 0"),
+        ([*VLLM_RAY, f"{ENGINE}.ray_num_gpus=2"], "need 1 GPU."),
+        ([*VLLM_RAY, f"{ENGINE}.tensor_parallel_size=4", f"{ENGINE}.ray_num_gpus=1"], "need 4 GPUs"),
+        ([*VLLM_RAY, f"{ENGINE}.pipeline_parallel_size=2", f"{ENGINE}.ray_num_gpus=0.5"], "need 2 GPUs"),
+        ([*VLLM_IPC, f"{ENGINE}.devices=[1]"], "cuda_ipc needs one GPU"),
+        ([*VLLM_IPC, f"{ENGINE}.num_engines=2"], f"Name it for all in {ENGINE}.devices"),
+        ([*VLLM_IPC, f"{ENGINE}.tensor_parallel_size=2"], "on [0, 1] and trainer.device=cuda:"),
+        ([*VLLM_GPUS, "trainer.strategy=fsdp2", "trainer.device=cuda"], f"Set {ENGINE}.executor=ray, or name"),
         (["data.generate=0"], "data.generate=0"),
     ],
 )
@@ -220,6 +240,9 @@ def test_settings_that_work_in_no_mode_are_errors(overrides: list[str], expected
             "use process or ray",
         ),
         (["generator.inference_engine.tensor_parallel_size=2"], "the embedded engine is not parallel"),
+        ([f"{ENGINE}.devices=[0]"], f"belongs to {ENGINE}.backend=vllm"),
+        ([*VLLM_RAY, f"{ENGINE}.devices=[0]"], "Ray chooses the GPUs"),
+        ([f"{ENGINE}.backend=vllm", f"{ENGINE}.devices=[0]"], f"Set {ENGINE}.device=cuda"),
         (
             ["generator.inference_engine.engine_args={block_size: 16}"],
             "belongs to generator.inference_engine.backend=vllm",
@@ -228,6 +251,44 @@ def test_settings_that_work_in_no_mode_are_errors(overrides: list[str], expected
 )
 def test_a_setting_without_effect_in_any_mode_is_a_warning(overrides: list[str], expected: str) -> None:
     assert expected in the_warning(settings(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        ([], [[0], [1], [2]]),
+        ([f"{ENGINE}.tensor_parallel_size=2"], [[0, 1], [2, 3], [4, 5]]),
+        ([f"{ENGINE}.devices=[3,1,3]"], [[3], [1], [3]]),
+        ([f"{ENGINE}.pipeline_parallel_size=2", f"{ENGINE}.devices=[7,6,5,4,7,6]"], [[7, 6], [5, 4], [7, 6]]),
+        ([f"{ENGINE}.device=cpu"], [[], [], []]),
+        ([*VLLM_IPC, "trainer.device=cuda:1", f"{ENGINE}.devices=[1,1,1]"], [[1], [1], [1]]),
+    ],
+)
+def test_each_engine_has_gpus_of_its_own_unless_they_are_named_twice(
+    overrides: list[str], devices: list[list[int]]
+) -> None:
+    evaluated = ["trainer.eval.num_engines=1", "trainer.eval.interval=1", f"{ENGINE}.num_engines=2"]
+    config = settings(*VLLM_GPUS, *evaluated, *overrides)
+    assert validate(config).errors == []
+    assert [derive.engine_devices(config.generator.inference_engine, index) for index in range(3)] == devices
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        ([*VLLM_RAY], 1),
+        ([*VLLM_RAY, f"{ENGINE}.tensor_parallel_size=4", f"{ENGINE}.pipeline_parallel_size=2"], 8),
+        ([*VLLM_RAY, f"{ENGINE}.ray_num_gpus=0.5"], 0.5),
+        ([*VLLM_RAY, f"{ENGINE}.ray_num_gpus=0"], 0),
+        ([*VLLM_RAY, f"{ENGINE}.device=cpu"], 0),
+        ([f"{ENGINE}.executor=ray", f"{ENGINE}.device=cuda"], 1),
+        ([f"{ENGINE}.executor=ray"], 0),
+    ],
+)
+def test_an_engine_in_ray_reserves_the_gpus_that_it_computes_on(overrides: list[str], gpus: float) -> None:
+    config = settings(*overrides)
+    assert validate(config).errors == []
+    assert derive.engine_ray_num_gpus(config.generator.inference_engine) == gpus
 
 
 def test_temperature_zero_is_fine_where_nothing_is_compared() -> None:

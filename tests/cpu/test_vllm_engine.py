@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import json
 import math
@@ -25,6 +26,7 @@ from vllm_engines import (
 from vllm_engines import token_logprobs as reference
 
 from skyrl_train.errors import EngineError, RequestError
+from skyrl_train.inference.engines.vllm.arguments import vllm_arguments
 from skyrl_train.inference.interface import InferenceEngineInput, StructuredOutput
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
@@ -97,6 +99,14 @@ async def test_a_stream_yields_tokens_as_they_are_sampled(vllm: Served) -> None:
         values, ids = row.topk(3)
         assert [token for token, _ in alternatives] == ids.tolist()
         assert [logprob for _, logprob in alternatives] == pytest.approx(values.tolist(), abs=TOLERANCE)
+
+
+async def test_vllm_knows_the_arguments_that_only_gpus_have(vllm: Served) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    settings = dataclasses.replace(vllm.engine._settings, devices=(1, 0), lora_rank=8, kv_cache_memory_bytes=1)
+    arguments = vllm_arguments(settings, on_cpu=False, kv_bytes_per_token=1, context=CONTEXT)
+    assert {"device_ids", "max_lora_rank"} <= arguments.keys() <= AsyncEngineArgs.__dataclass_fields__.keys()
 
 
 async def test_a_stream_may_have_larger_chunks(vllm: Served) -> None:

@@ -22,6 +22,7 @@ from skyrl_train.inference.engines.vllm.adapter import OutputQueue, completion_c
 from skyrl_train.inference.engines.vllm.arguments import (
     VLLMSettings,
     capabilities,
+    check_devices,
     check_names,
     environment,
     process_environment,
@@ -46,7 +47,7 @@ def settings(**changes: Any) -> VLLMSettings:
         "seed": 5,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
+        "devices": None,
         "kv_cache_memory_bytes": None,
         "enable_lora": False,
         "lora_rank": 0,
@@ -62,11 +63,12 @@ def arguments(on_cpu: bool, **changes: Any) -> dict[str, Any]:
 
 def test_sizes_and_further_arguments_reach_vllm() -> None:
     given_args = {"enable_expert_parallel": True, "scheduling_policy": "fcfs"}
-    found = arguments(False, tensor_parallel_size=2, data_parallel_size=3, engine_args=given_args, enable_lora=True)
-    assert (found["tensor_parallel_size"], found["data_parallel_size"], found["enable_lora"]) == (2, 3, True)
+    found = arguments(False, tensor_parallel_size=2, devices=(3, 1), engine_args=given_args, enable_lora=True)
+    assert (found["tensor_parallel_size"], found["device_ids"], found["enable_lora"]) == (2, [3, 1], True)
     assert (found["enable_expert_parallel"], found["scheduling_policy"]) == (True, "fcfs")
     assert found["logprobs_mode"] == "processed_logprobs"
     assert not {"kv_cache_memory_bytes", "enforce_eager"} & found.keys()
+    assert "device_ids" not in arguments(False) | arguments(True, devices=())
 
 
 def test_on_a_cpu_the_kv_cache_holds_max_num_seqs_requests() -> None:
@@ -86,13 +88,41 @@ def test_any_seed_fits() -> None:
         ({"engine_args": {"max_num_seqs": 3}}, "set max_num_seqs instead"),
         ({"engine_args": {"model": "x"}}, "set model_path instead"),
         ({"engine_args": {"logprobs_mode": "raw_logprobs"}}, "always those of the distribution"),
+        ({"engine_args": {"device_ids": [0]}}, "set devices instead"),
+        ({"engine_args": {"data_parallel_size": 2}}, "refuses would go unnoticed; start more engines"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "devices": (0,)}, "must be 2 different GPUs"),
+        ({"pipeline_parallel_size": 2, "devices": (0, 0)}, "must be 2 different GPUs"),
+        ({"devices": (-1,)}, "must be 1 different GPUs"),
+        ({"environment": {"CUDA_VISIBLE_DEVICES": "1"}}, "Name the GPUs in devices"),
         ({"num_threads": 0}, "num_threads"),
     ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "on_cpu", "num_gpus", "message"),
+    [
+        ((0,), True, 0, "for GPU 0, and the installed vLLM runs on CPUs"),
+        ((), False, 1, "for a CPU, and the installed vLLM runs on GPUs"),
+        ((1,), False, 1, "there is 1 here"),
+        ((0, 1, 2), False, 2, "for GPU 0, 1, 2, and there are 2 here"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(
+    devices: tuple[int, ...], on_cpu: bool, num_gpus: int, message: str
+) -> None:
+    engine = settings(devices=devices, tensor_parallel_size=max(1, len(devices)))
+    with pytest.raises(ConfigError, match=message):
+        check_devices(engine, on_cpu=on_cpu, num_gpus=num_gpus)
+
+
+@pytest.mark.parametrize(("devices", "on_cpu"), [(None, True), (None, False), ((), True), ((1,), False)])
+def test_gpus_that_are_there_are_allowed(devices: tuple[int, ...] | None, on_cpu: bool) -> None:
+    check_devices(settings(devices=devices), on_cpu=on_cpu, num_gpus=0 if on_cpu else 2)
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:

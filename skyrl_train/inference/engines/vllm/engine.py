@@ -324,7 +324,9 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         keep_prefix_cache_across_versions: cached prefixes may serve later versions. Faster, and not exact.
         num_threads: compute threads of vLLM's process on a CPU.
         engine_args: any further argument of vLLM's ``AsyncEngineArgs``.
-        environment: variables for vLLM's processes, for example CUDA_VISIBLE_DEVICES.
+        devices: the indices of the engine's GPUs among those that this process sees, one per rank (tensor and pipeline
+            parallel); empty: a CPU; None: the first ones, or a CPU if vLLM is built for that.
+        environment: variables for vLLM's processes; this process has them too while vLLM starts.
 
     vLLM starts its processes by importing the main module again: a script that uses this class needs
     ``if __name__ == "__main__":``. Those processes end with this one, even when it is killed.
@@ -340,7 +342,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         seed: int = 0,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
-        data_parallel_size: int = 1,
+        devices: Sequence[int] | None = None,
         kv_cache_memory_bytes: int | None = None,
         enable_lora: bool = False,
         lora_rank: int = 0,
@@ -359,7 +361,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             seed=seed,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=data_parallel_size,
+            devices=None if devices is None else tuple(devices),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_lora=enable_lora,
             lora_rank=lora_rank,
@@ -390,7 +392,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         """Start vLLM's processes. The event loop is not blocked.
 
         Raises:
-            ConfigError: an engine argument is unknown or vLLM rejects the combination.
+            ConfigError: an engine argument is unknown, vLLM rejects the combination, or the engine's GPUs do not exist.
             EngineDeadError: vLLM did not come up.
         """
         # A restart: processes of the previous life hold device memory.
