@@ -184,9 +184,13 @@ class DeviceStaging(Staging):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._last_bytes = 0  # of the last version
 
     def room(self, num_bytes: int) -> torch.Tensor:
         held = self._staging.numel()
+        if held == 0 and num_bytes <= self._last_bytes:  # it was closed since
+            held = self._last_bytes
+            self._staging = self._allocate(held)
         if num_bytes > held:
             # Growing on a GPU would need the old and the new memory at once, where models hardly fit.
             grown = torch.empty(max(num_bytes, 2 * held), dtype=torch.uint8)
@@ -197,18 +201,21 @@ class DeviceStaging(Staging):
     def finish(self, num_bytes: int, source: torch.device | None) -> torch.Tensor:
         # The whole storage is shared with the engine, so spare memory would be held twice.
         if self._staging.numel() != num_bytes or self._staging.device.type != self._device.type:
-            try:
-                staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            except torch.OutOfMemoryError as error:
-                raise WeightSyncError(
-                    f"No memory on {self._device} for a staging copy of {num_bytes / 1e6:.0f} MB. Lower the engine's "
-                    "gpu_memory_utilization, or set generator.weight_transport=shared_memory."
-                ) from error
-            self._staging = staging.copy_(self._staging[:num_bytes])
+            self._staging = self._allocate(num_bytes).copy_(self._staging[:num_bytes])
+        self._last_bytes = num_bytes
         return self._staging
 
     def close(self) -> None:
         self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise WeightSyncError(
+                f"No memory on {self._device} for a staging copy of {num_bytes / 1e6:.0f} MB. Lower the engine's "
+                "gpu_memory_utilization, or set generator.weight_transport=shared_memory."
+            ) from error
 
 
 Area = TypeVar("Area", bound=Staging)
@@ -244,8 +251,8 @@ class DoubleBuffer(Generic[Area]):
         self.release()
 
     def release(self) -> None:
-        """Free both areas until the next :meth:`next`."""
-        for index, area in enumerate(self._areas):
+        """Free the memory of both areas until they are used again."""
+        for area in self._areas:
             if area is not None:
                 area.close()
-                self._areas[index] = None
+        self._turns = 0  # the first one knows the size of a version

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from test_loop_gpu import train
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_read_back import EXTENSION, served_checksum
 
@@ -25,7 +26,6 @@ from skyrl_train.build.trainer import build_trainer
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
 from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
-from skyrl_train.entrypoints.train import main
 from skyrl_train.inference.engines.vllm import VLLMEngine, arguments
 from skyrl_train.models.tiny import build_model_folder, character_tokenizer
 from skyrl_train.observability.reporter import Reporter
@@ -189,27 +189,25 @@ async def test_vllm_and_the_trainer_take_turns(tmp_path: Path, monkeypatch: pyte
     assert all(m.trainers_before < state_bytes / 50 for m in moments if "kv_cache" in m.call)
 
 
-@pytest.mark.parametrize(("mode", "steps"), [("sync", 60), ("partial_rollout", 12)])
-def test_the_quickstart_trains_with_an_embedded_engine_on_the_same_gpu(tmp_path: Path, mode: str, steps: int) -> None:
-    run = tmp_path / "run"
-    overrides = [
-        f"trainer.run_dir={run}",
-        f"trainer.mode={mode}",
-        COLOCATE,
-        f"trainer.max_steps={steps}",
-        "trainer.trackers=[]",
-        "trainer.device=cuda",
-        "generator.inference_engine.device=cuda",
-        "generator.verify_weights=true",
-    ]
-    assert main(["--config-name=quickstart", *overrides]) == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == steps
+def test_the_quickstart_is_the_same_with_and_without_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedded engine in a process, by CUDA IPC, bit for bit. Kernels that add in any order are excluded."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain = train(tmp_path / "plain", "trainer.mode=sync")
+        process = "generator.inference_engine.executor=process"
+        colocated = train(tmp_path / "colocated", "trainer.mode=sync", COLOCATE, process)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert colocated[0] == plain[0], "tokens"
+    assert all(colocated[1][name].equal(weight) for name, weight in plain[1].items())
+    rows = [json.loads(line) for line in (tmp_path / "colocated" / "metrics.jsonl").read_text().splitlines()]
     turns = ("time/sleep", "time/reload_states", "time/gather", "time/offload_states", "time/wake_up")
-    sys.stdout.write(f"{mode}: { ({name: round(sum(row[name] for row in rows) / steps, 4) for name in turns}) }\n")
-    if mode == "sync":
-        rewards = [row["reward/mean"] for row in rows]
-        assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+    sys.stdout.write(f"{ ({name: round(sum(row[name] for row in rows) / len(rows), 4) for name in turns}) }\n")
+
+
+def test_partial_rollouts_take_turns(tmp_path: Path) -> None:
+    train(tmp_path / "partial", "trainer.mode=partial_rollout", COLOCATE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
