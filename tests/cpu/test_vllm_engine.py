@@ -104,7 +104,7 @@ async def test_a_stream_yields_tokens_as_they_are_sampled(vllm: Served) -> None:
 async def test_vllm_knows_the_arguments_that_only_gpus_have(vllm: Served) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    settings = dataclasses.replace(vllm.engine._settings, devices=(1, 0), lora_rank=8, kv_cache_memory_bytes=1)
+    settings = dataclasses.replace(vllm.engine._settings, devices=(1,), lora_rank=8, kv_cache_memory_bytes=1)
     arguments = vllm_arguments(settings, on_cpu=False, kv_bytes_per_token=1, context=CONTEXT)
     assert {"device_ids", "max_lora_rank"} <= arguments.keys() <= AsyncEngineArgs.__dataclass_fields__.keys()
 
