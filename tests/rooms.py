@@ -38,7 +38,7 @@ ROOMS = {
         "colocation",
     ),
     "training": (
-        "training", "checkpoint_store", "compilation", "critic", "minibatch", "remote_checkpoint", "snapshots",
+        "training", "checkpoint_store", "compilation", "critic", "head_kernels", "minibatch", "remote_checkpoint", "snapshots",
     ),
     "vllm": ("vllm",),
     "weight_sync": (

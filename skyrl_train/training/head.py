@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from skyrl_train.training.head_kernels import Sums
 
 # Bytes of a tile's logits, of which two or three exist at once, and its largest number of columns (vocabulary). Large enough that
 # the product with a block of the head outweighs reading the block, and of a shape with fast products.
@@ -83,8 +87,8 @@ def token_scores(
 class _Head:
     """The head, the dtype of its products, and the tiles into which they are split."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: LogitRule, fp32: bool) -> None:
-        self._weight, self._bias, self._rule = weight, bias, rule
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, fp32: bool) -> None:
+        self._weight, self._bias = weight, bias
         self._dtype = torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype
         self.wide = torch.promote_types(self._dtype, torch.float32)  # of logits and of sums
         vocabulary = weight.shape[0]
@@ -99,12 +103,12 @@ class _Head:
             yield tokens, hidden[tokens].to(self._dtype)
 
     def tiles(self, inputs: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield slices of the vocabulary, with the head's weight and the logits of ``inputs`` (after the rule) for each."""
+        """Yield slices of the vocabulary, with the head's weight and its outputs for ``inputs``, before the rule, for each."""
         for start in range(0, self._weight.shape[0], self._columns):
             block = slice(start, start + self._columns)
             weight = self._weight[block].to(self._dtype)
             bias = None if self._bias is None else self._bias[block].to(self._dtype)
-            yield block, weight, self._rule.apply_(linear(inputs, weight, bias).to(self.wide))
+            yield block, weight, linear(inputs, weight, bias)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -121,24 +125,14 @@ class _TokenScores(torch.autograd.Function):
         fp32: bool,
         differentiate_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = _Head(weight, bias, rule, fp32)
+        head = _Head(weight, bias, fp32)
+        sums_of_rows, _ = _operations(hidden.device, head.wide)
         logprobs, entropies, partition = (hidden.new_empty(hidden.shape[0], dtype=head.wide) for _ in range(3))
         for tokens, inputs in head.rows(hidden):
-            # Over the blocks so far: log of the sum of exponentials, and the mean logit of the distribution over them.
-            total = inputs.new_full((len(inputs),), -math.inf, dtype=head.wide)
-            mean, chosen = torch.zeros_like(total), torch.zeros_like(total)
-            for block, _, logits in head.tiles(inputs):
-                inside, place = _places(targets[tokens], block, logits)
-                chosen += torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), 0.0)
-                largest = logits.amax(dim=1)
-                exponentials = (logits - largest[:, None]).exp_()
-                sums = exponentials.sum(dim=1)
-                of_block = largest + sums.log()
-                both = torch.logaddexp(total, of_block)
-                mean_of_block = exponentials.mul_(logits).sum(dim=1) / sums
-                mean = mean * (total - both).exp() + mean_of_block * (of_block - both).exp()
-                total = both
-            partition[tokens], logprobs[tokens], entropies[tokens] = total, chosen - total, total - mean
+            sums = sums_of_rows(len(inputs), partition)
+            for block, _, outputs in head.tiles(inputs):
+                sums.add(outputs, targets[tokens], block.start, rule)
+            partition[tokens], logprobs[tokens], entropies[tokens] = sums.scores()
         ctx.save_for_backward(hidden, weight, bias, targets, partition, entropies)
         ctx.rule, ctx.fp32 = rule, fp32
         if not differentiate_entropy:
@@ -150,7 +144,8 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropies: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, partition, entropies = ctx.saved_tensors
-        head = _Head(weight, bias, ctx.rule, ctx.fp32)
+        head = _Head(weight, bias, ctx.fp32)
+        _, gradient_ = _operations(hidden.device, head.wide)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Sums over tiles are kept in float32 or wider.
@@ -158,20 +153,12 @@ class _TokenScores(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=head.wide) if needs_bias else None
         for tokens, inputs in head.rows(hidden):
             to_rows = torch.zeros_like(inputs, dtype=head.wide)
-            for block, of_block, logits in head.tiles(inputs):
-                gradient = logits - partition[tokens, None]
-                if ctx.differentiate_entropy:
-                    of_each = of_logprobs[tokens, None] + of_entropies[tokens, None] * (
-                        gradient + entropies[tokens, None]
-                    )
-                    gradient.exp_().mul_(of_each).neg_()
-                else:
-                    gradient.exp_().mul_(of_logprobs[tokens, None]).neg_()
-                inside, place = _places(targets[tokens], block, logits)
-                gradient.scatter_add_(1, place[:, None], torch.where(inside, of_logprobs[tokens], 0.0)[:, None])
-                gradient = ctx.rule.backward_(gradient, logits)
+            of_rows = (partition[tokens], entropies[tokens], of_logprobs[tokens])
+            of_each = of_entropies[tokens] if ctx.differentiate_entropy else None
+            for block, of_block, outputs in head.tiles(inputs):
+                gradient = gradient_(outputs, targets[tokens], block.start, ctx.rule, *of_rows, of_each)
                 if to_bias is not None:
-                    to_bias[block] += gradient.sum(dim=0)
+                    to_bias[block] += gradient.sum(dim=0, dtype=head.wide)
                 gradient = gradient.to(inputs.dtype)
                 if to_hidden is not None:
                     _add_product(to_rows, gradient, of_block)
@@ -187,9 +174,73 @@ class _TokenScores(torch.autograd.Function):
         )
 
 
-def _places(targets: torch.Tensor, block: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class PlainSums:
+    """Sums over the blocks of the vocabulary so far, from which log-probs and entropies follow, in the dtype of ``like``."""
+
+    def __init__(self, rows: int, like: torch.Tensor) -> None:
+        self._partition = like.new_full((rows,), -math.inf)  # log of the sum of exponentials
+        self._mean, self._chosen = like.new_zeros(rows), like.new_zeros(rows)  # mean logit; the target's logit
+
+    def add(self, outputs: torch.Tensor, targets: torch.Tensor, first: int, rule: LogitRule) -> None:
+        """Add the head's outputs ``[n, v]`` for the block of the vocabulary that begins with token ``first``."""
+        logits = rule.apply_(outputs.to(self._mean.dtype))
+        inside, place = _places(targets, first, logits)
+        self._chosen += torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), 0.0)
+        largest = logits.amax(dim=1)
+        exponentials = (logits - largest[:, None]).exp_()
+        sums = exponentials.sum(dim=1)
+        of_block = largest + sums.log()
+        both = torch.logaddexp(self._partition, of_block)
+        mean_of_block = exponentials.mul_(logits).sum(dim=1) / sums
+        self._mean = self._mean * (self._partition - both).exp() + mean_of_block * (of_block - both).exp()
+        self._partition = both
+
+    def scores(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the log of the sum of exponentials, the target's log-prob and the entropy, ``[rows]`` each."""
+        return self._partition, self._chosen - self._partition, self._partition - self._mean
+
+
+def plain_gradient_(
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    first: int,
+    rule: LogitRule,
+    partition: torch.Tensor,
+    entropies: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    of_entropies: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient of the head's outputs ``[n, v]``; may overwrite ``outputs``.
+
+    Args:
+        partition: ``[n]``, log of the sum of exponentials over the whole vocabulary, from the forward pass, as ``entropies``.
+        of_logprobs: ``[n]``, the gradient of the log-probs.
+        of_entropies: ``[n]``, the gradient of the entropies; None: they are not differentiated.
+    """
+    logits = rule.apply_(outputs.to(partition.dtype))
+    gradient = logits - partition[:, None]
+    if of_entropies is not None:
+        of_each = of_logprobs[:, None] + of_entropies[:, None] * (gradient + entropies[:, None])
+        gradient.exp_().mul_(of_each).neg_()
+    else:
+        gradient.exp_().mul_(of_logprobs[:, None]).neg_()
+    inside, place = _places(targets, first, logits)
+    gradient.scatter_add_(1, place[:, None], torch.where(inside, of_logprobs, 0.0)[:, None])
+    return rule.backward_(gradient, logits)
+
+
+def _operations(device: torch.device, dtype: torch.dtype) -> tuple[type[PlainSums] | type[Sums], Any]:
+    """Return the class that sums and the function that differentiates: kernels on a GPU with Triton, else plain operations."""
+    if device.type == "cuda" and dtype == torch.float32 and find_spec("triton") is not None:
+        from skyrl_train.training import head_kernels
+
+        return head_kernels.Sums, head_kernels.gradient_
+    return PlainSums, plain_gradient_
+
+
+def _places(targets: torch.Tensor, first: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which targets are in a block of the vocabulary, and their positions in it; 0 or the last position for the others."""
-    place = targets - block.start
+    place = targets - first
     last = logits.shape[1] - 1
     return (place >= 0) & (place <= last), place.clamp(0, last)
 

@@ -1,0 +1,49 @@
+"""Compare the head's kernels with plain operations; needs ``TRITON_INTERPRET=1`` in the environment."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from skyrl_train.training import head_kernels
+from skyrl_train.training.head import LogitRule, PlainSums, plain_gradient_
+
+ROWS, VOCABULARY = 5, 11
+CASES = [
+    (LogitRule(), False, torch.bfloat16),
+    (LogitRule(temperature=0.7), True, torch.float32),
+    (LogitRule(scale=3.0, cap=2.0, temperature=1.3), True, torch.float32),
+]
+
+
+def compare(rule: LogitRule, differentiate_entropy: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(ROWS, VOCABULARY, generator=generator).mul(4).to(dtype)
+    targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    of_logprobs = torch.randn(ROWS, generator=generator)
+    of_entropies = torch.randn(ROWS, generator=generator) if differentiate_entropy else None
+    blocks = [slice(0, 5), slice(5, VOCABULARY)]
+    exact, sums = PlainSums(ROWS, torch.empty(0, dtype=torch.float64)), head_kernels.Sums(ROWS, torch.empty(0))
+    for block in blocks:
+        exact.add(outputs[:, block].clone(), targets, block.start, rule)
+        sums.add(outputs[:, block], targets, block.start, rule)
+    for ours, expected in zip(sums.scores(), exact.scores(), strict=True):
+        torch.testing.assert_close(ours, expected.float(), atol=2e-5, rtol=2e-5)
+    partition, _, entropies = (score.float() for score in exact.scores())
+    for block in blocks:
+        arguments = (targets, block.start, rule, partition, entropies, of_logprobs, of_entropies)
+        expected = plain_gradient_(outputs[:, block].clone(), *arguments).to(dtype)
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            head_kernels.gradient_(outputs[:, block].contiguous(), *arguments),
+            expected,
+            atol=2e-5,
+            rtol=4 * rounding + 2e-5,
+        )
+
+
+head_kernels._COLUMNS = 4
+for case in CASES:
+    compare(*case)
+sys.stdout.write(f"{len(CASES)} cases\n")
