@@ -231,8 +231,9 @@ def weight_transport(config: RunConfig) -> str:
     if config.generator.weight_folder is not None:
         return "disk"
     engine, trainer = config.generator.inference_engine, config.trainer
-    on_one_gpu = trainer.placement.colocate_all and trainer.device.startswith("cuda") and engine.executor == "process"
-    return "cuda_ipc" if on_one_gpu else "shared_memory"
+    on_one_gpu = trainer.device != "cpu" and engine_device_names(engine) == {full_device_name(trainer.device)}
+    colocated = trainer.placement.colocate_all and engine.executor == "process"
+    return "cuda_ipc" if colocated and on_one_gpu else "shared_memory"
 
 
 def num_evaluation_engines(config: RunConfig) -> int:
@@ -367,6 +368,14 @@ def engine_devices(engine: InferenceEngineConfig, index: int) -> list[int]:
     each = engine_num_gpus(engine)
     mine = range(index * each, (index + 1) * each)
     return list(mine) if engine.devices is None else [engine.devices[position] for position in mine]
+
+
+def engine_device_names(engine: InferenceEngineConfig) -> set[str]:
+    """Return the devices of the run's engines on this machine, as :func:`full_device_name` does."""
+    if engine.backend == "embedded" or engine.device == "cpu":
+        return {full_device_name(engine.device)}
+    gpus = range(engine.num_engines * engine_num_gpus(engine)) if engine.devices is None else engine.devices
+    return {f"cuda:{gpu}" for gpu in gpus}
 
 
 def engines_start_first(config: RunConfig) -> bool:

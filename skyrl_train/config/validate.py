@@ -546,13 +546,14 @@ def _colocation(config: RunConfig) -> Errors:
     if engine.backend == "vllm" and not engine.engine_args.get("enable_sleep_mode", True):
         yield f"{key} with {ENGINE}.engine_args.enable_sleep_mode=false: the engines must sleep. Leave it out."
     shared = derive.full_device_name(trainer.device)
-    if engine.backend == "embedded" and derive.full_device_name(engine.device) != shared:
-        yield (
-            f"{key} with {ENGINE}.device={engine.device} and trainer.device={trainer.device}: nothing is shared. Set both to "
-            "the same device, or colocate_all=false."
-        )
+    devices = derive.engine_device_names(engine)
     if engine.backend == "vllm" and shared == "cpu":
         yield f"{key} with {ENGINE}.backend=vllm and trainer.device=cpu: vLLM sleeps on a GPU only. Set trainer.device=cuda."
+    elif engine.backend in ("embedded", "vllm") and shared not in devices:
+        yield (
+            f"{key} with engines on {', '.join(sorted(devices))} and trainer.device={trainer.device}: nothing is shared. Set "
+            f"{ENGINE}.device (vllm: also {ENGINE}.devices) to the trainer's, or colocate_all=false."
+        )
     if config.generator.weight_transport == "nccl":
         yield f"{key} with generator.weight_transport=nccl: NCCL needs a GPU per process. Set it to cuda_ipc."
     if derive.needs_critic(trainer.algorithm):

@@ -17,6 +17,7 @@ from test_sync_equivalence import train
 from training_worlds import backend, build_small_model, minibatch, optimizer_state, same, weights
 
 from skyrl_train.colocation import Turn
+from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.config.validate import validate
@@ -382,9 +383,15 @@ def test_what_cannot_take_turns_is_refused(override: str, message: str) -> None:
     assert len(errors) == 1 and message in errors[0], errors
 
 
-def test_vllm_is_told_to_sleep_and_a_reference_may_not_stay() -> None:
-    gpu = ["trainer.mode=sync", COLOCATE, "trainer.device=cuda", "generator.inference_engine.backend=vllm"]
+def test_vllm_and_the_trainer_share_a_gpu_and_a_reference_may_not_stay() -> None:
+    engine = "generator.inference_engine"
+    gpu = ["trainer.mode=sync", COLOCATE, "trainer.device=cuda", f"{engine}.backend=vllm", f"{engine}.device=cuda"]
     assert not validate(compose("quickstart", gpu)).errors
+    elsewhere = compose("quickstart", [*gpu, f"{engine}.devices=[1]"])
+    assert ["nothing is shared" in error for error in validate(elsewhere).errors] == [True]
+    on_two = compose("quickstart", [*gpu, f"{engine}.tensor_parallel_size=2"])
+    assert not validate(on_two).errors and derive.weight_transport(on_two) == "shared_memory"
+    assert derive.weight_transport(compose("quickstart", gpu)) == "cuda_ipc"
     awake = "+generator.inference_engine.engine_args.enable_sleep_mode=false"
     assert any("enable_sleep_mode" in error for error in validate(compose("quickstart", [*gpu, awake])).errors)
     reference = "trainer.algorithm.kl_loss_coef=0.1"
