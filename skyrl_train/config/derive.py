@@ -150,7 +150,8 @@ def max_model_len(config: RunConfig, shape: ModelShape | None) -> int:
     if explicit is not None:
         return explicit
     longest = config.generator.max_input_length + config.generator.sampling_params.max_tokens
-    return longest if shape is None else min(longest, shape.max_position_embeddings)
+    positions = None if shape is None else shape.max_position_embeddings
+    return longest if positions is None else min(longest, positions)
 
 
 # ---- the algorithm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None  # None: unknown
     tied_embeddings: bool
 
     @property
@@ -55,8 +56,33 @@ class ModelShape:
         return self.num_layers * lora.rank * sum(ends[name] for name in {*named} - {*lora.exclude_modules})
 
 
+# Layers, hidden size, heads, heads of keys and values, size of a head, feed-forward size, vocabulary, tied embeddings: from the
+# config.json of each family and size on the hub.
+_PUBLISHED = {
+    "Qwen2.5-0.5B": (24, 896, 14, 2, 64, 4864, 151_936, True),
+    "Qwen2.5-1.5B": (28, 1536, 12, 2, 128, 8960, 151_936, True),
+    "Qwen2.5-3B": (36, 2048, 16, 2, 128, 11_008, 151_936, True),
+    "Qwen2.5-7B": (28, 3584, 28, 4, 128, 18_944, 152_064, False),
+    "Qwen2.5-14B": (48, 5120, 40, 8, 128, 13_824, 152_064, False),
+    "Qwen2.5-32B": (64, 5120, 40, 8, 128, 27_648, 152_064, False),
+    "Qwen3-0.6B": (28, 1024, 16, 8, 128, 3072, 151_936, True),
+    "Qwen3-1.7B": (28, 2048, 16, 8, 128, 6144, 151_936, True),
+    "Qwen3-4B": (36, 2560, 32, 8, 128, 9728, 151_936, True),
+    "Qwen3-8B": (36, 4096, 32, 8, 128, 12_288, 151_936, False),
+    "Qwen3-14B": (40, 5120, 40, 8, 128, 17_408, 151_936, False),
+    "Qwen3-32B": (64, 5120, 64, 8, 128, 25_600, 151_936, False),
+    "Llama-3.2-1B": (16, 2048, 32, 8, 64, 8192, 128_256, True),
+    "Llama-3.2-3B": (28, 3072, 24, 8, 128, 8192, 128_256, True),
+    "Llama-3.1-8B": (32, 4096, 32, 8, 128, 14_336, 128_256, False),
+}
+# Trainings of the same shape: the name of a size, with or without these parts.
+_PUBLISHED_NAME = re.compile(
+    r"(?:Qwen|meta-llama)/(Qwen2\.5|Qwen3|Llama-3\.[12])(?:-Coder)?(-[\d.]+B)(?:-Base|-Instruct)?(?:-\d{4})?"
+)
+
+
 def model_shape(model: ModelConfig) -> ModelShape | None:
-    """Return the shape of the configured model, or None if only loading it would tell (for a hub name, say)."""
+    """Return the shape of the configured model, or None if only loading it would tell (a hub name that is not listed here)."""
     build = model.build
     if model.path is None:
         return ModelShape(
@@ -73,7 +99,7 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
     try:
         config: dict[str, Any] = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return _published_shape(model.path)
     # A mixture of experts has other sizes; no estimate is better than a wrong one.
     if any("expert" in key for key in config):
         return None
@@ -92,3 +118,23 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
         )
     except (KeyError, TypeError):
         return None
+
+
+def _published_shape(name: str) -> ModelShape | None:
+    """Return the shape of a model on the hub; its positions differ between trainings of a size, and are left out."""
+    match = _PUBLISHED_NAME.fullmatch(name)
+    sizes = None if match is None else _PUBLISHED.get(match[1] + match[2])
+    if sizes is None:
+        return None
+    num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, tied_embeddings = sizes
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
+        max_position_embeddings=None,
+        tied_embeddings=tied_embeddings,
+    )

@@ -174,11 +174,9 @@ def _lengths(config: RunConfig) -> Errors:
         )
     shape, explicit = model_shape(model), generator.inference_engine.max_model_len
     length, response = derive.max_model_len(config, shape), generator.sampling_params.max_tokens
-    if explicit is not None and shape is not None and explicit > shape.max_position_embeddings:
-        yield (
-            f"{ENGINE}.max_model_len={explicit} exceeds the model's {shape.max_position_embeddings} positions. Set it to null "
-            f"or to {shape.max_position_embeddings}."
-        )
+    positions = None if shape is None else shape.max_position_embeddings
+    if explicit is not None and positions is not None and explicit > positions:
+        yield f"{ENGINE}.max_model_len={explicit} exceeds the model's {positions} positions. Set it to null or to {positions}."
     # Responses are limited by max_tokens, so the prompt gets what is left of the request.
     if length <= response:
         yield (

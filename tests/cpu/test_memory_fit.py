@@ -332,3 +332,88 @@ def test_gpus_that_are_hidden_do_not_count(visible: str | None, mib: tuple[int, 
     answer = "0, GPU-aa11, 81920\n1, GPU-bb22, 40960\n"
     assert visible_gpus(answer, visible) == tuple(each * 2**20 for each in mib)
     assert visible_gpus("0, GPU-aa11, [N/A]\n", None) == ()
+
+
+# Parameters that the hub counts in each model's files, tied weights once.
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_a_listed_model_of_the_hub_has_its_published_number_of_parameters(name: str, parameters: int) -> None:
+    shape = model_shape(ModelConfig(path=name))
+    assert shape is not None
+    # What the shape leaves out: Qwen2.5's biases of queries, keys and values, Qwen3's norms within heads.
+    biases = shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads) if "Qwen2.5" in name else 0
+    norms = 2 * shape.head_dim if "Qwen3" in name else 0
+    assert shape.num_parameters + shape.num_layers * (biases + norms) == parameters
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-VL-7B", "somebody/Qwen3-8B", "Qwen/Qwen3-8B-FP8", "gpt2"]
+)
+def test_a_model_that_is_not_listed_has_no_shape(name: str) -> None:
+    assert model_shape(ModelConfig(path=name)) is None
+
+
+def test_the_positions_of_a_listed_model_limit_nothing() -> None:
+    """They differ between trainings of one size, so the model's own limit is left to the engine."""
+    plan = planned(
+        "trainer.policy.model.path=Qwen/Qwen2.5-7B",
+        "generator.max_input_length=100000",
+        "trainer.micro_batch_tokens=200000",
+    )
+    assert plan.max_model_len == 100_000 + plan.config.generator.sampling_params.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        ([], 0.92),
+        (["generator.inference_engine.engine_args.gpu_memory_utilization=0.3"], 0.3),
+        (["generator.inference_engine.executor=ray"], 0.0),
+        (["generator.inference_engine.device=cpu"], 0.0),
+        (["trainer.placement.colocate_all=true", "trainer.mode=sync"], 0.0),
+        (["generator.inference_engine.devices=[1]"], 0.0),
+    ],
+)
+def test_an_engine_on_the_trainers_gpu_takes_its_share(overrides: list[str], share: float) -> None:
+    """On GPUs with room for the training state and nothing else, and for exactly both."""
+    vllm = ["generator.inference_engine.backend=vllm", "generator.inference_engine.device=cuda", "trainer.max_steps=1"]
+    plan = planned(*CUDA, *vllm, *overrides)
+    assert plan.memory is not None
+    transport = plan.memory.staging_bytes if "colocate_all" in str(overrides) else 0  # cuda_ipc
+    room = int((plan.memory.rank_bytes + transport) / (1 - share)) + 1
+    assert fit(plan, Machine(99 * GIB, (room,) * 2)).insufficient == []
+    (said,) = fit(plan, Machine(99 * GIB, (room - 100,) * 2)).insufficient
+    assert ("and engines" in said) == (share > 0)
+
+
+def test_the_contexts_and_the_gradient_of_the_head_count_beside_the_activations() -> None:
+    plan = planned(*CUDA)
+    assert plan.memory is not None
+    build = plan.config.trainer.policy.model.build
+    shape = model_shape(ModelConfig(build=build))
+    assert shape is not None
+    assert plan.memory.head_gradient_bytes == 4 * shape.vocab_size * shape.hidden_size
+    narrow = planned("trainer.policy.dtype=bfloat16").memory
+    assert narrow is not None and narrow.head_gradient_bytes == 6 * shape.vocab_size * shape.hidden_size
+    room = plan.memory.rank_peak_bytes + 600 * 2**20
+    assert fit(plan, Machine(99 * GIB, (room,))).tight == []
+    assert len(fit(plan, Machine(99 * GIB, (room - 1,))).tight) == 1
