@@ -72,6 +72,10 @@ class ReadBackExtension(WorkerExtension):
         """Return a variable of this process's environment."""
         return os.environ.get(name)
 
+    def skyrl_device(self) -> str:
+        """Return the device that this worker computes on."""
+        return str(self.device)
+
     def skyrl_read_back(self, location: str, num_bytes: int) -> str | None:
         """Write what is served into the memory at ``location``; returns why that is not possible, or None."""
         descriptor = os.open(location, os.O_RDWR | os.O_CLOEXEC)

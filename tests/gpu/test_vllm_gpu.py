@@ -7,7 +7,6 @@ test report. The variables of ``ENVIRONMENT`` suit installations without FlashIn
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm_read_back import EXTENSION, served_checksum
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.vllm import VLLMEngine, arguments
 from skyrl_train.inference.interface import InferenceEngineInput
@@ -26,7 +26,7 @@ from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcTransport
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
-from skyrl_train.weight_sync.update import WeightTransport
+from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +40,8 @@ SHAPES = {
     "3b": {"hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20, "intermediate_size": 9728},
 }
 SHAPE = os.environ.get("SKYRL_GPU_MODEL", "0.6b")
+# Updates must reach what CUDA graphs have recorded. Nothing is compiled, which would take longer than all tests.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
 CONTEXT = 1024
 MEAN_TOLERANCE = 2e-2  # of log-probs in bf16, vLLM's kernels against the plain model's
@@ -57,7 +59,8 @@ class World:
             dtype="bfloat16",
             max_num_seqs=64,
             max_model_len=CONTEXT,
-            engine_args={"gpu_memory_utilization": 0.4, "enforce_eager": True, "enable_sleep_mode": True},
+            devices=[0],
+            engine_args={"gpu_memory_utilization": 0.4, "compilation_config": GRAPHS, "enable_sleep_mode": True},
             environment=ENVIRONMENT,
         )
         self.transports: dict[str, WeightTransport] = {
@@ -74,21 +77,24 @@ class World:
                     noise = torch.randn(parameter.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
                     parameter.add_(noise, alpha=scale)
 
-    async def sync_weights(self, transport: str, mode: PauseMode) -> dict[str, float]:
-        """Returns the milliseconds of each part."""
+    async def receive(self, transport: str) -> tuple[WeightUpdate, dict[str, float]]:
+        """Returns the next version, received, and the milliseconds of each part."""
         self.version += 1
-        times = [time.perf_counter()]
+        started = time.perf_counter()
         update = await asyncio.to_thread(self.transports[transport].gather, self.model.named_parameters(), self.version)
-        times.append(time.perf_counter())
+        gathered = time.perf_counter()
         await self.engine.receive_weights(update)
-        times.append(time.perf_counter())
+        return update, {"gather": 1e3 * (gathered - started), "transfer": 1e3 * (time.perf_counter() - gathered)}
+
+    async def load(self, update: WeightUpdate, mode: PauseMode) -> dict[str, float]:
+        """Returns the milliseconds of each part."""
+        started = time.perf_counter()
         await self.engine.pause(mode)
         await self.engine.load_weights(update)
         await self.engine.resume()
-        times.append(time.perf_counter())
+        paused = time.perf_counter() - started
         assert await served_checksum(self.engine, update) == update.checksum, "served bit for bit"
-        gather, transfer, paused = (1e3 * (after - before) for before, after in itertools.pairwise(times))
-        return {"gather": gather, "transfer": transfer, "paused": paused, "load": 1e3 * self.engine.last_load_s}
+        return {"paused": 1e3 * paused, "load": 1e3 * self.engine.last_load_s}
 
     def logprobs(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         """One plain forward pass, [T]."""
@@ -137,10 +143,46 @@ def save_model(folder: str) -> None:
 @pytest_asyncio.fixture(loop_scope="module")
 async def world(started: World) -> AsyncIterator[World]:
     if started.version < 0:
-        await started.sync_weights("shared_memory", PauseMode.KEEP)
+        update, _ = await started.receive("shared_memory")
+        await started.load(update, PauseMode.KEEP)
     yield started
     health = await started.engine.health()
     assert (health.alive, health.paused, health.waiting) == (True, False, 0)
+
+
+async def test_the_worker_computes_on_its_gpu_and_sees_all_of_them(world: World) -> None:
+    link, _ = world.engine._alive()
+    assert await link.on_workers("skyrl_device") == ["cuda:0"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert await link.on_workers("skyrl_variable", "CUDA_VISIBLE_DEVICES") == [visible]
+
+
+async def test_a_gpu_that_is_not_there_is_refused(world: World) -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(ConfigError, match=f"for GPU {count}, and there (is|are) {count} here"):
+        await VLLMEngine(world.folder, dtype="bfloat16", devices=[count]).start()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+async def test_an_engine_may_have_another_gpu_than_the_trainer(world: World) -> None:
+    engine_args = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
+    engine = VLLMEngine(
+        world.folder,
+        dtype="bfloat16",
+        devices=[1],
+        engine_args=engine_args,
+        environment=ENVIRONMENT,
+        max_model_len=CONTEXT,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "WORKER_EXTENSION", EXTENSION)
+        await engine.start()
+    try:
+        link, _ = engine._alive()
+        assert await link.on_workers("skyrl_device") == ["cuda:1"]
+        assert len((await engine.generate(request()))["response_ids"][0]) == 64
+    finally:
+        await engine.teardown()
 
 
 async def test_log_probs_match_the_plain_forward_pass(world: World) -> None:
@@ -160,12 +202,14 @@ async def test_each_pause_mode_swaps_weights_under_requests(
     world: World, mode: PauseMode, transport: str, record_property: Callable[[str, object], None]
 ) -> None:
     old = world.version
+    # Received before the requests begin: while a checksum of all weights is made, a fast engine would end them.
+    await asyncio.to_thread(world.change, 1e-3)
+    update, milliseconds = await world.receive(transport)
     stream = world.engine.stream(request(max_tokens=300, temperature=0.0))
     company = [asyncio.create_task(world.engine.generate(request([7 + i], max_tokens=200))) for i in range(32)]
     first = await anext(stream)
     tokens, logprobs, versions = list(first.token_ids), list(first.logprobs), list(first.versions)
-    await asyncio.to_thread(world.change, 1e-3)
-    milliseconds = await world.sync_weights(transport, mode)
+    milliseconds |= await world.load(update, mode)
     async for chunk in stream:
         tokens += chunk.token_ids
         logprobs += chunk.logprobs
