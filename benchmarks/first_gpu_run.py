@@ -821,7 +821,7 @@ def of_vllm(setup: Setup, mode: str, folder: Path) -> list[str]:
     vocabulary = 512 if setup.dry else 151_936
     stop = ",".join(str(token) for token in range(100, vocabulary, mean))
     environment = ",".join(f'{name}: "{value}"' for name, value in VLLM_ENVIRONMENT.items())
-    arguments = "gpu_memory_utilization: 0.35" if on_gpu else "enforce_eager: true"
+    arguments = "gpu_memory_utilization: 0.3" if on_gpu else "enforce_eager: true"
     return [
         f"trainer.mode={mode}",
         f"trainer.max_steps={3 if setup.dry else STEPS}",
