@@ -133,6 +133,7 @@ async def load(engine: RemoteVLLMEngine, version: int, mode: PauseMode = PauseMo
         ("weight_reception", False, "--worker-extension-cls"),
         ("logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("server_processes", 4, "--api-server-count 1"),
+        ("data_parallel_size", 2, "--data-parallel-size 1"),
     ],
 )
 async def test_a_server_that_lacks_something_is_refused_with_the_remedy(

@@ -107,6 +107,7 @@ class FakeServer:
             "structured_output": True,
             "token_endpoint": True,
             "server_processes": 1,
+            "data_parallel_size": 1,
             "weight_reception": True,
             "weight_version": "default",
             "paused": False,

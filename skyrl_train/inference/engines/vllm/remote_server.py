@@ -80,6 +80,7 @@ class EngineRoutes:
             "structured_output": not config.model_config.skip_tokenizer_init,
             "token_endpoint": bool(getattr(state.args, "enable_scale_out", False)),
             "server_processes": int(getattr(state.args, "api_server_count", None) or 1),
+            "data_parallel_size": int(config.parallel_config.data_parallel_size),
             "weight_reception": receives_weights(config.parallel_config.worker_extension_cls),
         }
         # A dead engine answers no call, and without our extension its workers lack the method.

@@ -33,6 +33,7 @@ class ServerInfo:
     token_endpoint: bool
     server_processes: int
     weight_reception: bool
+    data_parallel_size: int = 1
     weight_version: str = ""
     paused: bool = False
     unfinished: int = 0
@@ -59,6 +60,8 @@ class ServerInfo:
             f"--worker-extension-cls {WORKER_EXTENSION}": self.weight_reception,
             "--logprobs-mode processed_logprobs": self.logprobs_mode == "processed_logprobs",
             "--api-server-count 1": self.server_processes == 1,
+            # vLLM passes on the results of its first engine only: an update that another one refuses would go unnoticed.
+            "--data-parallel-size 1": self.data_parallel_size == 1,
         }
         missing = [flag for flag, there in needed.items() if not there]
         if missing:
