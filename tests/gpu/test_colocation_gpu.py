@@ -8,6 +8,7 @@ import gc
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -56,22 +57,25 @@ class Moment:
     free_before: int
     free_after: int
     trainers_before: int  # allocated by this process
+    seconds: float
 
     def __str__(self) -> str:
         before, after = self.free_before / GIB, self.free_after / GIB
-        return f"{self.call}: {before:.2f} -> {after:.2f} GiB free, {self.trainers_before / GIB:.2f} GiB the trainer's"
+        own = self.trainers_before / GIB
+        return f"{self.call}: {self.seconds:.2f} s, {before:.2f} -> {after:.2f} GiB free, {own:.2f} GiB the trainer's before"
 
 
 def watch(owner: Any, name: str, moments: list[Moment]) -> None:
     """Notes the memory around each call of a method."""
     method = getattr(owner, name)
 
-    def note(began: tuple[int, int], arguments: tuple[Any, ...]) -> None:
+    def note(began: tuple[int, int, float], arguments: tuple[Any, ...]) -> None:
+        free, own, since = began
         call = " ".join([name, *(str(argument) for argument in arguments)])
-        moments.append(Moment(call, began[0], torch.cuda.mem_get_info()[0], began[1]))
+        moments.append(Moment(call, free, torch.cuda.mem_get_info()[0], own, time.perf_counter() - since))
 
-    def memory() -> tuple[int, int]:
-        return torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+    def memory() -> tuple[int, int, float]:
+        return torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated(), time.perf_counter()
 
     @functools.wraps(method)
     async def awaited(*arguments: Any) -> Any:
