@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from skyrl_train.training.head_kernels import Sums
 
 # Bytes of a tile's logits, of which two or three exist at once, and its largest number of columns (vocabulary). Large enough that
-# the product with a block of the head outweighs reading the block, and of a shape with fast products.
+# the product with a block of the head outweighs reading the block. A power of two: on an H100, products of 16 bit with an odd
+# number of columns took five times as long, because their kernels read element by element.
 _BLOCK_COLUMNS = 8192
 _TILE_BYTES = {"cpu": 2**24}
 _TILE_BYTES_ELSEWHERE = 2**28
@@ -91,8 +92,7 @@ class _Head:
         self._weight, self._bias = weight, bias
         self._dtype = torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype
         self.wide = torch.promote_types(self._dtype, torch.float32)  # of logits and of sums
-        vocabulary = weight.shape[0]
-        self._columns = -(-vocabulary // -(-vocabulary // _BLOCK_COLUMNS))  # blocks are about equally large
+        self._columns = min(weight.shape[0], _BLOCK_COLUMNS)
 
     def rows(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield slices of the tokens, with the input of the head for each."""
