@@ -148,6 +148,22 @@ async def test_an_engine_that_cannot_resume_does_not_keep_requests_for_ever() ->
     assert output["response_versions"] == [[1, 1, 1]]
 
 
+async def test_an_update_loaded_while_generation_is_paused_leaves_it_paused() -> None:
+    engine = ScriptedEngine()
+    client, _ = fleet_of(engine)
+    await publish(client, 0)
+    await client.pause_generation(PauseMode.ABORT)
+    waiting = asyncio.create_task(client.generate(request(max_tokens=1)))
+    await client.receive_weights(scripted_update(1))
+    await client.load_weights(scripted_update(1), PauseMode.KEEP)
+    await settle()
+    assert engine.paused is PauseMode.ABORT and not engine.running
+    await client.resume_generation()
+    await settle()
+    engine.tick()
+    assert (await waiting)["response_versions"] == [[1]]
+
+
 async def test_generation_resumed_while_an_engine_is_joining_leaves_it_running() -> None:
     a, b = Slow(), Slow()
     client, _ = fleet_of(a)
