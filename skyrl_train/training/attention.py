@@ -56,7 +56,9 @@ class Bucket:
     places: torch.Tensor | None  # int64 [end - start], of its tokens in the flattened batch; None: nothing is padded
 
 
-@dataclass(frozen=True)
+@dataclass(
+    eq=False
+)  # not frozen: torch.compile reads all fields of frozen dataclasses, and compiles again for each number
 class Segments:
     """The segments of a packed row. Tokens of different segments do not attend to each other."""
 
