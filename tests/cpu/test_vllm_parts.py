@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import json
 import os
 import threading
@@ -21,6 +22,7 @@ from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.inference.engines.vllm.adapter import OutputQueue, completion_chunk
 from skyrl_train.inference.engines.vllm.arguments import (
     VLLMSettings,
+    alone_on,
     capabilities,
     check_devices,
     check_names,
@@ -180,6 +182,28 @@ def test_another_environment_waits_for_its_turn() -> None:
     thread.join(10)
     assert seen == ["b"]
     assert "SKYRL_TEST_VARIABLE" not in os.environ
+
+
+def test_engines_start_one_after_the_other_on_a_gpu_that_they_share(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def other() -> None:
+        with alone_on([0], tmp_path):
+            order.append("other starts")
+
+    thread = threading.Thread(target=other)
+    with alone_on([1, 0], tmp_path):
+        for gpu in (0, 1):
+            lock = os.open(tmp_path / f"skyrl-train-{os.getuid()}-gpu{gpu}.lock", os.O_RDWR)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # what another process would find
+            os.close(lock)
+        thread.start()
+        with alone_on([2], tmp_path), alone_on([], tmp_path):
+            order.append("on another GPU")
+        order.append("started")
+    thread.join()
+    assert order == ["on another GPU", "started", "other starts"]
 
 
 @given(st.lists(st.integers(0, 30), max_size=6), st.lists(st.integers(1, 9), max_size=8))

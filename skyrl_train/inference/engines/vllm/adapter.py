@@ -20,6 +20,7 @@ from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, Reques
 from skyrl_train.inference.engines.vllm.arguments import (
     OWNER_VARIABLE,
     VLLMSettings,
+    alone_on,
     check_devices,
     check_names,
     environment,
@@ -62,8 +63,14 @@ def start_async_llm(settings: VLLMSettings) -> Any:
         ) from error
     on_cpu = bool(current_platform.is_cpu())
     check_names(settings, AsyncEngineArgs.__dataclass_fields__)
-    check_devices(settings, on_cpu=on_cpu, num_gpus=0 if on_cpu else current_platform.device_count())
-    with environment({OWNER_VARIABLE: str(os.getpid()), **process_environment(settings, on_cpu=on_cpu)}):
+    num_gpus = 0 if on_cpu else current_platform.device_count()
+    check_devices(settings, on_cpu=on_cpu, num_gpus=num_gpus)
+    # Without names, vLLM takes the first ones.
+    devices = range(min(num_gpus, settings.num_ranks)) if settings.devices is None else settings.devices
+    with (
+        alone_on(map(current_platform.device_id_to_physical_device_id, devices)),
+        environment({OWNER_VARIABLE: str(os.getpid()), **process_environment(settings, on_cpu=on_cpu)}),
+    ):
         try:
             with _configuring:
                 config = AsyncEngineArgs(**_engine_arguments(settings, on_cpu)).create_engine_config()

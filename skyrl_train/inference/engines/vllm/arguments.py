@@ -5,11 +5,14 @@ Imports no vLLM: the caller says which arguments exist, and whether vLLM runs on
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.keys import did_you_mean
@@ -69,6 +72,11 @@ class VLLMSettings:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def num_ranks(self) -> int:
+        """The number of workers, each with a GPU of its own or on the CPU."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
@@ -80,13 +88,12 @@ class VLLMSettings:
                 "load_format=dummy with lora_rank: weight syncs carry the adapter only, so the engine must read the base "
                 "model from its folder. Set load_format=auto."
             )
-        if self.devices:
-            ranks = self.tensor_parallel_size * self.pipeline_parallel_size
-            if len(set(self.devices)) != ranks or len(self.devices) != ranks or min(self.devices) < 0:
-                raise ConfigError(
-                    f"devices={list(self.devices)} of a vLLM engine must be {ranks} different GPUs, one per rank "
-                    "(tensor_parallel_size x pipeline_parallel_size)."
-                )
+        distinct = set(self.devices or ())
+        if self.devices and (not len(distinct) == len(self.devices) == self.num_ranks or min(distinct) < 0):
+            raise ConfigError(
+                f"devices={list(self.devices)} of a vLLM engine must be {self.num_ranks} different GPUs, one per rank "
+                "(tensor_parallel_size x pipeline_parallel_size)."
+            )
         if CUDA_VARIABLE in self.environment:
             raise ConfigError(
                 f"environment.{CUDA_VARIABLE} of a vLLM engine would also hide GPUs from this process, which shares its "
@@ -189,7 +196,7 @@ def process_environment(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, st
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",  # a compiler would take seconds for each small kernel
         }
-        if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1:
+        if settings.num_ranks == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and worker in one process
     else:
         # vLLM would fork this process, whose other threads may hold locks that the child then waits for. Its CPU build spawns.
@@ -213,6 +220,28 @@ def capabilities(
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,
     )
+
+
+@contextmanager
+def alone_on(gpus: Iterable[int], folder: Path | None = None) -> Iterator[None]:
+    """Wait until no other engine of this machine starts on these GPUs, and keep others from it.
+
+    vLLM measures the free memory while it starts: what another engine on the same GPU takes meanwhile would count as its own.
+    May block for minutes; call it off the event loop.
+
+    Args:
+        gpus: the machine's numbers of the GPUs.
+        folder: of the lock files; None: the one for temporary files.
+    """
+    folder = Path(tempfile.gettempdir()) if folder is None else folder
+    with ExitStack() as held:
+        for gpu in sorted(gpus):  # in one order everywhere, so that no two wait for each other
+            # A lock of the system: the other engine may be in another process, and a process that is killed gives it up.
+            lock = os.open(folder / f"skyrl-train-{os.getuid()}-gpu{gpu}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            held.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # closing is not enough where a forked process has it, too
+        yield
 
 
 # The environment of this process, as it is while vLLM starts processes that inherit it.
