@@ -1,4 +1,4 @@
-"""The CRC-32 of a staging copy, computed where the copy is: in main memory by several threads, on a GPU by its kernels.
+"""The CRC-32 of a staging copy, computed by a GPU where it can read the copy as fast as copy it, else by several threads.
 
 A CRC is linear: it is the remainder of a polynomial over GF(2) whose coefficients are the bits of the message. So the parts of a
 message can be summed apart, and a long message can be folded to a short one that has the same remainder.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,10 +23,15 @@ _ONES = 0xFFFFFFFF
 _HALF_BITS = 16
 
 
-def checksum(staging: torch.Tensor) -> str:
-    """Return the CRC-32 of a contiguous uint8 tensor in the form that ``WeightUpdate`` carries."""
-    if staging.is_cuda and staging.numel() % 4 == 0:
-        return checksum_text(folded_crc(staging, LANES))
+def checksum(staging: torch.Tensor, gpu: torch.device | None = None) -> str:
+    """Return the CRC-32 of a contiguous uint8 tensor in the form that ``WeightUpdate`` carries.
+
+    Args:
+        gpu: the main memory ``staging`` is registered with CUDA, and this GPU computes; None: the device of ``staging`` does.
+    """
+    device = staging.device if staging.is_cuda else gpu
+    if device is not None and staging.numel() % 4 == 0:
+        return checksum_text(folded_crc(staging, LANES, device))
     return checksum_text(parallel_crc(staging.cpu()))
 
 
@@ -43,23 +49,43 @@ def parallel_crc(memory: torch.Tensor) -> int:
     return crc
 
 
-def folded_crc(staging: torch.Tensor, lanes: int) -> int:
-    """Return the CRC-32 of a contiguous uint8 tensor on any device, of a multiple of 4 bytes.
+def folded_crc(staging: torch.Tensor, lanes: int, device: torch.device) -> int:
+    """Return the CRC-32 of a contiguous uint8 tensor, of a multiple of 4 bytes, computed by ``device``.
 
     Horner's rule for ``lanes`` polynomials at once: word ``i`` of the message, counted from its end, belongs to polynomial
     ``i % lanes``. The words that remain, one per lane, are a message with the same remainder.
     """
     words = staging.view(torch.int32)
-    low, high = (table.to(staging.device) for table in _tables(power_of_x(32 * lanes)))
+    low, high = (table.to(device) for table in _tables(power_of_x(32 * lanes)))
     first = words.numel() % lanes or lanes
-    state = torch.zeros(lanes, dtype=torch.int32, device=staging.device)  # leading zeros do not change a remainder
+    state = torch.zeros(lanes, dtype=torch.int32, device=device)  # leading zeros do not change a remainder
     state[lanes - first :] = words[:first]
-    for begin in range(first, words.numel(), lanes):
+    for chunk in _chunks(words[first:], lanes, device):
         times_factor = low.index_select(0, state & 0xFFFF) ^ high.index_select(0, (state >> _HALF_BITS) & 0xFFFF)
-        state = times_factor ^ words[begin : begin + lanes]
+        state = times_factor ^ chunk
     rest = zlib.crc32(state.cpu().numpy().data)
     # CRC-32 begins with ones in the register, which makes it depend on the length, too.
     return rest ^ times(power_of_x(32 * lanes), _ONES) ^ times(power_of_x(8 * staging.numel()), _ONES)
+
+
+def _chunks(words: torch.Tensor, size: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield ``words`` in parts of ``size`` on ``device``. Each is valid until the next but one; the next is copied meanwhile."""
+    parts = words.split(size) if words.numel() else ()
+    if words.device.type == device.type:
+        yield from parts
+        return
+    compute, copies = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    buffers = [torch.empty(size, dtype=words.dtype, device=device) for _ in range(2)]
+    used = [torch.cuda.Event() for _ in buffers]
+    copies.wait_stream(compute)  # what had the buffers' memory before
+    for number, part in enumerate(parts):
+        turn = number % 2
+        copies.wait_event(used[turn])
+        with torch.cuda.stream(copies):
+            buffers[turn].copy_(part, non_blocking=True)
+        compute.wait_stream(copies)
+        yield buffers[turn]
+        used[turn].record(compute)
 
 
 @functools.lru_cache(maxsize=2)

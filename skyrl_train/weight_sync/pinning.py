@@ -23,6 +23,11 @@ class Registration:
         self.num_bytes = 0  # CUDA was asked to register as many; it may have refused
         self._registered: tuple[torch.Tensor, torch.device] | None = None
 
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU whose copies of the memory are asynchronous; None: there is none."""
+        return None if self._registered is None else self._registered[1]
+
     def cover(self, memory: torch.Tensor, device: torch.device) -> None:
         """Register contiguous main memory, in place of a shorter part of the same memory.
 

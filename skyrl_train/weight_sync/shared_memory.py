@@ -51,7 +51,7 @@ class SharedMemoryTransport(WeightTransport):
             location=area.location,
             num_bytes=staging.numel(),
             tensors=specs,
-            checksum=checksum(staging) if self._verify else None,
+            checksum=checksum(staging, area.gpu) if self._verify else None,
         )
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class SharedMemoryReceiver:
             )
         if self._gpu is not None:
             mapping.registration.cover(mapping.memory[: update.num_bytes], self._gpu)
-        return checked_views(update, mapping.memory[: update.num_bytes])
+        return checked_views(update, mapping.memory[: update.num_bytes], mapping.registration.device)
 
     def close(self) -> None:
         """Forget the mappings. The memory is freed with its last view. Idempotent."""

@@ -83,14 +83,19 @@ def tensor_view(staging: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return staging[spec.offset : spec.offset + size].view(dtype).view(spec.shape)
 
 
-def checked_views(update: WeightUpdate, staging: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def checked_views(
+    update: WeightUpdate, staging: torch.Tensor, gpu: torch.device | None = None
+) -> Mapping[str, torch.Tensor]:
     """Return the weights in a staging copy (uint8 ``[num_bytes]`` on any device) as read-only views.
+
+    Args:
+        gpu: computes the checksum of registered memory, see :func:`checksum`.
 
     Raises:
         EngineError: a tensor lies outside the copy, or the checksum differs.
     """
     tensors = {spec.name: tensor_view(staging, spec) for spec in update.tensors}
-    if update.checksum is not None and checksum(staging) != update.checksum:
+    if update.checksum is not None and checksum(staging, gpu) != update.checksum:
         raise EngineError(
             f"The weights of version {update.version} differ from their checksum; the old ones stay. Sync them again."
         )
@@ -162,6 +167,11 @@ class HostStaging(Staging):
                 ) from error
             self._staging = torch.frombuffer(self._area.memory, dtype=torch.uint8)
         return self._staging
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that the memory is registered for, if it is."""
+        return self._registration.device
 
     def finish(self, num_bytes: int, source: torch.device | None) -> torch.Tensor:
         staging = self._staging[:num_bytes]

@@ -83,7 +83,7 @@ def test_weights_in_main_memory_need_no_registration(cuda: Cuda) -> None:
 
 
 def test_an_engine_on_a_gpu_registers_each_area_once_and_forgets_it_at_the_end(cuda: Cuda) -> None:
-    transport, receiver = SharedMemoryTransport(verify=True), SharedMemoryReceiver(GPU)
+    transport, receiver = SharedMemoryTransport(), SharedMemoryReceiver(GPU)
     for version in range(4):
         receiver.open_update(transport.gather([("w", torch.arange(32))], version))
     assert cuda.taken() == [("register", 128)] * 2

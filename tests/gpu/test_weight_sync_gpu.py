@@ -138,11 +138,13 @@ def test_the_first_version_on_a_device_needs_its_own_size_once() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [4, 64, 4 * LANES, 4 * LANES + 64, 100_000_064])
-def test_a_gpu_computes_the_checksum_of_main_memory(num_bytes: int) -> None:
+def test_a_gpu_computes_the_checksum_that_the_cpu_computes(num_bytes: int) -> None:
     staging = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=GPU)
     host = staging.cpu()
-    assert folded_crc(staging, LANES) == zlib.crc32(host.numpy().data)
-    assert checksum(staging) == checksum(host)
+    expected = zlib.crc32(host.numpy().data)
+    assert folded_crc(staging, LANES, GPU) == expected
+    assert folded_crc(host.pin_memory(), LANES, GPU) == expected, "copied part by part"
+    assert checksum(staging) == checksum(host) == checksum(host.pin_memory(), GPU)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
