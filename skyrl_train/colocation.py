@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
+import torch
+
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.client import InferenceEngineClient
@@ -107,6 +109,8 @@ class Colocation:
             began = self._clock()
             await self._training.run(self._backend.offload_states)
             times["time/offload_states"] = self._clock() - began
+        elif torch.cuda.is_initialized() and self._client.capabilities.sleep:
+            torch.cuda.empty_cache()  # the engines may wake on the trainer's device: it needs less than while it trained
         began = self._clock()
         await self._client.wake_up(["weights"])
         if not self._client.serving:  # all died in their sleep

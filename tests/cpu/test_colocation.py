@@ -24,6 +24,10 @@ from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, NoEngineError, WeightSyncError
 from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInput
 from skyrl_train.inference.pool.fleet import FleetLimits
+from skyrl_train.simulation.engine import EngineSpeed
+from skyrl_train.simulation.lengths import constant
+from skyrl_train.simulation.run import Workload, simulate
+from skyrl_train.simulation.training import TrainingSpeed
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightUpdate
@@ -47,6 +51,8 @@ class Device:
 
 class ColocatedEngine(ScriptedEngine):
     """Has its weights and its KV cache on the device, and fails where it is asked to use what is not there."""
+
+    not_beside_kv_cache = frozenset({"staging copy"})
 
     def __init__(self, device: Device) -> None:
         super().__init__(short_or_long, free_running=True)
@@ -97,7 +103,9 @@ class ColocatedEngine(ScriptedEngine):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self._happens(f"wake {' '.join(tags or MEMORY)}")
         assert "training state" not in self.device.held
-        assert tags == ["weights"] or "staging copy" not in self.device.held, "the KV cache needs its room"
+        assert tags == ["weights"] or self.not_beside_kv_cache.isdisjoint(self.device.held), (
+            "the KV cache needs its room"
+        )
         self.device.held |= set(tags or MEMORY)
 
     async def resume(self) -> None:
@@ -199,6 +207,23 @@ async def test_the_last_policy_is_served_for_its_evaluation(tmp_path: Path) -> N
     assert h.client.policy_version == 5 and h.trainer.colocation is not None
     assert h.trainer.colocation.turn is Turn.generation
     assert h.device.log[-2:] == ["resume", "generate"]
+
+
+async def test_without_the_setting_only_the_caches_of_the_trainer_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    engine = ColocatedEngine(device)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: device.happens("empty cache"))
+    device.held.add("staging copy")  # in main memory
+    monkeypatch.setattr(ColocatedEngine, "not_beside_kv_cache", frozenset())
+    h = Harness(tmp_path, "trainer.mode=partial_rollout", "trainer.max_steps=1", engine=engine)
+    await h.train()
+    assert device.log == [
+        "empty cache", "receive 0", "pause keep", "load 0", "resume", "generate",
+        "pause abort", "sleep 2", "empty cache", "wake weights", "receive 1", "load 1", "wake kv_cache", "resume",
+    ]  # fmt: skip
 
 
 async def test_engines_that_hold_adapters_keep_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +381,13 @@ def test_a_colocated_run_equals_the_plain_one_bit_for_bit(tmp_path: Path, execut
     colocated = train(tmp_path / "colocated", "quickstart", COLOCATE, *settings)
     assert colocated[0] == plain[0] and colocated[1] == plain[1]
     assert all(torch.equal(colocated[2][name], weight) for name, weight in plain[2].items())
+
+
+def test_a_simulated_turn_takes_the_time_to_sleep_and_to_wake() -> None:
+    engine = EngineSpeed(slots=8, step_s=0.5, prefill_steps_per_token=0.0, sleep_s=3.0)
+    work = Workload(constant(8, 10), batch_groups=8, steps=4, engine=engine, training=TrainingSpeed(per_step_s=2.0))
+    plain, colocated = simulate(work, "trainer.mode=sync"), simulate(work, "trainer.mode=sync", COLOCATE)
+    assert colocated.steady_s == pytest.approx(plain.steady_s * (5.0 + 2.0 + 6.0) / 7.0)
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
