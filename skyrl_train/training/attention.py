@@ -56,9 +56,8 @@ class Bucket:
     places: torch.Tensor | None  # int64 [end - start], of its tokens in the flattened batch; None: nothing is padded
 
 
-@dataclass(
-    eq=False
-)  # not frozen: torch.compile reads all fields of frozen dataclasses, and compiles again for each number
+# Not frozen: torch.compile reads all fields of frozen dataclasses, and compiles again for each number of segments.
+@dataclass(eq=False)
 class Segments:
     """The segments of a packed row. Tokens of different segments do not attend to each other."""
 
