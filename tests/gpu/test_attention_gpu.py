@@ -124,6 +124,31 @@ def test_attention_on_the_gpu_has_the_values_and_gradients_of_exact_attention(
         assert error <= tolerance, (name, float(error))
 
 
+class OnlyRank:
+    """A rank that has a whole row, filled to a multiple of the ranks, to itself."""
+
+    def all_tokens(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return parts
+
+    def exchange(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+def test_filling_behind_the_last_segment_gets_zeros_and_has_no_gradient() -> None:
+    segments, module = Segments.of((40, 20)).to(torch.device("cuda")), torch.nn.Module()
+    inputs = [torch.randn(1, heads, 64, 32, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    alone, _ = segmented_attention(module, *(states[:, :, :60] for states in inputs), None, segments=segments)
+    filled = [
+        states.index_fill(2, torch.arange(60, 64, device="cuda"), torch.nan).requires_grad_() for states in inputs
+    ]
+    out, _ = segmented_attention(module, *filled, None, segments=replace(segments, ranks=OnlyRank()))  # type: ignore[arg-type]
+    assert torch.equal(out[:, :60], alone)
+    assert not out[:, 60:].any()
+    for gradient_of_states in torch.autograd.grad(out.float().square().sum(), filled):
+        assert gradient_of_states[:, :, :60].isfinite().all()
+        assert not gradient_of_states[:, :, 60:].any()
+
+
 def test_packed_rows_are_as_close_to_float32_as_padded_ones(folder: str) -> None:
     """The gradients of all weights, over several minibatches."""
     errors = {True: 0.0, False: 0.0}
