@@ -273,11 +273,20 @@ class InferenceEngineInterface(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free device memory (level 1: offload KV cache and weights). Only where ``capabilities.sleep``."""
+        """Free device memory while paused. Only where ``capabilities.sleep``.
+
+        Args:
+            level: 1: the weights stay in main memory; 2: they may be lost, and an update must be loaded before ``resume``.
+        """
 
     @abstractmethod
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the freed memory again."""
+        """Take the freed memory back; the engine stays paused.
+
+        Args:
+            tags: ``["weights"]``: enough to load an update; ``["kv_cache"]``: the rest; None: all of it. Memory that is there
+                already is left alone.
+        """
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
