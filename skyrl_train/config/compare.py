@@ -16,6 +16,7 @@ NOT_PART_OF_THE_RUN = (
     "trainer.device",
     "trainer.critic.device",
     "trainer.critic.placement",
+    "trainer.placement",
     "trainer.run_name",
     "trainer.runs_dir",
     "trainer.run_dir",

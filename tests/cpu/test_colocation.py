@@ -18,6 +18,7 @@ from training_worlds import backend, build_small_model, minibatch, optimizer_sta
 
 from skyrl_train.colocation import Turn
 from skyrl_train.config import derive
+from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.config.validate import validate
@@ -260,6 +261,17 @@ async def test_a_run_that_is_stopped_while_its_engine_sleeps_loses_nothing(tmp_p
     h = Colocated(tmp_path, mode, "trainer.train_batch_size=8" if mode == "sync" else "trainer.train_batch_size=4")
     await h.train()
     assert sorted(h.trained) == list(range(32))
+
+
+async def test_a_run_may_continue_with_turns_and_without(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    runs = [Harness(tmp_path, "trainer.mode=sync")]
+    runs[0].backend.before_update = lambda part: loop.call_soon_threadsafe(runs[0].trainer.request_stop)
+    await runs[0].train()
+    runs.append(Colocated(tmp_path, "sync"))
+    assert not differences(runs[0].config, runs[1].config)
+    await runs[1].train()
+    assert runs[1].trained == list(range(32))
 
 
 @pytest.mark.parametrize(
