@@ -325,11 +325,15 @@ def _engine_rows(plan: Plan) -> Rows:
     folder = f" in {generator.weight_folder}" if generator.weight_folder is not None else ""
     checksummed = ", checksummed" if generator.verify_weights else ""
     invariant = ", batch-invariant" if engine.batch_invariant else ""
+    devices = engine.device
+    if engine.backend == "vllm" and engine.executor == "process" and engine.device != "cpu":
+        of_each = (derive.engine_devices(engine, index) for index in range(engine.num_engines))
+        devices = " and ".join("+".join(f"cuda:{gpu}" for gpu in gpus) for gpus in of_each)
     turns = "in turns: engines sleep while the policy trains, and its state is in main memory while they generate"
     return [
         (
             "engines",
-            f"{engine.num_engines} x {engine.backend} ({engine.dtype}, on {engine.device}, {engine.executor})",
+            f"{engine.num_engines} x {engine.backend} ({engine.dtype}, on {devices}, {engine.executor})",
         ),
         *([("devices", turns)] if plan.config.trainer.placement.colocate_all else []),
         ("weights travel by", f"{derive.weight_transport(plan.config)}{folder}{checksummed}"),

@@ -274,6 +274,25 @@ def test_each_engine_has_gpus_of_its_own_unless_they_are_named_twice(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (
+            [*VLLM_GPUS, f"{ENGINE}.num_engines=2", f"{ENGINE}.tensor_parallel_size=2"],
+            "cuda:0+cuda:1 and cuda:2+cuda:3,",
+        ),
+        ([*VLLM_GPUS, f"{ENGINE}.devices=[3]"], "on cuda:3,"),
+        ([*VLLM_RAY], "on cuda, ray"),
+        ([], "on cpu,"),
+    ],
+)
+def test_the_plan_shows_the_gpus_of_the_engines(overrides: list[str], where: str) -> None:
+    (engines,) = (
+        line for line in resolve(settings(*overrides, base="quickstart"), 64).describe().splitlines() if " x " in line
+    )
+    assert where in engines
+
+
+@pytest.mark.parametrize(
     ("overrides", "gpus"),
     [
         ([*VLLM_RAY], 1),
