@@ -39,8 +39,6 @@ from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 # Qwen3's: hidden size, layers, heads, intermediate size, tied embeddings
 SHAPES = {"0.6b": (1024, 28, 16, 3072, True), "1.7b": (2048, 28, 16, 6144, True), "dry": (64, 2, 2, 128, True)}
-# An embedded engine starts with random weights that the CPU draws: a minute or two for the larger model.
-DEFAULT_SHAPES = {"embedded": ["0.6b"], "vllm": ["0.6b", "1.7b"]}
 HEAD_SIZE, KEY_VALUE_HEADS, VOCABULARY, CONTEXT = 128, 8, 151_936, 1024
 # These suit installations without FlashInfer and DeepGEMM kernels, too.
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
@@ -219,7 +217,7 @@ def report(row: dict[str, Any]) -> None:
 
 async def run(options: argparse.Namespace) -> None:
     device = "cpu" if options.dry else "cuda"
-    shapes = ["dry"] if options.dry else options.shapes or DEFAULT_SHAPES[options.engine]
+    shapes = ["dry"] if options.dry else options.shapes
     rows = []
     with tempfile.TemporaryDirectory() as root:
         folders = {shape: Path(root) / shape for shape in shapes}
@@ -244,7 +242,7 @@ async def run(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
-    parser.add_argument("--shapes", nargs="+", choices=["0.6b", "1.7b"], help="default: both with vllm, else 0.6b")
+    parser.add_argument("--shapes", nargs="+", choices=["0.6b", "1.7b"], default=["0.6b", "1.7b"])
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--output", type=Path, help="a JSON file with all figures")
     parser.add_argument("--dry", action="store_true", help="a small model on the CPU")

@@ -25,6 +25,7 @@ _SETTING = "trainer.policy.model.path"
 # transformers switches globals while it builds a model, torch's default dtype among them. Two threads that build layers at once
 # can leave the globals in a state in which later models are not initialised, or in another dtype, or their embeddings not tied.
 BUILDING = threading.Lock()
+DISTINCT_WEIGHTS = 100_003  # of a model without weights; a prime, so that the rows of its matrices differ
 
 
 def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
@@ -85,7 +86,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
     """Build the architecture without reading weights, for an engine that receives them in the first weight sync.
 
-    The random weights are the same in each call, so trial runs on them give the same result.
+    The random weights are the same in each call, so trial runs on them give the same result. Large tensors repeat theirs.
 
     Raises:
         ConfigError: an unknown dtype or a device that this machine does not have.
@@ -94,7 +95,7 @@ def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
     torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
     config = load_config(path)
     try:
-        with BUILDING, SeededDraws(0), quiet_transformers():
+        with BUILDING, SeededDraws(0, DISTINCT_WEIGHTS), quiet_transformers():
             built: Any = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     except _UNUSABLE as error:
         raise ModelError(

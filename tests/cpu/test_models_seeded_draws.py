@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.config.schema import BuildModelConfig, LoraConfig
-from skyrl_train.models.folder import build_empty, load_model
+from skyrl_train.models.folder import DISTINCT_WEIGHTS, build_empty, load_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.models.seeded_draws import SeededDraws
 from skyrl_train.models.tiny import build_model_folder
@@ -48,6 +49,19 @@ class NoGlobalDraws(TorchDispatchMode):
         return func(*args, **named)
 
 
+class CountedDraws(TorchDispatchMode):
+    """Counts the numbers that are drawn in place."""
+
+    numbers = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.numbers += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_numbers_are_those_of_the_seeded_global_generator_which_stays_as_it_is() -> None:
     torch.manual_seed(5)
     expected = [draw() for draw in DRAWS]
@@ -76,6 +90,32 @@ def test_another_thread_draws_as_if_nothing_were_seeded() -> None:
         other.start()
         other.join()
     assert torch.equal(drawn[0], expected)
+
+
+def test_a_large_tensor_repeats_the_numbers_that_are_drawn_for_it() -> None:
+    with SeededDraws(5):
+        expected = torch.empty(7).normal_(2.0, 0.5)
+    with SeededDraws(5, distinct=7):
+        drawn = torch.nn.init.normal_(torch.empty(8, 3, dtype=torch.float32), 2.0, 0.5)
+    assert torch.equal(drawn.view(-1), expected.repeat(4)[:24])
+    with SeededDraws(5, distinct=24):
+        drawn = torch.nn.init.normal_(torch.empty(8, 3), 2.0, 0.5)
+    with SeededDraws(5):
+        assert torch.equal(drawn, torch.empty(24).normal_(2.0, 0.5).view(8, 3)), "as many as it has"
+
+
+def test_a_model_without_weights_needs_few_draws(tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    build_model_folder(dataclasses.replace(SMALL, hidden_size=512), Path(path), seed=0)
+    counted = CountedDraws()
+    with counted:
+        model = build_empty(path, "bfloat16", "cpu")
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.dim() > 1]
+    assert max(sizes) > 2 * DISTINCT_WEIGHTS
+    # By torch's layers, and again by transformers.
+    assert counted.numbers <= 2 * sum(min(size, DISTINCT_WEIGHTS) for size in sizes)
+    matrix = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert len({tuple(row.tolist()) for row in matrix}) == 512, "each row has numbers of its own"
 
 
 def test_an_operation_without_a_generator_is_an_error() -> None:
