@@ -333,6 +333,26 @@ async def test_an_engine_that_starts_again_gets_weights_that_are_staged_anew(tmp
     assert events[:4] == ["start", "gather 2", "receive 2", "load 2"], "its version, not an older one"
 
 
+async def test_an_engine_that_dies_as_generation_ends_is_up_and_asleep_before_the_trainer_comes(tmp_path: Path) -> None:
+    h = Colocated(tmp_path, "sync")
+    h.supervised()
+    ended: list[int] = []
+
+    def dies(output: Any) -> None:
+        ended.append(len(h.device.log))
+        if len(ended) == 12:  # the last group of the third step
+            h.colocated.die()
+            h.client._pool.died(0, "scripted")
+
+    h.generator.after = dies
+    await h.train()
+    assert sorted(h.trained) == list(range(32))
+    events = h.device.log[ended[11] :]
+    assert events[: events.index("reload") + 1] == [
+        "start", "gather 2", "receive 2", "pause abort", "load 2", "resume", "pause abort", "sleep 2", "release", "reload",
+    ]  # fmt: skip
+
+
 # The backend ----------------------------------------------------------------------------------------------------------
 
 
