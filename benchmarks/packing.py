@@ -22,8 +22,9 @@ from skyrl_train.training.batch import collate_packed
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.scorer import Scorer, full_scores
 
-SEQUENCES, MEAN_TOKENS, MAX_OVER_MEAN, UPDATES, VOCABULARY = 64, 64, 8, 5, 13
+SEQUENCES, MEAN_TOKENS, MAX_OVER_MEAN, VOCABULARY = 64, 64, 8, 13
 SCORED_TOKENS = 4096
+METHODS = ("tiles", "tiles, backward", "full logits")
 MIB = 2**20
 
 
@@ -56,18 +57,18 @@ def minibatch(step: int) -> Minibatch:
     return Minibatch(sequences, 1, step)
 
 
-def tokens_per_second(model: str) -> dict[str, float]:
+def tokens_per_second(model: str, updates: int) -> dict[str, float]:
     """Return the tokens of an update per second of processor time: packed, padded by similar length, padded in order."""
     longest = MAX_OVER_MEAN * MEAN_TOKENS
     backends = {
-        "packed": LocalBackend(model, TrainerConfig(packing=True), UPDATES + 1, 1.0, seed=0),
-        "padded, sorted by length": LocalBackend(model, TrainerConfig(packing=False), UPDATES + 1, 1.0, seed=0),
+        "packed": LocalBackend(model, TrainerConfig(packing=True), updates + 1, 1.0, seed=0),
+        "padded, sorted by length": LocalBackend(model, TrainerConfig(packing=False), updates + 1, 1.0, seed=0),
         "padded, as they come": LocalBackend(
-            model, TrainerConfig(packing=False, micro_batch_tokens=longest * SEQUENCES), UPDATES + 1, 1.0, seed=0
+            model, TrainerConfig(packing=False, micro_batch_tokens=longest * SEQUENCES), updates + 1, 1.0, seed=0
         ),
     }
     seconds, tokens = dict.fromkeys(backends, 0.0), 0
-    for step in range(UPDATES + 1):  # in turns, so that other load on the machine affects all
+    for step in range(updates + 1):  # in turns, so that other load on the machine affects all
         batch = minibatch(step + 1)
         tokens += sum(map(len, batch.sequences)) if step else 0
         for name, backend in backends.items():
@@ -144,17 +145,22 @@ def peak_mib(*, afresh: bool = False) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    if len(sys.argv) == 3:  # a process that measures one peak: vocabulary and method
+    if len(sys.argv) == 3 and sys.argv[1].isdigit():  # a process that measures one peak: vocabulary and method
         print(peak_of_logprobs(int(sys.argv[1]), sys.argv[2]))
         return
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=METHODS, help="of which the memory is measured"
+    )
+    parser.add_argument("--updates", type=int, default=5)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         build_model_folder(BuildModelConfig(max_position_embeddings=1024), model, seed=0)
-        speeds = tokens_per_second(str(model))
+        speeds = tokens_per_second(str(model), options.updates)
     for name, speed in speeds.items():
         print(f"{name:25s}  {speed:8.0f} tokens/s   packed is {speeds['packed'] / speed:.2f} times as fast")
-    for way in ("tiles", "tiles, backward", "full logits"):
+    for way in options.methods:
         small, large = (
             float(
                 subprocess.run([sys.executable, __file__, size, way], capture_output=True, check=True, text=True).stdout

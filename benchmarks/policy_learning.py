@@ -32,14 +32,13 @@ from skyrl_train.simulation.lengths import rare_tail
 from skyrl_train.simulation.training import TrainingSpeed
 
 POLICIES = ("accept", "wait", "mask", "drop")
-BATCH, SAMPLES, STEPS = 8, 4, 160
+BATCH, SAMPLES = 8, 4
 SLOTS = 64  # all requests that D = 1 admits at once, two ninths of those of D = 8
 ENGINE = EngineSpeed(SLOTS, step_s=1.0, transfer_s=0.5, load_s=0.1)
 TRAINING = TrainingSpeed(per_token_s=0.8 / SLOTS)  # training takes 0.8 of the time of generation with all slots in use
 SMALL = (
     f"trainer.policy_mini_batch_size={BATCH}",
     f"generator.n_samples_per_prompt={SAMPLES}",
-    f"trainer.max_steps={STEPS}",
     "trainer.policy.model.build.num_layers=1",
     "trainer.policy.optimizer_config.lr=1.5e-3",
     "trainer.policy.optimizer_config.scheduler=constant",  # so that runs can be compared at the same time, too
@@ -61,7 +60,8 @@ LAST = 0.1  # of the steps; their mean reward is the result of a run
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. ``workload`` is a digest of the task's settings: a row with another digest does not belong to this cell."""
+    """One run of ``steps``. ``workload`` is a digest of the task's settings: a row with another digest does not belong to this
+    cell."""
 
     task: str
     bound: int
@@ -69,16 +69,17 @@ class Cell:
     policy: str
     corrected: bool
     seed: int
+    steps: int
     workload: str
 
 
-def cell(task: str, bound: int, depth: float | None, policy: str, corrected: bool, seed: int) -> Cell:
+def cell(task: str, bound: int, depth: float | None, policy: str, corrected: bool, seed: int, steps: int) -> Cell:
     """Return the cell of the task with its current settings."""
     work = TASKS[task]
     tools = b"" if work.tools_s is None else work.tools_s.values.tobytes()
     settings = repr((work.recipe, work.settings, work.engine, work.training)).encode()
     depth = float(bound if depth is None else depth)
-    return Cell(task, bound, depth, policy, corrected, seed, hashlib.sha256(settings + tools).hexdigest()[:8])
+    return Cell(task, bound, depth, policy, corrected, seed, steps, hashlib.sha256(settings + tools).hexdigest()[:8])
 
 
 def overrides(work: Cell) -> list[str]:
@@ -87,6 +88,7 @@ def overrides(work: Cell) -> list[str]:
     return [
         f"trainer.seed={work.seed}",
         f"data.seed={work.seed}",
+        f"trainer.max_steps={work.steps}",
         f"{asynchrony}.staleness_policy={work.policy}",
         f"{asynchrony}.max_staleness_steps={work.bound}",
         f"{asynchrony}.generate_ahead_steps={work.depth}",
@@ -98,7 +100,7 @@ def run(work: Cell) -> dict[str, Any]:
     """Train one cell and return its row."""
     torch.set_num_threads(1)
     began = time.process_time()
-    outcome = learn(TASKS[work.task], *overrides(work), edge=STEPS // 10)
+    outcome = learn(TASKS[work.task], *overrides(work), edge=work.steps // 10)
     return {
         **asdict(work),
         "reward": outcome.last_reward(LAST),
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--bounds", nargs="+", type=int, default=[1, 4, 8], help="S")
     parser.add_argument("--depths", nargs="+", type=float, default=[None], help="D; D = S where none is given")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--uncorrected", action="store_true", help="without token TIS, instead of with it")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--table", action="store_true", help="print the table of the file; run nothing")
@@ -241,11 +244,12 @@ def main() -> None:
         grid = itertools.product(
             options.tasks, options.bounds, options.depths, options.policies, (True, False), options.seeds
         )
-        rows, cells = finished(options.out), [cell(*values) for values in grid]
+        rows, cells = finished(options.out), [cell(*values, options.steps) for values in grid]
         print("\n".join([*table(rows, cells), "", *averages(rows, cells)]))
         return
     order = itertools.product(options.seeds, options.bounds, options.depths, options.tasks, options.policies)
-    cells = [cell(task, bound, d, policy, not options.uncorrected, seed) for seed, bound, d, task, policy in order]
+    corrected, steps = not options.uncorrected, options.steps
+    cells = [cell(task, bound, d, policy, corrected, seed, steps) for seed, bound, d, task, policy in order]
     run_missing(cells, options.out, options.jobs)
 
 

@@ -29,7 +29,7 @@ QUICK = [
     ("weight_sync --updates 2 --requests 2", "recompute: pause + load + resume"),
 ]
 SLOW = [
-    ("modes --steps 5 --cases 2", "| fully_async, streaming | 3 + 1 |"),
+    ("modes --steps 2 --cases 2", "| fully_async, streaming | 3 + 1 |"),
     ("staleness_price throughput --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
     ("staleness_price depth --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | `drop` |"),
     ("async_vs_sync --steps 2 --rounds 1 trainer.policy_mini_batch_size=2", "median of 1 rounds"),
@@ -41,38 +41,29 @@ SLOW = [
     ("in_flight --requests 20 --seconds 1", "memory per request"),
     ("learning trainer.max_steps=2 --recipes quickstart --seeds 0", "| `quickstart` | 0 | 2 |"),
     ("lora_weight_sync --hidden-size 64 --layers 1 --updates 2", "of the bytes"),
-    ("packing", "full logits"),
+    ("packing --updates 1 --methods tiles", "tiles  "),
     (
-        "policy_learning --out rows.jsonl --tasks guess_number --policies mask --bounds 1 --seeds 0",
+        "policy_learning --out rows --tasks guess_number --policies mask --bounds 1 --seeds 0 --steps 10",
         "| `guess_number` | 1 |",
     ),
     ("remote_wire --in-flight 2 --tokens 2 --rounds 1", "        2       2 "),
     ("weight_transports --updates 2 --requests 2 --hidden-size 64", "gloo  "),
 ]
 VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
-    ("endpoint_vs_vllm --requests 2 --tokens 4 --rounds 2 --width 128", "stream  "),
+    ("endpoint_vs_vllm --requests 2 --tokens 4 --rounds 1 --width 128", "stream  "),
     ("gpu_weight_sync --dry --engine vllm --updates 1", "vllm dry shared_memory: "),
     ("lora_weight_sync --engine vllm --hidden-size 128 --layers 1 --updates 2", "of the bytes"),
-    ("first_gpu_run --dry --only engine --limit engine=500", "engine     PASS"),
-    ("first_gpu_run --dry --only loop --limit loop=500", "loop       PASS"),
-    ("vllm_weight_sync --updates 2 --requests 2", "recompute: 2 requests"),
+    ("first_gpu_run --dry --only engine,loop --limit engine=500 --limit loop=500", "loop       PASS"),
+    ("vllm_weight_sync --updates 2 --requests 2 --modes recompute", "recompute: 2 requests"),
 ]
 TRL = ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL's in the same round")
 
 
-@pytest.mark.parametrize(("line", "printed"), QUICK)
+@pytest.mark.parametrize(
+    ("line", "printed"), [*QUICK, *(pytest.param(*benchmark, marks=pytest.mark.slow) for benchmark in SLOW)]
+)
 def test_a_benchmark_runs(fork_server: ForkServer, tmp_path: Path, line: str, printed: str) -> None:
-    name, *arguments = line.split()
-    output = tmp_path / "output.log"
-    code = fork_server.run(output, arguments, script=BENCHMARKS / f"{name}.py")
-    assert code == 0, output.read_text()
-    assert printed in output.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("line", "printed"), SLOW)
-def test_a_long_benchmark_runs(tmp_path: Path, line: str, printed: str) -> None:
-    assert printed in printed_by(line, tmp_path)
+    assert printed in printed_by_fork(fork_server, line, tmp_path)
 
 
 @pytest.mark.slow
@@ -90,14 +81,25 @@ def test_the_benchmark_against_trl_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_and_the_plot_of_finished_measurements(tmp_path: Path) -> None:
-    printed_by("staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 0 1 --plot price.svg", tmp_path)
+def test_the_table_and_the_plot_of_finished_measurements(fork_server: ForkServer, tmp_path: Path) -> None:
+    plot = "staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 0 1 --plot price.svg"
+    printed_by_fork(fork_server, plot, tmp_path)
     assert (tmp_path / "price.svg").read_text().startswith("<?xml")
-    assert "| policy | TIS |" in printed_by("policy_learning --out rows.jsonl --table", tmp_path)
+    table = "policy_learning --out rows.jsonl --table"
+    assert "| policy | TIS |" in printed_by_fork(fork_server, table, tmp_path)
+
+
+def printed_by_fork(fork_server: ForkServer, line: str, folder: Path) -> str:
+    """What the command prints in a process that has imported everything; its working directory is ``folder``."""
+    name, *arguments = line.split()
+    output = folder / "output.log"
+    code = fork_server.run(output, arguments, script=BENCHMARKS / f"{name}.py")
+    assert code == 0, output.read_text()
+    return output.read_text()
 
 
 def printed_by(line: str, folder: Path) -> str:
-    """What the command prints; its working directory is ``folder``."""
+    """What the command prints, from a process of its own."""
     name, *arguments = line.split()
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)

@@ -6,7 +6,7 @@ runs differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,13 +51,15 @@ def in_threads(run: Run) -> Callable[[str], Outcome]:
     return of
 
 
-def slow_except(*quick: str) -> pytest.MarkDecorator:
-    """Each recipe is in one default test. All recipes in all executors take minutes."""
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize("recipe", [r if r in quick else pytest.param(r, marks=slow) for r in RECIPES])
+ONLY_HERE = ("quickstart", "gsm8k_lora", "critic_ppo", "dapo_math", "search", "code")
 
 
-@slow_except("quickstart", "gsm8k_lora", "critic_ppo", "dapo_math", "search", "code")
+def recipes(*quick: str, slow: Sequence[str]) -> pytest.MarkDecorator:
+    """Each recipe is in one default test. Those that differ in the part that a test is about are in its slow ones."""
+    return pytest.mark.parametrize("recipe", [*quick, *(pytest.param(r, marks=pytest.mark.slow) for r in slow)])
+
+
+@recipes(*ONLY_HERE, slow=[recipe for recipe in RECIPES if recipe not in ONLY_HERE])
 def test_a_recipe_repeats_itself_beside_a_thread_that_draws(
     run: Run, in_threads: Callable[[str], Outcome], recipe: str
 ) -> None:
@@ -65,7 +67,7 @@ def test_a_recipe_repeats_itself_beside_a_thread_that_draws(
     assert_equal(in_threads(recipe), again)
 
 
-@slow_except("gsm8k")
+@recipes("gsm8k", slow=["gsm8k_lora", "critic_ppo", "dapo_math", "search"])
 def test_an_asynchronous_run_with_bound_zero_repeats_the_synchronous_one(
     run: Run, in_threads: Callable[[str], Outcome], recipe: str
 ) -> None:
@@ -73,12 +75,12 @@ def test_an_asynchronous_run_with_bound_zero_repeats_the_synchronous_one(
     assert_equal(in_threads(recipe), again)
 
 
-@slow_except("guess_number")
+@recipes("guess_number", slow=["gsm8k_lora"])
 def test_an_engine_in_a_process_gives_the_same_run(run: Run, in_threads: Callable[[str], Outcome], recipe: str) -> None:
     assert_equal(in_threads(recipe), run(recipe, *SYNCHRONOUS, "generator.inference_engine.executor=process"))
 
 
-@slow_except()  # sort_digits is in test_ray_engine.py, which has a cluster
+@recipes(slow=["guess_number", "gsm8k_lora"])  # sort_digits is in test_ray_engine.py, which has a cluster
 def test_an_engine_in_an_actor_gives_the_same_run(run: Run, in_threads: Callable[[str], Outcome], recipe: str) -> None:
     pytest.importorskip("ray")
     assert_equal(in_threads(recipe), run(recipe, *SYNCHRONOUS, "generator.inference_engine.executor=ray"))

@@ -1,4 +1,4 @@
-"""Random runs of the rules, 10,000 more of them with -m slow, and some that shrink when they fail.
+"""Random runs of the rules, 10,000 others with -m slow, and some that shrink when they fail.
 
 Heavy tails, failures, filters, engine losses, failing updates, kills and resumes (with recordings), changes of S, D and W,
 several steps per publication, fractional depths, streaming minibatches and overlapping publications: see ``schedules``,
@@ -17,11 +17,12 @@ from schedules import Run, World
 POLICIES = ["wait", "wait_batched", "mask", "accept", "drop"]
 
 
-@pytest.mark.parametrize("runs", [500, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 2500), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_keeps_its_promise_in_random_runs(policy: str, runs: int) -> None:
+def test_every_policy_keeps_its_promise_in_random_runs(policy: str, seeds: range) -> None:
     waits = dropped = partly_masked = wholly_masked = late = resumes = 0
-    for seed in range(runs):
+    runs = len(seeds)
+    for seed in seeds:
         run = Run(World.drawn(seed, policy))
         try:
             run.play()
