@@ -828,6 +828,7 @@ def of_vllm(setup: Setup, mode: str, folder: Path) -> list[str]:
     arguments = "gpu_memory_utilization: 0.3" if on_gpu else "enforce_eager: true"
     return [
         f"trainer.mode={mode}",
+        "trainer.fully_async.generate_ahead_steps=null",  # the quickstart's 1 leaves half of the engine's slots empty
         f"trainer.max_steps={3 if setup.dry else STEPS}",
         f"trainer.policy_mini_batch_size={2 if setup.dry else 8}",
         f"trainer.device={setup.device}",
@@ -888,6 +889,7 @@ def run_section(name: str, options: argparse.Namespace) -> None:
         if device == "cpu" and not options.dry:
             raise RuntimeError("torch sees no CUDA device; on a CPU, only --dry makes sense")
         report.add(import_torch_s=round(time.monotonic() - STARTED, 1))
+        report.add(name=torch.cuda.get_device_name() if device == "cuda" else "no device")
         SECTIONS[name](report, Setup(device, options.dry, Path(options.models), options.ceiling))
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
@@ -955,15 +957,15 @@ def show(name: str, content: dict[str, Any]) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """Return a result as Markdown for the documentation: a row per figure, the command and the commit above them."""
-    names = [
-        figures.get("name", "no device")
-        for s in result["sections"].values()
-        for part, figures in s["figures"].items()
-        if part == "device"
-    ]
+    parts = [part for section in result["sections"].values() for part in section["figures"].values()]
+    names = dict.fromkeys(part["name"] for part in parts if "name" in part)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    lines = [f"`python {' '.join(result['command'])}`, {result['date'][:10]}, commit {result['commit'] or 'unknown'}."]
-    lines += [f"{', '.join(names) or 'no device'}; Python {result['python']}, {versions}."]
+    command = list(result["command"])
+    if "--output" in command:  # a path of that machine
+        place = command.index("--output")
+        del command[place : place + 2]
+    lines = [f"`python {' '.join(command)}`, {result['date'][:10]}, commit {result['commit'] or 'unknown'}."]
+    lines += [f"{''.join(f'{name}; ' for name in names)}Python {result['python']}, {versions}."]
     for name, section in result["sections"].items():
         lines += ["", f"`{name}`: {section['status']} in {section['total_s']:.0f} s."]
         numbers = {

@@ -114,7 +114,7 @@ def test_the_operations_of_a_forward_pass_are_counted_one_by_one(script: ModuleT
 
 def test_parts_with_the_same_figures_are_columns_of_one_table(script: ModuleType) -> None:
     result = {
-        "command": ["benchmarks/first_gpu_run.py", "--only", "engine"],
+        "command": ["benchmarks/first_gpu_run.py", "--output", "out.json", "--only", "engine"],
         "date": "2026-11-23T06:00:00+00:00",
         "commit": "abc",
         "python": "3.12.1",
