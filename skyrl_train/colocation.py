@@ -26,7 +26,7 @@ from skyrl_train.weight_sync.syncer import WeightSyncer
 from skyrl_train.weight_sync.update import WeightUpdate
 
 
-class Turn(StrEnum):
+class DeviceTurn(StrEnum):
     """Who uses the devices."""
 
     generation = "generation"
@@ -62,7 +62,7 @@ class Colocation:
         self._clock = clock
         self._offloads = config.trainer.placement.colocate_all
         self._version = -1  # gathered last
-        self.turn = Turn.generation
+        self.turn = DeviceTurn.generation
 
     async def begin_training(self) -> dict[str, float]:
         """Pause all requests, put the engines to sleep, and bring the training state back. Does nothing in this turn.
@@ -74,14 +74,14 @@ class Colocation:
             ConfigError: the engines cannot sleep, and the trainer needs their memory.
             NoEngineError, WeightSyncError: no engine is left, or none slept.
         """
-        if self.turn is Turn.training:  # for the second minibatch of a batch
+        if self.turn is DeviceTurn.training:  # for the second minibatch of a batch
             return {}
         began = self._clock()
         # An engine that is being restarted takes memory: it must be up and asleep first.
         if not self._client.serving:
             await self._client.wait_for_engine()
         await interrupt(self._client, self._config)
-        self.turn = Turn.training
+        self.turn = DeviceTurn.training
         times = {"time/sleep": self._clock() - began}
         if self._offloads:
             began = self._clock()
@@ -124,7 +124,7 @@ class Colocation:
         began = self._clock()
         await self._client.wake_up(["kv_cache"])
         await self._client.resume_generation()
-        self.turn = Turn.generation
+        self.turn = DeviceTurn.generation
         return {**times, "time/wake_up": woken_s + self._clock() - began}
 
     async def _restage(self) -> WeightUpdate:

@@ -16,7 +16,7 @@ from test_modes import short_or_long
 from test_sync_equivalence import train
 from training_worlds import backend, build_small_model, minibatch, optimizer_state, same, weights
 
-from skyrl_train.colocation import Turn
+from skyrl_train.colocation import DeviceTurn
 from skyrl_train.config import derive
 from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import compose
@@ -206,7 +206,7 @@ async def test_the_last_policy_is_served_for_its_evaluation(tmp_path: Path) -> N
     h = Colocated(tmp_path, "sync", "trainer.train_batch_size=8", "trainer.max_steps=5", *evaluated)
     await h.train()
     assert h.client.policy_version == 5 and h.trainer.colocation is not None
-    assert h.trainer.colocation.turn is Turn.generation
+    assert h.trainer.colocation.turn is DeviceTurn.generation
     assert h.device.log[-2:] == ["resume", "generate"]
 
 
