@@ -119,7 +119,7 @@ class Sums:
         _accumulate[(rows,)](
             outputs,
             outputs.stride(0),
-            targets,
+            targets.contiguous(),
             first,
             width,
             self._sums,
@@ -150,16 +150,18 @@ def gradient_(
 ) -> torch.Tensor:
     """The same as ``head.plain_gradient_``; overwrites ``outputs``."""
     rows, width = outputs.shape
+    # The gradient of a sum has one element for all rows; the kernel reads one per row.
+    of_logprobs = of_logprobs.contiguous()
     _differentiate[(rows,)](
         outputs,
         outputs.stride(0),
-        targets,
+        targets.contiguous(),
         first,
         width,
         partition,
         entropies,
         of_logprobs,
-        of_logprobs if of_entropies is None else of_entropies,
+        of_logprobs if of_entropies is None else of_entropies.contiguous(),
         rule.scale,
         rule.cap or 1.0,
         rule.temperature,

@@ -11,18 +11,19 @@ from skyrl_train.training.head import LogitRule, PlainSums, plain_gradient_
 
 ROWS, VOCABULARY = 5, 11
 CASES = [
-    (LogitRule(), False, torch.bfloat16),
-    (LogitRule(temperature=0.7), True, torch.float32),
-    (LogitRule(scale=3.0, cap=2.0, temperature=1.3), True, torch.float32),
+    (LogitRule(), False, torch.bfloat16, False),
+    (LogitRule(temperature=0.7), True, torch.float32, True),
+    (LogitRule(scale=3.0, cap=2.0, temperature=1.3), True, torch.float32, False),
 ]
 
 
-def compare(rule: LogitRule, differentiate_entropy: bool, dtype: torch.dtype) -> None:
+def compare(rule: LogitRule, differentiate_entropy: bool, dtype: torch.dtype, summed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(ROWS, VOCABULARY, generator=generator).mul(4).to(dtype)
     targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
-    of_logprobs = torch.randn(ROWS, generator=generator)
-    of_entropies = torch.randn(ROWS, generator=generator) if differentiate_entropy else None
+    # The gradient of a plain sum is one element that stands for all rows.
+    of_logprobs, of_entropies = torch.randn(2, 1 if summed else ROWS, generator=generator).expand(2, ROWS)
+    targets = torch.stack([targets, targets], dim=1)[:, 0]  # strided
     blocks = [slice(0, 5), slice(5, VOCABULARY)]
     exact, sums = PlainSums(ROWS, torch.empty(0, dtype=torch.float64)), head_kernels.Sums(ROWS, torch.empty(0))
     for block in blocks:
@@ -32,7 +33,8 @@ def compare(rule: LogitRule, differentiate_entropy: bool, dtype: torch.dtype) ->
         torch.testing.assert_close(ours, expected.float(), atol=2e-5, rtol=2e-5)
     partition, _, entropies = (score.float() for score in exact.scores())
     for block in blocks:
-        arguments = (targets, block.start, rule, partition, entropies, of_logprobs, of_entropies)
+        of_each = of_entropies if differentiate_entropy else None
+        arguments = (targets, block.start, rule, partition, entropies, of_logprobs, of_each)
         expected = plain_gradient_(outputs[:, block].clone(), *arguments).to(dtype)
         rounding = torch.finfo(dtype).eps
         torch.testing.assert_close(
