@@ -37,7 +37,8 @@ LONGEST_FIRST = [*dict.fromkeys(SHARED.values())]
 # fail. Run with -m slow, each property test tries as many new ones. An example has no deadline, because wall-clock time says
 # nothing on a shared machine.
 settings.register_profile("same", deadline=None, derandomize=True)
-settings.register_profile("new", deadline=None, database=None, print_blob=True)
+# Where the variable CI is set, the profile that others inherit from derandomizes.
+settings.register_profile("new", deadline=None, derandomize=False, database=None, print_blob=True)
 settings.load_profile("same")
 # Hypothesis has no setting for this. Its own limit is 300 s; a test's time limit may come first, and then no example is shown.
 examples.MAX_SHRINKING_SECONDS = 20
