@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.observability.metrics import Metrics, histogram
+from skyrl_train.inference.interface import StopReason
+from skyrl_train.observability.metrics import Metrics, histogram, quantiles
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.rollout.manager import RolloutManager
 from skyrl_train.rollout.staleness.manager import RolloutCounts
+from skyrl_train.runtime.process import resident_bytes
 from skyrl_train.types import RolloutGroup
 
 
@@ -27,6 +29,7 @@ class StepReports:
 
     Attributes:
         untrained_reported: number of prompts in the reports so far, by outcome; part of a checkpoint.
+        totals: sums over all reported steps of the run: tokens by metric, and ``elapsed_s``; part of a checkpoint.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class StepReports:
         self._step_ended_s = clock()
         self._tokens_reported = 0
         self.untrained_reported: dict[str, int] = {}
+        self.totals = {"inference/generated_tokens_total": 0.0, "policy/tokens_total": 0.0, "elapsed_s": 0.0}
 
     def begin(self) -> None:
         """Start the clock of the first step, so that start-up counts neither as step time nor as idle time."""
@@ -57,7 +61,12 @@ class StepReports:
         """
         rollout, ledger = self._rollout, self._rollout.prompts.ledger
         trained.metrics.update(rollout.stages.take_metrics())
+        trained.metrics.update(rollout.group_generator.take_metrics())
         now, tokens = self._clock(), self._client.generated_tokens
+        totals = self.totals
+        totals["elapsed_s"] += now - self._step_ended_s
+        totals["inference/generated_tokens_total"] += tokens - self._tokens_reported
+        totals["policy/tokens_total"] += trained.metrics.get("policy/tokens", 0.0)
         metrics = step_metrics(
             step,
             trained.batch,
@@ -68,6 +77,8 @@ class StepReports:
                 "async/engine_failures": rollout.group_generator.engine_failures,
                 "async/retries": rollout.group_generator.retries,
                 **self._client.replay_cache.metrics(),
+                **{name: total for name, total in totals.items() if name != "elapsed_s"},
+                "system/rss_bytes": resident_bytes(),
             },
             max_staleness_steps=rollout.staleness.max_staleness_steps,
             step_s=now - self._step_ended_s,
@@ -84,6 +95,7 @@ class StepReports:
             step,
             trained.batch,
             metrics,
+            elapsed_s=totals["elapsed_s"],
             decode=self._client.decode,
             untrained=untrained,
             checkpoint_step=checkpoint_step,
@@ -125,12 +137,24 @@ def step_metrics(
     returns = [group for group in returns if group]
     if returns:
         flat = [value for group in returns for value in group]
+        samples = [sample for group in batch for sample in group.samples if sample.sequences]
+        lengths = [len(sample.sampled_versions) for sample in samples]
+        # Generators of this library report it, others need not.
+        if not any("generate/response_tokens" in group.metrics for group in batch):
+            metrics.record("generate/response_tokens", statistics.fmean(lengths))
         metrics.record_all(
             {
                 "reward/mean": statistics.fmean(flat),
+                "reward/std": statistics.pstdev(flat),
+                **quantiles("reward/p", flat, 10, 50, 90),
                 "reward/max": max(flat),
                 "reward/min": min(flat),
                 "reward/zero_variance_groups": statistics.fmean(len(set(group)) == 1 for group in returns),
+                **quantiles("generate/response_tokens_p", lengths, 50, 90),
+                "generate/response_tokens_max": max(lengths),
+                "generate/truncated": statistics.fmean(
+                    sample.sequences[-1].stop_reason == StopReason.LENGTH for sample in samples
+                ),
             }
         )
 

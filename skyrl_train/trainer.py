@@ -129,6 +129,7 @@ class PPOTrainer:
             changed=self.changed,
             on_group_end=self.watchdog.progress,
             on_attempt_failed=components.reporter.attempt_failed,
+            clock=components.clock,
         )
         self.evaluation = Evaluation(
             config,
@@ -419,6 +420,7 @@ class PPOTrainer:
         state = {
             "global_step": self.global_step,
             "reported": self.reports.untrained_reported,
+            "totals": dict(self.reports.totals),
             **self.rollout.state_dict(),
             "kl_factor": self.kl_control.factor,
             "nonfinite_in_a_row": self.nonfinite.in_a_row,
@@ -441,6 +443,7 @@ class PPOTrainer:
         self.saving.step = self.global_step
         # Checkpoints of earlier versions have no such entries.
         self.reports.untrained_reported = dict(state.get("reported", {}))
+        self.reports.totals |= state.get("totals", {})
         self.kl_control.factor = float(state.get("kl_factor", 1.0))
         self.nonfinite.in_a_row = int(state.get("nonfinite_in_a_row", 0))
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
 
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.errors import ConfigError
@@ -33,7 +35,8 @@ class MetricSpec:
 
     name: str
     aggregation: Aggregation
-    meaning: str
+    meaning: str  # one sentence without its full stop
+    unit: str = ""  # empty: a number without a unit. share: in [0, 1]
 
 
 _MEAN, _SUM, _MAX, _MIN, _LAST = Aggregation
@@ -74,8 +77,8 @@ def spec_of(name: str) -> MetricSpec:
 
 
 def declared() -> Mapping[str, MetricSpec]:
-    """Return all specifications, sorted by name; the table of the documentation."""
-    return dict(sorted(_specs.items()))
+    """Return all specifications in the order of their declaration, which is the order of the reference and of each row."""
+    return dict(_specs)
 
 
 class Metrics:
@@ -105,9 +108,12 @@ class Metrics:
             self.record(name, value)
 
     def flush(self) -> dict[str, float]:
-        """Return one number per metric, sorted by name, and forget the observations."""
+        """Return one number per metric in the order of the declarations, and forget the observations."""
         collected, self._values = self._values, {}
-        return {name: _aggregate(spec_of(name).aggregation, collected[name]) for name in sorted(collected)}
+        rank = {name: number for number, name in enumerate(_specs)}
+        # What a person looks at first is declared first; a tracker or a table may keep this order.
+        ordered = sorted(collected, key=lambda name: (rank[spec_of(name).name], name))
+        return {name: _aggregate(spec_of(name).aggregation, collected[name]) for name in ordered}
 
 
 def _aggregate(aggregation: Aggregation, values: list[float]) -> float:
@@ -173,68 +179,203 @@ def histogram(prefix: str, values: Iterable[int]) -> dict[str, float]:
     return counts
 
 
+def quantiles(prefix: str, values: Sequence[float], *percents: int) -> dict[str, float]:
+    """Return percentiles of ``values`` (at least one), interpolated linearly, as metrics ``<prefix><percent>``."""
+    found = np.percentile(values, percents).tolist()
+    return {f"{prefix}{percent}": value for percent, value in zip(percents, found, strict=True)}
+
+
+# Metrics that answer "does it learn, is it sane" come first, counts that are 0 in most runs last.
+# `python docs/generate.py` writes the reference (docs/reference/metrics.md) from these declarations.
 declare(
-    # The system
-    MetricSpec("async/", _MEAN, "of the asynchronous pipeline"),
+    # Learning
+    MetricSpec("reward/", _MEAN, "Returns of the step's trajectories (the sum of all rewards of a trajectory)"),
+    MetricSpec("reward/mean", _MEAN, "Mean over the samples of the step"),
+    MetricSpec("reward/std", _MEAN, "Standard deviation over the samples of the step (of the population)"),
+    MetricSpec("reward/p10", _MEAN, "10th percentile over the samples of the step, interpolated linearly"),
+    MetricSpec("reward/p50", _MEAN, "Median over the samples of the step"),
+    MetricSpec("reward/p90", _MEAN, "90th percentile over the samples of the step"),
+    MetricSpec("reward/min", _MIN, "The worst trajectory"),
+    MetricSpec("reward/max", _MAX, "The best trajectory"),
     MetricSpec(
-        "staleness/mean", _MEAN, "steps between the policy of the oldest token and the policy that trained on it"
+        "reward/zero_variance_groups",
+        _MEAN,
+        "Groups whose samples all have the same return; they teach nothing",
+        "share",
     ),
-    MetricSpec("staleness/max", _MAX, "the largest lag of a trained group"),
-    MetricSpec("staleness/in_flight_mean", _MEAN, "lag gained while the group was generated"),
-    MetricSpec("staleness/in_queue_mean", _MEAN, "lag gained while the group waited to be trained"),
-    MetricSpec("staleness/histogram/", _SUM, "trained groups by lag"),
-    MetricSpec("staleness/in_flight_histogram/", _SUM, "trained groups by the lag gained while generating"),
-    MetricSpec("staleness/in_queue_histogram/", _SUM, "trained groups by the lag gained while waiting"),
+    MetricSpec("environment/", _MEAN, "The environments' and agents' own metrics, averaged over the trajectories"),
+    MetricSpec(
+        "eval/",
+        _LAST,
+        "Evaluations of one policy version, in `eval.jsonl` and in trackers, under the step after which it was synced. "
+        "`eval/pass@<k>` and `eval/avg@<k>` have k = 1, 2, 4, ... and the number of samples; `eval/<data source>/...` are the "
+        "same over the prompts of one source",
+    ),
+    MetricSpec("eval/reward", _LAST, "Mean return of the samples that ended"),
+    MetricSpec("eval/response_tokens", _LAST, "Mean length of a response, sampled tokens only", "tokens"),
+    MetricSpec("eval/truncated", _LAST, "Samples that a length limit ended", "share"),
+    MetricSpec("eval/prompts", _LAST, "Evaluated prompts", "prompts"),
+    MetricSpec("eval/failed", _LAST, "Samples that failed twice; they count as not passed", "samples"),
+    MetricSpec("eval/seconds", _LAST, "Duration of the evaluation", "s"),
+    MetricSpec("loss/", _MEAN, "Losses, reduced over tokens as `trainer.algorithm.loss_reduction` says"),
+    MetricSpec("loss/policy", _MEAN, "The policy loss with its off-policy weights, without KL term and entropy bonus"),
+    MetricSpec("loss/entropy", _MEAN, "Entropy of the policy's distribution over the vocabulary", "nats"),
+    MetricSpec("loss/value", _MEAN, "The critic's loss"),
+    MetricSpec("policy/", _MEAN, "The policy and its update"),
+    MetricSpec("policy/grad_norm", _MEAN, "Norm of the gradient before clipping"),
+    MetricSpec(
+        "policy/kl_to_reference", _MEAN, "KL(policy || reference) of the loss's KL term, mean over tokens", "nats"
+    ),
+    MetricSpec(
+        "policy/behaviour_kl_to_reference", _MEAN, "KL(behaviour policy || reference), mean over sampled tokens", "nats"
+    ),
+    MetricSpec("policy/kl_factor", _MEAN, "Factor of both KL coefficients in this step"),
+    MetricSpec("policy/ratio_mean", _MEAN, "Mean ratio of current to proximal probability of a trained token"),
+    MetricSpec("policy/clip_fraction", _MEAN, "Trained tokens whose ratio the loss clips", "share"),
+    MetricSpec("policy/lr", _LAST, "Learning rate"),
+    MetricSpec("policy/lr/", _LAST, "Learning rate of the parameters that a pattern of `lr_multipliers` matches"),
+    MetricSpec("policy/tokens", _SUM, "Trained tokens; masked ones are left out", "tokens"),
+    MetricSpec("policy/tokens_per_second", _LAST, "Trained tokens by the duration of the step", "tokens/s"),
+    MetricSpec("policy/tokens_total", _LAST, "Trained tokens since training began", "tokens"),
+    MetricSpec(
+        "policy/skipped_nonfinite", _SUM, "Updates skipped because the loss or a gradient was not finite", "updates"
+    ),
+    MetricSpec("critic/", _MEAN, "The critic and its update"),
+    MetricSpec("critic/explained_variance", _MEAN, "1 - Var(return - value) / Var(return), over trained tokens"),
+    MetricSpec("critic/value_mean", _MEAN, "Mean value of a trained token's state"),
+    MetricSpec("critic/return_mean", _MEAN, "Mean target of the value"),
+    MetricSpec("critic/clip_fraction", _MEAN, "Trained tokens whose value the loss clips", "share"),
+    MetricSpec("critic/grad_norm", _MEAN, "Norm of the gradient before clipping"),
+    MetricSpec("critic/lr", _LAST, "Learning rate"),
+    MetricSpec(
+        "critic/skipped_nonfinite", _SUM, "Updates skipped because the loss or a gradient was not finite", "updates"
+    ),
+    MetricSpec("generate/", _MEAN, "The trajectories of the step"),
+    MetricSpec("generate/response_tokens", _MEAN, "Sampled tokens of a trajectory", "tokens"),
+    MetricSpec("generate/response_tokens_p50", _MEAN, "Median of the same", "tokens"),
+    MetricSpec("generate/response_tokens_p90", _MEAN, "90th percentile of the same", "tokens"),
+    MetricSpec("generate/response_tokens_max", _MAX, "The longest trajectory", "tokens"),
+    MetricSpec("generate/truncated", _MEAN, "Trajectories that a length limit ended", "share"),
+    MetricSpec("generate/turns", _MEAN, "Turns of a trajectory", "turns"),
+    MetricSpec(
+        "generate/latency_s_p50",
+        _LAST,
+        "Median time from a group's admission to the end of its stages, over groups that finished since the previous step",
+        "s",
+    ),
+    MetricSpec("generate/latency_s_p99", _LAST, "99th percentile of the same", "s"),
+    MetricSpec("generate/postprocessed_actions", _MEAN, "Turns whose text the environment changed", "turns"),
+    MetricSpec("generate/agent_seconds", _MEAN, "Duration of an agent's run", "s"),
+    MetricSpec("generate/failed_agents", _MEAN, "Agents that failed and train all the same", "share"),
+    MetricSpec("generate/branches", _MEAN, "Token sequences of a session; more than 1: its history was rewritten"),
+    MetricSpec(
+        "generate/drifted_turns",
+        _MEAN,
+        "Turns whose request had earlier responses, but not with their sampled tokens",
+        "turns",
+    ),
+    MetricSpec(
+        "generate/drifted_tokens", _MEAN, "Reused tokens that a fresh rendering would tokenize differently", "tokens"
+    ),
+    MetricSpec(
+        "generate/overridden_requests", _MEAN, "Requests whose sampling parameters the run replaced", "requests"
+    ),
+    # The mismatch between the policies
+    MetricSpec(
+        "staleness/", _MEAN, "Policy versions between a group's oldest token and the policy that trains on it (the lag)"
+    ),
+    MetricSpec("staleness/mean", _MEAN, "Lag of a group", "steps"),
+    MetricSpec("staleness/max", _MAX, "Lag of the stalest group", "steps"),
+    MetricSpec("staleness/in_flight_mean", _MEAN, "Lag gained while the group was generated", "steps"),
+    MetricSpec("staleness/in_queue_mean", _MEAN, "Lag gained while the group waited to be trained", "steps"),
     MetricSpec(
         "staleness/exceeded",
         _SUM,
-        "trained groups whose lag exceeded S (under mask, their older tokens were not trained)",
+        "Groups whose lag exceeds the bound (under `mask`, their older tokens are not trained)",
+        "groups",
     ),
-    MetricSpec("async/submitted", _LAST, "groups admitted since training began"),
-    MetricSpec("async/in_flight", _LAST, "groups in generation as the step ended"),
-    MetricSpec("async/buffered", _LAST, "finished groups that wait to be trained as the step ended"),
-    MetricSpec("async/trained", _LAST, "groups trained since training began"),
-    MetricSpec("async/failed", _LAST, "groups failed for good since training began"),
-    MetricSpec("async/filtered", _LAST, "groups filtered because they had no signal, since training began"),
-    MetricSpec("async/dropped", _LAST, "groups that the staleness policy dropped, since training began"),
-    MetricSpec("async/failed_and_masked", _LAST, "groups that failed and train without samples, since training began"),
-    MetricSpec("async/engine_failures", _LAST, "groups that lost all their engines, since the process began"),
-    MetricSpec("async/retries", _LAST, "attempts beyond the first of each group, of the whole run"),
-    MetricSpec("async/replayed_tokens", _LAST, "recorded tokens that were replayed, since the process began"),
-    MetricSpec("async/replay_mismatches", _LAST, "replayed sessions whose requests differed from the recorded ones"),
-    MetricSpec("async/replay_discarded_tokens", _LAST, "recorded tokens that were not requested again, or too old"),
-    MetricSpec("async/idle_fraction", _LAST, "share of the generation slots' time that was idle during the step"),
-    MetricSpec("stages/", _LAST, "of a stage between generation and the buffer, since the previous step"),
-    MetricSpec("time/", _SUM, "seconds of the step"),
-    MetricSpec("time/wait_for_batch", _SUM, "seconds that training waited for groups"),
-    MetricSpec("time/wait_for_evaluation", _SUM, "seconds that a weight sync waited for an evaluation"),
+    MetricSpec("staleness/histogram/", _SUM, "Groups by lag", "groups"),
+    MetricSpec("staleness/in_flight_histogram/", _SUM, "Groups by the lag gained while generating", "groups"),
+    MetricSpec("staleness/in_queue_histogram/", _SUM, "Groups by the lag gained while waiting", "groups"),
     MetricSpec(
-        "time/generation_idle", _SUM, "seconds in which generation had free slots, but waited for the next policy"
+        "off_policy/",
+        _MEAN,
+        "Importance weights r of proximal over behaviour policy, over trained tokens before truncation and rejection",
     ),
-    MetricSpec("time/pause", _SUM, "seconds that engines were paused for new weights"),
-    MetricSpec("weight_sync/", _LAST, "of the last weight sync"),
-    MetricSpec("weight_sync/changed_fraction", _LAST, "share of the weights' bytes that changed"),
-    MetricSpec("inference/", _MEAN, "of the inference engines"),
-    MetricSpec("inference/generated_tokens", _SUM, "tokens sampled"),
-    MetricSpec("inference/tokens_per_second", _LAST, "tokens sampled per second of the step"),
-    # Learning
-    MetricSpec("loss/", _MEAN, "of the loss"),
-    MetricSpec("policy/", _MEAN, "of the policy and its update"),
-    MetricSpec("policy/lr", _LAST, "learning rate of the step"),
-    MetricSpec("policy/lr/", _LAST, "learning rate of the parameters that a pattern of lr_multipliers matches"),
-    MetricSpec("policy/tokens", _SUM, "tokens trained on, masked ones left out"),
-    MetricSpec("policy/tokens_per_second", _LAST, "tokens trained on per second of the step"),
-    MetricSpec("policy/skipped_nonfinite", _SUM, "updates skipped because a gradient was not finite"),
-    MetricSpec("critic/", _MEAN, "of the critic and its update"),
-    MetricSpec("critic/lr", _LAST, "learning rate of the step"),
-    MetricSpec("critic/skipped_nonfinite", _SUM, "updates skipped because a gradient was not finite"),
-    MetricSpec("reward/", _MEAN, "of the trajectories' returns"),
-    MetricSpec("reward/max", _MAX, "the best trajectory's return"),
-    MetricSpec("reward/min", _MIN, "the worst trajectory's return"),
-    MetricSpec("off_policy/", _MEAN, "of the mismatch between behaviour, proximal and current policy"),
-    MetricSpec("off_policy/ratio_max", _MAX, "the largest importance weight before truncation"),
-    # The model
-    MetricSpec("eval/", _LAST, "of one policy version, over the prompts of the evaluation"),
-    MetricSpec("generate/", _MEAN, "of the trajectories"),
-    MetricSpec("environment/", _MEAN, "of the environments' own metrics"),
+    MetricSpec("off_policy/ratio_mean", _MEAN, "Mean of r; near 1 where engines and trainer agree"),
+    MetricSpec("off_policy/ratio_max", _MAX, "The largest r"),
+    MetricSpec("off_policy/ess", _MEAN, "Effective sample size (sum r)^2 / (N sum r^2)", "share"),
+    MetricSpec("off_policy/clipped_fraction", _MEAN, "Tokens whose weight is truncated", "share"),
+    MetricSpec("off_policy/chi2", _MEAN, "Mean r^2 - 1, an estimate of the chi-square divergence"),
+    MetricSpec("off_policy/kl_k1", _MEAN, "Estimate k1 of KL(behaviour || proximal)", "nats"),
+    MetricSpec("off_policy/kl_k3", _MEAN, "Estimate k3 of KL(behaviour || proximal)", "nats"),
+    MetricSpec("off_policy/rejected_tokens/", _SUM, "Tokens rejected by each rule, and by `any`", "tokens"),
+    MetricSpec("off_policy/rejected_sequences/", _SUM, "Sequences rejected by each rule, and by `any`", "sequences"),
+    # Speed
+    MetricSpec(
+        "time/", _SUM, "Where the time of the step goes; with overlap, the parts add up to more than the step", "s"
+    ),
+    MetricSpec("time/step", _SUM, "From the end of the previous step to the end of this one", "s"),
+    MetricSpec("time/train", _SUM, "Forward and backward passes and the optimizer", "s"),
+    MetricSpec("time/wait_for_batch", _SUM, "Training waits for groups", "s"),
+    MetricSpec(
+        "time/generation_idle",
+        _SUM,
+        "Generation has free slots, but waits for the next policy; weighted by free slots",
+        "s",
+    ),
+    MetricSpec("time/gather", _SUM, "The weights are copied for the engines", "s"),
+    MetricSpec("time/transfer", _SUM, "The copy travels to the engines", "s"),
+    MetricSpec("time/pause", _SUM, "Engines are paused for new weights", "s"),
+    MetricSpec("time/wait_for_weight_sync", _SUM, "Training waits for the previous weight sync", "s"),
+    MetricSpec("time/wait_for_evaluation", _SUM, "A weight sync waits for an evaluation", "s"),
+    MetricSpec("time/sleep", _SUM, "Colocated engines give their memory to the trainer", "s"),
+    MetricSpec("time/wake_up", _SUM, "Colocated engines take their memory again", "s"),
+    MetricSpec("time/offload_states", _SUM, "The training state leaves the shared devices", "s"),
+    MetricSpec("time/reload_states", _SUM, "The training state returns to the shared devices", "s"),
+    MetricSpec("inference/", _MEAN, "The inference engines"),
+    MetricSpec("inference/tokens_per_second", _LAST, "Sampled tokens by the duration of the step", "tokens/s"),
+    MetricSpec(
+        "inference/generated_tokens", _SUM, "Tokens sampled during the step, in requests that have ended", "tokens"
+    ),
+    MetricSpec(
+        "inference/generated_tokens_total",
+        _LAST,
+        "Tokens sampled since training began, in requests that have ended",
+        "tokens",
+    ),
+    MetricSpec("weight_sync/", _LAST, "The last weight sync"),
+    MetricSpec("weight_sync/changed_fraction", _LAST, "Bytes of the weights that changed", "share"),
+    MetricSpec("system/", _LAST, "The machine"),
+    MetricSpec("system/rss_bytes", _LAST, "Resident memory of the control process as the step ends", "bytes"),
+    # The pipeline
+    MetricSpec(
+        "stages/",
+        _LAST,
+        "Each stage between generation and buffer, as `stages/<stage>/...`: `queue_length` (groups that wait as the step ends), "
+        "`busy_share` of its slots, `groups` that left it and `seconds_per_group` since the previous step",
+    ),
+    MetricSpec("async/", _MEAN, "The asynchronous pipeline: its state as the step ends, and totals of the run"),
+    MetricSpec(
+        "async/idle_fraction", _LAST, "Share of the generation slots' time that was idle during the step", "share"
+    ),
+    MetricSpec("async/in_flight", _LAST, "Groups in generation", "groups"),
+    MetricSpec("async/buffered", _LAST, "Finished groups that wait to be trained", "groups"),
+    MetricSpec("async/submitted", _LAST, "Groups admitted since training began", "groups"),
+    MetricSpec("async/trained", _LAST, "Groups trained since training began", "groups"),
+    MetricSpec("async/failed", _LAST, "Groups failed for good since training began", "groups"),
+    MetricSpec("async/retries", _LAST, "Attempts beyond the first of each group since training began", "attempts"),
+    MetricSpec("async/filtered", _LAST, "Groups filtered for want of signal since training began", "groups"),
+    MetricSpec("async/dropped", _LAST, "Groups that the staleness policy dropped since training began", "groups"),
+    MetricSpec(
+        "async/failed_and_masked", _LAST, "Groups that failed and train without samples since training began", "groups"
+    ),
+    MetricSpec("async/engine_failures", _LAST, "Groups that lost all their engines since the process began", "groups"),
+    MetricSpec("async/replayed_tokens", _LAST, "Recorded tokens that were replayed since the process began", "tokens"),
+    MetricSpec(
+        "async/replay_mismatches", _LAST, "Replayed sessions whose requests differed from the recorded ones", "sessions"
+    ),
+    MetricSpec(
+        "async/replay_discarded_tokens", _LAST, "Recorded tokens that were not requested again, or too old", "tokens"
+    ),
 )

@@ -6,6 +6,7 @@ trainer.trackers=[tensorboard, my_package.MyTracker]
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -134,6 +135,7 @@ class Reporter:
         batch: Sequence[RolloutGroup],
         metrics: Mapping[str, float],
         *,
+        elapsed_s: float,
         decode: Callable[[Sequence[int]], str],
         untrained: Mapping[str, Sequence[int]],
         checkpoint_step: int | None,
@@ -141,13 +143,15 @@ class Reporter:
         """Write one step's metrics and samples (a line per sequence), and refresh the screen.
 
         Args:
+            elapsed_s: seconds of training up to the end of this step, over all commands of the run.
             decode: converts tokens to text.
             untrained: group indices that "failed", were "filtered" or "dropped" since the previous step.
         """
         # The group indices allow an external check that every prompt is trained or reported exactly once.
         group_indices = {"group_indices": [group.group_index for group in batch]}
         group_indices |= {f"{outcome}_group_indices": list(some) for outcome, some in untrained.items()}
-        self._folder.metrics.append({"step": step, **metrics, **group_indices})
+        times = {"time": round(time.time(), 3), "elapsed_s": round(elapsed_s, 3)}
+        self._folder.metrics.append({"step": step, **times, **metrics, **group_indices})
         for group in batch[: self._config.trainer.samples_per_step]:
             for index, sample in enumerate(group.samples):
                 for sequence in sample.sequences:

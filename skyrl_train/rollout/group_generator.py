@@ -35,7 +35,7 @@ from skyrl_train.generators.base import GeneratorInterface, run_generator
 from skyrl_train.generators.validation import is_finite, to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.replay import ReplayCache
-from skyrl_train.observability.metrics import spec_of
+from skyrl_train.observability.metrics import quantiles, spec_of
 from skyrl_train.rollout.data.samplers import PromptSource
 from skyrl_train.rollout.stages.pipeline import StagePipeline
 from skyrl_train.runtime.concurrency import cancel_within
@@ -80,7 +80,7 @@ class GroupGenerator:
         replay_cache: recorded tokens of groups in flight.
         stages: pipeline that each generated group passes.
         on_failure: called with the group's name and a reason for each attempt that fails and may be retried.
-        clock: for :meth:`describe`, in seconds.
+        clock: for latencies and :meth:`describe`, in seconds.
         cancel_grace_s: time limit for a cancelled attempt to end.
 
     Attributes:
@@ -120,6 +120,7 @@ class GroupGenerator:
         self._cancel_grace_s = cancel_grace_s
         self._running: dict[int, _Attempt] = {}
         self._abandoned: dict[asyncio.Task[RolloutGroup], _Attempt] = {}
+        self._latencies_s: list[float] = []  # of the groups that finished since the metrics were taken
         self.retries = 0
         self.engine_failures = 0
 
@@ -135,7 +136,8 @@ class GroupGenerator:
         """
         # A group that an earlier process started continues with the attempt that its recorded tokens belong to.
         number = 1 + self._replay_cache.attempt(group_index)
-        attempt = _Attempt(group_index, self._prompts.record(group_index), number, self._clock())
+        began = self._clock()
+        attempt = _Attempt(group_index, self._prompts.record(group_index), number, began)
         sessions = [attempt.trajectory(repetition).to_string() for repetition in range(self._n)]
         self._running[group_index] = attempt
         try:
@@ -161,7 +163,13 @@ class GroupGenerator:
         finally:
             del self._running[group_index]
         self._replay_cache.end(group_index)
+        self._latencies_s.append(self._clock() - began)
         return group
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the latency of the groups that finished since the last call; empty if none did."""
+        latencies_s, self._latencies_s = self._latencies_s, []
+        return quantiles("generate/latency_s_p", latencies_s, 50, 99) if latencies_s else {}
 
     async def _run_attempt(self, attempt: _Attempt) -> RolloutGroup:
         """Run one attempt in a task: an attempt that cancels itself must not cancel the group's task.

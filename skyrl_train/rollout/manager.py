@@ -69,6 +69,7 @@ class RolloutManager:
         changed: Signal,
         on_group_end: Callable[[], None],
         on_attempt_failed: Callable[[str, str], None],
+        clock: Callable[[], float],
     ) -> None:
         trainer = config.trainer
         self._generator = generator
@@ -100,6 +101,7 @@ class RolloutManager:
             replay_cache=client.replay_cache,
             stages=self.stages,
             on_failure=on_attempt_failed,
+            clock=clock,
         )
         self.dispatcher = Dispatcher(
             self.group_generator,

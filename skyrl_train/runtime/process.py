@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import resource
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -163,3 +166,11 @@ def gc_tuned() -> Iterator[None]:
     finally:
         gc.set_threshold(*previous)
         gc.unfreeze()  # objects still frozen at exit outlive the interpreter, and extension modules report them as leaked
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; where the system has no ``/proc``, its peak."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import runpy
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,8 +21,14 @@ from skyrl_train.observability.metrics import (
     declare,
     declared,
     histogram,
+    quantiles,
     spec_of,
 )
+from skyrl_train.rollout.staleness.manager import RolloutCounts
+from skyrl_train.step_metrics import step_metrics
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
+
+ROOT = Path(__file__).parents[2]
 
 VALUES = [3.0, 1.0, 2.0]
 
@@ -78,6 +87,73 @@ def test_every_group_of_names_has_a_declared_prefix_and_every_metric_a_meaning()
     )
     assert set(groups) <= set(declared())
     assert all(spec.meaning for spec in declared().values())
+
+
+def test_every_metric_that_the_library_names_has_a_declaration_of_its_own() -> None:
+    groups = tuple(name for name in declared() if name.endswith("/"))
+    named = {
+        node.value
+        for path in (ROOT / "skyrl_train").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(groups)
+        if not any(character in node.value for character in " :.")  # prose, addresses and files
+    }
+    undeclared = {name for name in named if not any(known.startswith(name) for known in declared())}
+    assert len(named) > 50 and undeclared == {"eval/pass@"}  # with k behind it, under eval/
+
+
+def test_the_reference_is_what_the_declarations_generate() -> None:
+    generated = runpy.run_path(str(ROOT / "docs" / "generate.py"))["metrics_reference"]()
+    assert generated == (ROOT / "docs" / "reference" / "metrics.md").read_text(), "run python docs/generate.py"
+    assert all(f"| `{name}" in generated or f"## {name}" in generated for name in declared() if name[:5] != "tests")
+
+
+def test_a_row_begins_with_rewards_and_ends_with_counts() -> None:
+    metrics = Metrics()
+    metrics.record_all({"async/failed": 0.0, "time/step": 1.0, "loss/policy": 0.0, "reward/mean": 0.5})
+    assert list(metrics.flush()) == ["reward/mean", "loss/policy", "time/step", "async/failed"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2), st.integers(0, 100))
+def test_quantiles_interpolate_between_sorted_values(values: list[float], percent: int) -> None:
+    place = (len(values) - 1) * percent / 100
+    low, high = sorted(values)[math.floor(place)], sorted(values)[math.ceil(place)]
+    expected = low + (high - low) * (place - math.floor(place))
+    assert quantiles("a/p", values, percent) == {f"a/p{percent}": pytest.approx(expected, abs=1e-6)}
+
+
+def sample_of(reward: float, tokens: int, stop_reason: str = "stop") -> Sample:
+    """A response with an observed token before the sampled ones."""
+    mask = [0] + [1] * tokens
+    return Sample(
+        (
+            RolloutSequence.of_lists(
+                [7], mask, mask, [0.0] * len(mask), [0] * len(mask), [0.0] * tokens + [reward], stop_reason
+            ),
+        )
+    )
+
+
+def test_rewards_and_lengths_have_their_spread_over_the_samples_of_the_step() -> None:
+    samples = [sample_of(1.0, 1), sample_of(0.0, 4, "length"), sample_of(0.0, 2), sample_of(3.0, 9, "length")]
+    groups = [RolloutGroup(i, "p", "", tuple(samples[2 * i : 2 * i + 2]), submitted_version=0) for i in (0, 1)]
+    failed = RolloutGroup(2, "p", "", (Sample(()), Sample(())), submitted_version=0, masked=True)
+    metrics = step_metrics(
+        *(1, [*groups, failed], {}),
+        counts=RolloutCounts(),
+        totals={},
+        max_staleness_steps=1,
+        step_s=1.0,
+        idle_fraction=0.0,
+        generated_tokens=0,
+    )
+    assert metrics["reward/std"] == statistics.pstdev([1, 0, 0, 3])
+    assert metrics["reward/p50"] == 0.5 and metrics["reward/p90"] == pytest.approx(2.4) and metrics["reward/p10"] == 0
+    assert metrics["generate/response_tokens"] == 4.0 and metrics["generate/response_tokens_p50"] == 3.0
+    assert (
+        metrics["generate/response_tokens_p90"] == pytest.approx(7.5) and metrics["generate/response_tokens_max"] == 9.0
+    )
+    assert metrics["generate/truncated"] == 0.5
 
 
 def test_flushing_forgets() -> None:

@@ -50,7 +50,10 @@ def train(
 
         asyncio.run(go())
         timed = (
-            "time/",
+            "time",
+            "elapsed_s",
+            "latency_s",
+            "system/",
             "tokens_per_second",
             "async/idle_fraction",
             "async/in_flight",

@@ -367,6 +367,33 @@ async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
         assert key in row
 
 
+async def test_times_and_totals_continue_over_a_kill_and_a_resume(tmp_path: Path) -> None:
+    first = Harness(tmp_path, "trainer.ckpt_interval=2")
+    first.backend.before_update = lambda part: fail_at_step(first, 5)
+    with pytest.raises(ZeroDivisionError):
+        await first.train()
+    second = Harness(tmp_path, "trainer.ckpt_interval=2")
+    await second.train()
+
+    assert second.trainer.components.reporter.start_step == 4
+    elapsed_s = tokens = generated = 0.0
+    for number, row in enumerate(second.rows, 1):
+        elapsed_s += row["time/step"]
+        tokens += row["policy/tokens"]
+        generated += row["inference/generated_tokens"]
+        assert row["elapsed_s"] == pytest.approx(elapsed_s, abs=0.001)  # rounded to milliseconds
+        assert (row["policy/tokens_total"], row["inference/generated_tokens_total"]) == (tokens, generated)
+        assert row["async/trained"] == 4 * number and row["system/rss_bytes"] > 2**20
+    assert all(row["time"] > 1.7e9 for row in second.rows), "unix time"
+    assert len(second.rows) == 8 and generated > 0
+    assert 0 < second.rows[0]["generate/latency_s_p50"] <= second.rows[0]["generate/latency_s_p99"]
+
+
+def fail_at_step(h: Harness, step: int) -> None:
+    if h.trainer.global_step + 1 == step:
+        raise ZeroDivisionError
+
+
 async def test_an_update_that_is_rejected_leaves_its_groups_to_be_trained_after_resuming(tmp_path: Path) -> None:
     for mode in MODES:
         h = Harness(tmp_path / mode, f"trainer.mode={mode}")
