@@ -20,6 +20,7 @@ ROOMS = {
     "entrypoints": ("entrypoint", "front_door", "stopping", "extensions"),
     "environments": ("environments", "sandbox"),
     "evaluation": ("evaluation",),
+    "events": ("events",),
     "examples": ("benchmarks", "first_gpu_run", "examples", "tutorials", "recipes", "quickstart", "harness_examples"),
     "generators": ("generators",),
     "harness": ("harness",),

@@ -25,6 +25,7 @@ NOT_PART_OF_THE_RUN = (
     "trainer.max_ckpts_to_keep",
     "trainer.ckpt_path",
     "trainer.samples_per_step",
+    "trainer.max_events_per_s",
     "trainer.max_restarts",
     "trainer.trackers",
     "trainer.eval.interval",

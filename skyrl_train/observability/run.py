@@ -1,4 +1,4 @@
-"""Reading a run folder: the settings, metrics, samples and evaluations of a run, finished or not."""
+"""Reading a run folder: the settings, metrics, samples, evaluations and events of a run, finished or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.events.log import EVENTS
+from skyrl_train.events.reader import EventReader, Events
 from skyrl_train.observability.run_folder import (
     CONFIG,
     EVALUATIONS,
@@ -66,6 +68,14 @@ class Run:
     def evaluations(self) -> pandas.DataFrame:
         """One row per evaluated policy version; the index is the step after which it was synced."""
         return self._frame(EVALUATIONS, index="step")
+
+    @cached_property
+    def events(self) -> Events:
+        """The events of the run in their order. ``events.frame("request")`` is a table of one kind.
+
+        :class:`~skyrl_train.events.reader.EventReader` follows the events of a run that trains now.
+        """
+        return Events(EventReader(self.path / EVENTS).poll())
 
     @property
     def policy(self) -> Path | None:

@@ -1,6 +1,6 @@
 """The folder of a run, and the choice of the folder that a command continues.
 
-<run>/config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  checkpoints/  logs/  model/  finished.json  run.lock
+<run>/config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  events/  checkpoints/  logs/  model/  finished.json  run.lock
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import from_yaml, to_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.events.log import EVENTS, EventLog
 
 CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples.jsonl", "eval.jsonl"
 FINISHED, LOCK = "finished.json", "run.lock"
@@ -69,6 +70,7 @@ class RunFolder:
         logs: folder of the trackers' files and the logs of the processes.
         model: folder of the initial model, if the run builds one.
         metrics, samples, evaluations: open files; a line per step, per sample, per evaluated policy.
+        events: the record of groups, requests, engines and activities, in ``events/``.
     """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
@@ -91,11 +93,12 @@ class RunFolder:
         self.metrics = JsonlFile(path / METRICS)
         self.samples = JsonlFile(path / SAMPLES)
         self.evaluations = JsonlFile(path / EVALUATIONS)
+        self.events = EventLog(path / EVENTS, config.trainer.max_events_per_s)
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
         # The files before the lock: another process may open them as soon as it is released.
-        for file in (self.metrics, self.samples, self.evaluations):
+        for file in (self.metrics, self.samples, self.evaluations, self.events):
             file.close()
         self._lock.close()
         _locked_here.discard(self.path.resolve())

@@ -49,7 +49,7 @@ LEVELS = (
     {"models"},
     {"algorithms"},
     {"config"},
-    {"types", "errors", "runtime"},
+    {"types", "errors", "runtime", "events"},
 )
 
 

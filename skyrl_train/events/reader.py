@@ -1,0 +1,173 @@
+"""Reads the record of a run, of one that trains now too.
+
+EventReader(folder).poll() ──> events since the last call          Events(events).frame("request") ──> DataFrame
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from skyrl_train.events.kinds import KINDS
+from skyrl_train.events.log import group_name, segment_paths
+
+if TYPE_CHECKING:
+    import pandas
+
+Event = dict[str, Any]
+
+
+class EventReader:
+    """Reads the segments of ``folder`` from where the last :meth:`poll` ended. A missing folder has no events.
+
+    A torn last line, which a killed or a writing process leaves, is not an event. Lines that cannot be read are skipped.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._segment = 0
+        self._offset = 0  # bytes of its uncompressed content that were read
+
+    def poll(self, kinds: Collection[str] | None = None) -> list[Event]:
+        """Return the events since the last call, in the order in which they were recorded.
+
+        Args:
+            kinds: others are left out; None: all.
+        """
+        events: list[Event] = []
+        for number, path in segment_paths(self._folder).items():
+            if number < self._segment:
+                continue
+            offset = self._offset if number == self._segment else 0
+            # Up to the last whole line: if this is the open segment, the rest of the line comes later.
+            content = _content(path)[offset:]
+            content = content[: content.rfind(b"\n") + 1]
+            self._segment, self._offset = number, offset + len(content)
+            for line in content.split(b"\n"):
+                try:
+                    event = orjson.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(event, dict) and "kind" in event and (kinds is None or event["kind"] in kinds):
+                    events.append(event)
+        return events
+
+
+def _content(path: Path) -> bytes:
+    """Return the content of a segment, uncompressed; of a damaged one, the part that can be read."""
+    if path.suffix != ".zst":
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:  # it was compressed meanwhile
+            path = path.with_name(f"{path.name}.zst")
+    import pyarrow  # 0.1 s
+
+    content = bytearray()
+    try:
+        with pyarrow.input_stream(str(path), compression="zstd") as stream:
+            while piece := stream.read(1 << 20):
+                content += piece
+    except OSError:
+        pass
+    return bytes(content)
+
+
+class Events(Sequence[Event]):
+    """The events of a run in their order, each a dict with ``kind``, ``t``, ``m`` and its fields."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._events[index]
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Number of events of each kind."""
+        return dict(Counter(event["kind"] for event in self._events))
+
+    @cached_property
+    def incomplete(self) -> set[int | str]:
+        """Groups (by group index, or name of the session) of which events are missing; frames leave their details out."""
+        return {group for event in self._events if event["kind"] == "lost" for group in event["groups"]}
+
+    def frame(self, kind: str) -> pandas.DataFrame:
+        """Return one row per event of ``kind``, or per group of an event about several groups.
+
+        All times are Unix times in seconds. ``attempt`` counts how often training had begun or continued until then. Requests
+        have ``turn``, their number within the sample, from 0.
+
+        Raises:
+            KeyError: there is no such kind.
+        """
+        import pandas  # 0.5 s
+
+        spec = KINDS[kind]
+        times = [field.name for field in spec.fields if field.unit == "s" and field.name != "busy_s"]
+        lists = [
+            field.name for field in spec.fields if field.type == "list" and field.name not in ("segments", "seams")
+        ]
+        rows: list[Event] = []
+        attempt, retries = 0, Counter[int]()
+        for event in self._events:
+            if event["kind"] in ("run", "resume"):
+                attempt += 1
+            if event["kind"] == "retried":
+                retries[event["group"]] += 1
+            if event["kind"] != kind or (spec.sampled and self._is_incomplete(event)):
+                continue
+            row = {**event, "attempt": attempt}
+            for name in times:
+                if row.get(name) is not None:
+                    row[name] += event["t"] - event["m"]
+            if "groups" in lists and kind != "lost":
+                del row["groups"]
+                for index, group in enumerate(event["groups"]):
+                    own = {name.removesuffix("s"): event[name][index] for name in lists if name != "groups"}
+                    rows.append({**{k: v for k, v in row.items() if k not in lists}, "group": group, **own})
+            else:
+                if kind == "request":
+                    row["turn"] = (attempt, event["session"], retries[event["group"]])
+                rows.append(row)
+        if kind == "request":
+            turns: Counter[Any] = Counter()
+            for row in sorted(rows, key=lambda row: row["t_submit"]):
+                sample = row["turn"]
+                row["turn"] = turns[sample]
+                turns[sample] += 1
+        columns = dict.fromkeys(key for row in rows for key in row) or {f.name: None for f in spec.fields}
+        return pandas.DataFrame(rows, columns=list(columns)).drop(columns="kind", errors="ignore")
+
+    def segments(self) -> pandas.DataFrame:
+        """Return one row per segment of a response: the tokens that one engine sampled by one policy version without a break.
+
+        Columns: ``attempt``, ``session``, ``group``, ``sample``, ``turn``, ``version``, ``tokens``, ``t0``, ``t1`` (Unix times),
+        ``engine``, and ``seam``, the reason of the break before it (None for the first one).
+        """
+        import pandas
+
+        requests = self.frame("request")
+        rows = []
+        for request in requests.to_dict("records"):
+            of = {name: request[name] for name in ("attempt", "session", "group", "sample", "turn")}
+            unix = request["t"] - request["m"]
+            seams = [None, *request["seams"]]
+            for seam, (version, tokens, t0, t1, engine) in zip(seams, request["segments"], strict=False):
+                times = {"t0": t0 + unix, "t1": t1 + unix}
+                rows.append({**of, "version": version, "tokens": tokens, **times, "engine": engine, "seam": seam})
+        columns = ["attempt", "session", "group", "sample", "turn", "version", "tokens", "t0", "t1", "engine", "seam"]
+        return pandas.DataFrame(rows, columns=columns)
+
+    def _is_incomplete(self, event: Event) -> bool:
+        return event["group"] in self.incomplete or group_name(event["session"]) in self.incomplete
