@@ -1,0 +1,284 @@
+"""Generate one group, show everything, train nothing: ``python -m skyrl_train.entrypoints.try_group --config-name=RECIPE ...``.
+
+For people who write an environment, a reward function, an agent or a generator: prompt and response as the model sees them,
+token for token, the rewards, and the traceback of code that fails. It takes seconds, because no trainer is built.
+
+Exit codes: 0 shown; 1 the group failed; 2 a setting or an input is wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from skyrl_train.config import derive
+from skyrl_train.config.compose import compose, recipe_names
+from skyrl_train.config.import_path import forget_files
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.rollout.data.loader import build_loader
+from skyrl_train.runtime.concurrency import close_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from skyrl_train.environments.base import PromptRecord
+    from skyrl_train.types import RolloutGroup, RolloutSequence
+
+MODULE = "skyrl_train.entrypoints.try_group"
+SAMPLED, GIVEN = "bold green", "dim"  # styles of tokens with loss mask 1 and 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, generate and show one group, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="Generates the rollout group of one prompt and shows all of it. Nothing is trained or written.",
+    )
+    parser.add_argument(
+        "--config-name",
+        default="quickstart",
+        help=f"a recipe ({', '.join(recipe_names())}) or a yaml file; default: quickstart",
+    )
+    parser.add_argument("--config-dir", help="a folder with recipes of your own")
+    parser.add_argument("-n", "--samples", type=int, help="samples of the prompt; default: as the recipe says")
+    parser.add_argument("--prompt", type=int, default=0, help="which prompt, in the order of the run; default: 0")
+    parser.add_argument("--tokens", action="store_true", help="also list every token with its log-prob and reward")
+    parser.add_argument("overrides", nargs="*", help="settings as key=value")
+    options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    console = Console()
+    forget_files()
+    try:
+        if options.prompt < 0 or (options.samples is not None and options.samples < 1):
+            raise ConfigError("--prompt counts from 0, and --samples from 1")
+        config = compose(options.config_name, options.overrides, options.config_dir)
+        check_implementations(config)
+        inputs = load_inputs(config if options.samples is None else with_samples(config, options.samples))
+        print_warnings(inputs, console, strict=False)
+        with tempfile.TemporaryDirectory() as folder:
+            record, group, tokenizer = asyncio.run(
+                generate_group(inputs, Path(folder) / "model", console, options.prompt)
+            )
+        show(console, record, group, tokenizer, tokens=options.tokens)
+    except KeyboardInterrupt:
+        return 130
+    except SkyRLError as error:
+        wrong_input = isinstance(error, ConfigError | DataError | ModelError)
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if cause is not error and not wrong_input:
+            # The code that failed is at the end of the chain; what passed its error on would only hide it.
+            trace = "".join(traceback.format_exception(cause, chain=False))
+            console.print(trace, markup=False, highlight=False, soft_wrap=True)
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+        return 2 if wrong_input else 1
+    return 0
+
+
+def with_samples(config: RunConfig, number: int) -> RunConfig:
+    """Return ``config`` with another number of samples per prompt."""
+    return replace(config, generator=replace(config.generator, n_samples_per_prompt=number))
+
+
+def for_one_group(config: RunConfig) -> RunConfig:
+    """Return ``config`` with what one group needs: one engine, generation in this process, one attempt, whole weights."""
+    trainer, generator, engine = config.trainer, config.generator, config.generator.inference_engine
+    name, model = derive.weight_transport(config), trainer.policy.model
+    on_gpu = name in derive.TRANSPORTS and derive.TRANSPORTS[name].gpu
+    return replace(
+        config,
+        generator=replace(
+            generator,
+            weight_transport="shared_memory" if on_gpu else name,  # the weights come from a model on the CPU
+            inference_engine=replace(
+                engine,
+                num_engines=1,
+                remote_urls=engine.remote_urls[:1],
+                executor="thread" if engine.backend == "embedded" else "process",
+            ),
+        ),
+        rollout=replace(config.rollout, num_actors=0, replay=False),
+        trainer=replace(
+            trainer,
+            # A fresh adapter computes what the base model does.
+            policy=replace(trainer.policy, model=replace(model, lora=replace(model.lora, rank=0))),
+            failures=replace(trainer.failures, max_rollout_retries=0),
+        ),
+    )
+
+
+async def generate_group(
+    inputs: RunInputs, folder: Path, console: Console, prompt: int
+) -> tuple[PromptRecord, RolloutGroup, PreTrainedTokenizerBase]:
+    """Start an engine with the run's initial weights, generate the group of one prompt, and stop the engine.
+
+    Args:
+        folder: for the model, if the recipe builds one.
+        prompt: the prompt's place in the order of the run, from 0.
+
+    Raises:
+        DataError: there is no such prompt.
+        RolloutError: the generator, the environment, the agent or the reward function failed, which is the cause.
+        SkyRLError: the engine or a stage failed.
+    """
+    # They import torch and the engine.
+    from skyrl_train.build.engines import build_client, build_transport
+    from skyrl_train.build.rollout import build_generator, build_stages
+    from skyrl_train.build.trainer import prepare_model
+    from skyrl_train.models.folder import load_model, load_tokenizer
+    from skyrl_train.rollout.group_generator import GroupGenerator
+    from skyrl_train.rollout.stages.pipeline import StagePipeline
+    from skyrl_train.rollout.stages.reward import RewardStage
+    from skyrl_train.types import PauseMode
+    from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
+
+    config = for_one_group(inputs.config)
+    model_path = prepare_model(config, folder)
+    tokenizer = load_tokenizer(model_path)
+    client = build_client(config, inputs.plan, tokenizer, model_path, [0])
+    generator = build_generator(config, inputs.plan, client, tokenizer, model_path)
+    transport = build_transport(config)
+    # A failed attempt at a reward is the failure of the group here, so it is not reported apart.
+    all_stages = build_stages(config, model_path, client.decode, lambda name, reason: None)
+    stages = [stage for stage in all_stages if isinstance(stage, RewardStage)]
+    changed = asyncio.Event()
+    loader = build_loader(inputs.dataset, config.data, config.trainer.seed)
+    try:
+        console.print("Starting: model, engine.", highlight=False)
+        await client.start()
+        model = await asyncio.to_thread(load_model, model_path, config.trainer.policy.dtype, "cpu")
+        await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
+        del model  # the engine has its own copy
+        for stage in stages:
+            await stage.start()
+        await generator.start()
+        await loader.source.start(changed.set)
+        index: int | None = None
+        while index is None or index < prompt:
+            while not loader.ready:
+                changed.clear()
+                await changed.wait()
+            index = loader.issue()
+            if index is None:
+                raise DataError(f"the data has no prompt number {prompt}, counted from 0")
+        group_generator = GroupGenerator(
+            generator,
+            loader.source,
+            client,
+            config.trainer.failures,
+            n_samples_per_prompt=config.generator.n_samples_per_prompt,
+            sampling_params=asdict(config.generator.sampling_params),
+            env_class=config.environment.env_class,
+            seed=config.trainer.seed,
+            stages=StagePipeline(stages),
+        )
+        record = loader.source.record(index)
+        return record, await group_generator.run(index), tokenizer
+    finally:
+        await close_all([generator.aclose, *(stage.aclose for stage in stages), client.teardown, loader.source.aclose])
+        transport.close()
+
+
+def show(
+    console: Console,
+    record: PromptRecord,
+    group: RolloutGroup,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens: bool,
+) -> None:
+    """Print a group: its data row, each sample as the model saw it, its metrics, and what would keep it from teaching.
+
+    Args:
+        tokens: also print a table with a line for each token of each response.
+    """
+    console.print(Rule(Text(f"prompt {record.uid!r}")))
+    row = {"data_source": record.data_source, "env_class": record.env_class, **record.env_extras}
+    for key, value in row.items():
+        if value not in (None, ""):
+            console.print(Text(f"{key}: {visible(str(value))}", style=GIVEN), soft_wrap=True)
+    for number, sample in enumerate(group.samples, 1):
+        title = f"sample {number} of {len(group.samples)}: reward {sample.reward:g}"
+        console.print(Rule(Text(title), align="left"))
+        for branch, sequence in enumerate(sample.sequences, 1):
+            which = f"sequence {branch} of {len(sample.sequences)}, " if len(sample.sequences) > 1 else ""
+            sampled, given = sequence.num_sampled, sequence.num_response_tokens - sequence.num_sampled
+            counts = f"{sequence.num_prompt_tokens} prompt tokens, {sampled} sampled" + (
+                f", {given} given" if given else ""
+            )
+            console.print(Text(f"{which}{counts}, ended by {sequence.stop_reason}", style="italic"), soft_wrap=True)
+            text = Text()
+            for is_sampled, ids in spans(sequence):
+                text.append(visible(str(tokenizer.decode(ids))), style=SAMPLED if is_sampled else GIVEN)
+            console.print(text, soft_wrap=True)
+            if tokens:
+                console.print(token_table(sequence, tokenizer))
+    console.print(Rule())
+    for name, value in group.metrics.items():
+        console.print(f"{name} {value:g}", markup=False, highlight=False)
+    console.print(Text.assemble(("sampled by the policy", SAMPLED), ", ", ("given to it", GIVEN)))
+    for problem in problems(group):
+        console.print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def spans(sequence: RolloutSequence) -> Iterator[tuple[bool, list[int]]]:
+    """Yield the prompt and the parts of the response, each with whether the policy sampled it."""
+    yield False, sequence.prompt_token_ids
+    ids, mask, start = sequence.response_ids, sequence.loss_mask, 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[start]:
+            yield bool(mask[start]), ids[start:end]
+            start = end
+
+
+def token_table(sequence: RolloutSequence, tokenizer: PreTrainedTokenizerBase) -> Table:
+    """Return a table with a line for each token of the response."""
+    table = Table("token", "id", "text", "log-prob", "reward", box=None)
+    columns = zip(sequence.response_ids, sequence.loss_mask, sequence.logprobs, sequence.rewards, strict=True)
+    for place, (token, sampled, logprob, reward) in enumerate(columns):
+        cells = [
+            str(place),
+            str(token),
+            visible(str(tokenizer.decode([token]))),
+            f"{logprob:.4f}" if sampled else "given",
+        ]
+        table.add_row(*map(Text, [*cells, f"{reward:g}" if reward else ""]), style="" if sampled else GIVEN)
+    return table
+
+
+def problems(group: RolloutGroup) -> list[str]:
+    """Return why the group would teach nothing or little."""
+    found = []
+    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    if not any(sequence.num_sampled for sequence in sequences):
+        found.append("no token was sampled by the policy, so nothing is trained")
+    if len({sample.reward for sample in group.samples}) == 1 < len(group.samples):
+        found.append("all samples have the same reward, so this group teaches nothing with advantages within a group")
+    truncated = sum(sequence.stop_reason == "length" for sequence in sequences)
+    if truncated:
+        found.append(f"{truncated} of {len(sequences)} responses were ended by a length limit")
+    return found
+
+
+def visible(text: str) -> str:
+    """Replace control characters other than newline and tab, which could steer the terminal, by their escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

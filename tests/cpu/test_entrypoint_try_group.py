@@ -1,0 +1,110 @@
+"""The command that generates one group and shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.entrypoints.try_group import main, problems, spans, visible
+from skyrl_train.environments.base import Environment, EnvironmentStep, PromptRecord
+from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
+
+HERE = __name__
+TINY = [
+    "--config-name=quickstart",
+    "trainer.policy.model.build.hidden_size=32",
+    "trainer.policy.model.build.num_layers=1",
+    "data.generate=8",
+    "generator.sampling_params.max_tokens=6",
+]
+
+
+class TwoTurns(Environment):
+    """Answers the first action with "a", and rewards the second one."""
+
+    is_blocking = False
+    alphabet = "a"
+    first = True
+
+    def step(self, action: str) -> EnvironmentStep:
+        done, self.first = not self.first, False
+        return {"observations": [{"role": "user", "content": "aaa"}], "reward": 0.5 * done, "done": done}
+
+
+class Breaks(Environment):
+    """Misses a column of its data."""
+
+    is_blocking = False
+    alphabet = "a"
+
+    @classmethod
+    def generate_prompts(cls, count: int, seed: int) -> list[PromptRecord]:
+        return [PromptRecord(str(n), [{"role": "user", "content": "a"}]) for n in range(count)]
+
+    def step(self, action: str) -> EnvironmentStep:
+        return {"observations": [], "reward": float(self.extras["no_such_column"]), "done": True}
+
+
+def sequence(mask: list[int], rewards: list[float] | None = None, stop_reason: str = "stop") -> RolloutSequence:
+    length = len(mask)
+    numbers: dict[str, Any] = {"logprobs": [0.0] * length, "versions": [0] * length}
+    return RolloutSequence.of_lists(
+        [7, 8], range(length), mask, rewards=rewards or [0.0] * length, stop_reason=stop_reason, **numbers
+    )
+
+
+def group(*sequences: RolloutSequence) -> RolloutGroup:
+    return RolloutGroup(0, "u", "", tuple(Sample((one,)) for one in sequences), 0)
+
+
+def test_a_group_is_shown_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n}=", "answer": f"a{n}", "uid": f"row {n}"} for n in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    mine = [f"environment.env_class={HERE}:TwoTurns", "generator.max_turns=2", "data.train_data=[data.jsonl]"]
+    assert main([*TINY, *mine, "--samples=2", "--prompt=1", "--tokens", "data.sampler=sequential"]) == 0
+    shown = capsys.readouterr().out
+    assert "prompt 'row 1'" in shown and "answer: a1" in shown
+    assert "sample 2 of 2: reward 0.5" in shown
+    assert "aaa" in shown, "what the environment answered"
+    assert "log-prob" in shown and "given" in shown
+    assert "all samples have the same reward" in shown
+    assert [file.name for file in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_code_that_fails_is_shown_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, f"environment.env_class={HERE}:Breaks"]) == 1
+    shown = capsys.readouterr()
+    assert f'{Path(__file__).name}", line ' in shown.out
+    assert "KeyError: 'no_such_column'" in shown.out
+    assert shown.err.startswith("RolloutError: ")
+
+
+@pytest.mark.parametrize("wrong", ["--prompt=-1", "--samples=0", "environment.env_class=nothing_like_it"])
+def test_wrong_input_is_told_before_anything_starts(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, wrong]) == 2
+    assert "Traceback" not in capsys.readouterr().out
+
+
+def test_a_sequence_is_split_where_the_loss_mask_changes() -> None:
+    assert list(spans(sequence([1, 1, 0, 1]))) == [(False, [7, 8]), (True, [0, 1]), (False, [2]), (True, [3])]
+    assert list(spans(sequence([]))) == [(False, [7, 8])]
+
+
+def test_what_would_teach_nothing_is_said() -> None:
+    good, bad = sequence([1], [1.0]), sequence([1], [0.0])
+    assert problems(group(good, bad)) == []
+    assert len(problems(group(good))) == 0, "one sample is always equal to itself"
+    assert "same reward" in problems(group(bad, bad))[0]
+    assert "no token" in problems(group(sequence([0], [1.0]), sequence([], [])))[0]
+    assert "1 of 2 responses" in problems(group(good, sequence([1], [0.0], "length")))[0]
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert visible("a\n\tä") == "a\n\tä"
+    assert visible("\x1b[2J\x07\u202e") == "\\x1b[2J\\x07\\u202e"
