@@ -180,7 +180,7 @@ def test_yaml_round_trip(name: str) -> None:
 
 
 @settings(max_examples=10)  # of forty texts each, because reading takes 0.1 s
-@given(st.lists(st.text("$\\{}:a ", max_size=8), min_size=40, max_size=40))
+@given(st.lists(st.text("$\\{}:a ", max_size=8) | st.text("1e-.", max_size=4), min_size=40, max_size=40))
 def test_any_text_survives_yaml(texts: list[str]) -> None:
     config = RunConfig()
     config.trainer.run_name = texts[0]
