@@ -1,0 +1,269 @@
+"""The page's HTTP side: static files, JSON about runs, and a stream that says which part of a run has changed. It only reads."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import urlencode
+
+import orjson
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, QueryParams
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability.metrics import spec_of
+from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
+from skyrl_train.observability.page.series import MetricTable, curves
+from skyrl_train.observability.page.settings import differing_settings, settings_table
+from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS, read_jsonl
+
+STATIC = Path(__file__).parent / "static"
+POLL_S = 0.5  # between two looks at the files of a run that somebody watches
+_QUIET_S = 15.0  # after which a comment tells proxies that the stream is alive
+_KEPT_RUNS = 8  # whose columns are in memory
+
+_HEADERS = {
+    # No inline script or style, nothing from elsewhere, no frame around the page.
+    b"content-security-policy": b"default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+    b"frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"cache-control": b"no-cache",
+}
+
+
+def create_page(root: Path, token: str | None = None) -> Starlette:
+    """Return the application for a folder of runs, or one run.
+
+    Args:
+        token: required of each request, as ``?token=``, which becomes a cookie, or as a bearer token. None: no token is needed,
+            and only requests that name this machine as ``localhost`` or by a loopback address are answered.
+    """
+    page = _Page(RunsFolder(root))
+    answers: dict[str, Callable[[QueryParams], Any]] = {
+        "runs": page.runs_list,
+        "run": page.run,
+        "metrics": page.metrics,
+        "settings": page.settings,
+        "evaluations": page.evaluations,
+        "compare": page.compare,
+    }
+    return Starlette(
+        routes=[
+            Route("/", lambda _: FileResponse(STATIC / "index.html")),
+            *(Route(f"/api/{name}", _endpoint(answer)) for name, answer in answers.items()),
+            Route("/api/live", page.live),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[Middleware(_Guard, token=token), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)],
+    )
+
+
+class _Page:
+    def __init__(self, runs: RunsFolder) -> None:
+        self._runs = runs
+        self._tables: OrderedDict[Path, MetricTable] = OrderedDict()
+        self._lock = Lock()
+
+    def runs_list(self, query: QueryParams) -> Any:
+        return {"folder": str(self._runs.root), "runs": self._runs.rows()}
+
+    def run(self, query: QueryParams) -> Any:
+        """The header of a run, its metrics with their meanings, and the fingerprints from which :meth:`live` goes on."""
+        name = _text(query, "run")
+        parts = fingerprint(self._runs.path(name))
+        columns = self._table(name).columns()
+        settings = read_settings(self._runs.file(name, CONFIG))
+        return {
+            **self._runs.row(name),
+            "parts": parts,
+            "settings": settings,
+            "metrics": [_described(metric) for metric in columns if metric not in ("step", "time", "elapsed_s")],
+        }
+
+    def metrics(self, query: QueryParams) -> Any:
+        table = self._table(_text(query, "run"))
+        return curves(table, query.getlist("name"), since=_number(query, "since"), every=_number(query, "every"))
+
+    def settings(self, query: QueryParams) -> Any:
+        return settings_table(read_settings(self._runs.file(_text(query, "run"), CONFIG)))
+
+    def evaluations(self, query: QueryParams) -> Any:
+        return list(read_jsonl(self._runs.file(_text(query, "run"), EVALUATIONS)))
+
+    def compare(self, query: QueryParams) -> Any:
+        names = query.getlist("run")[:12]
+        return {
+            "runs": [self._runs.row(name) for name in names],
+            "settings": differing_settings([read_settings(self._runs.file(name, CONFIG)) for name in names]),
+        }
+
+    async def live(self, request: Request) -> Response:
+        """Stream the fingerprints of the parts of a run that changed."""
+        try:
+            path = self._runs.path(_text(request.query_params, "run"))
+        except (NoSuchRunError, _BadQueryError) as error:
+            return _error(error)
+
+        async def changes() -> AsyncIterator[bytes]:
+            sent: dict[str, str] = {}
+            quiet_s = 0.0
+            while True:
+                parts = await asyncio.to_thread(fingerprint, path)  # a network file system may block
+                changed = {part: text for part, text in parts.items() if text != sent.get(part)}
+                quiet_s += POLL_S
+                if changed:
+                    yield b"data: " + orjson.dumps(changed) + b"\n\n"
+                elif quiet_s >= _QUIET_S:
+                    yield b": still here\n\n"
+                if changed or quiet_s >= _QUIET_S:
+                    quiet_s = 0.0
+                sent = parts
+                await asyncio.sleep(POLL_S)
+
+        return StreamingResponse(changes(), media_type="text/event-stream")
+
+    def _table(self, name: str) -> MetricTable:
+        path = self._runs.file(name, METRICS)
+        with self._lock:
+            table = self._tables.setdefault(path, MetricTable(path))
+            self._tables.move_to_end(path)
+            if len(self._tables) > _KEPT_RUNS:
+                self._tables.popitem(last=False)
+        return table
+
+
+# Requests and responses --------------------------------------------------------------------------------------------
+
+
+class _BadQueryError(ValueError):
+    """A parameter is missing or is no number."""
+
+
+def _text(query: QueryParams, name: str) -> str:
+    value = query.get(name)
+    if value is None:
+        raise _BadQueryError(f"The parameter {name!r} is missing.")
+    return str(value)
+
+
+def _number(query: QueryParams, name: str) -> int:
+    """Return a whole number that is not negative; 0 if the parameter is missing."""
+    text = query.get(name, "0")
+    if not (text.isdecimal() and text.isascii() and len(text) < 16):
+        raise _BadQueryError(f"The parameter {name!r} is a whole number, not {text!r}.")
+    return int(text)
+
+
+def _endpoint(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
+    def respond(request: Request) -> Response:  # not async: Starlette calls it in a thread
+        try:
+            return Response(to_json(answer(request.query_params)), media_type="application/json")
+        except (NoSuchRunError, _BadQueryError) as error:
+            return _error(error)
+
+    return respond
+
+
+def _error(error: Exception) -> Response:
+    status = 404 if isinstance(error, NoSuchRunError) else 400
+    return Response(to_json({"error": str(error)}), status, media_type="application/json")
+
+
+def to_json(data: Any) -> bytes:
+    """Encode plain data and NumPy arrays. NaN and infinities become null; what JSON cannot express becomes text."""
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(data, option=option, default=str)
+    except TypeError:  # a lone surrogate, an integer above 64 bits
+        return orjson.dumps(_encodable(data), option=option, default=str)
+
+
+def _encodable(data: Any) -> Any:
+    match data:
+        case str():
+            return data.encode("utf-8", "replace").decode()
+        case Mapping():
+            return {_encodable(str(key)): _encodable(value) for key, value in data.items()}
+        case list() | tuple():
+            return [_encodable(value) for value in data]
+        case int() if not isinstance(data, bool) and abs(data) >= 1 << 63:
+            return str(data)
+    return data
+
+
+def _described(name: str) -> dict[str, str]:
+    try:
+        spec = spec_of(name)
+    except ConfigError:  # of another version, or of the user's code
+        return {"name": name, "unit": "", "meaning": ""}
+    return {"name": name, "unit": spec.unit, "meaning": spec.meaning}
+
+
+class _Guard:
+    """Answers only requests with the token; without one, only those that address this machine by a loopback name.
+
+    A page of another site can make a browser send requests here under a name of its own (DNS rebinding); it cannot send a cookie
+    of this page, or name it ``localhost``.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS.items()]
+            await send(message)
+
+        response = self._refusal(Request(scope))
+        await (response or self._app)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if self._token is None:
+            if _is_loopback(Headers(scope=request.scope).get("host", "")):
+                return None
+            return PlainTextResponse(
+                "This page was started for this machine only. Open it as http://localhost:PORT, or start it with a token "
+                "(SKYRL_PAGE_TOKEN).\n",
+                403,
+            )
+        # Cookies do not tell ports apart: two pages of one machine need two names.
+        cookie = f"skyrl_page_{(request.scope.get('server') or ('', 0))[1]}"
+        given = request.query_params.get("token")
+        if given is not None and self._is_token(given):
+            rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+            response = RedirectResponse(f"?{urlencode(rest)}" if rest else request.url.path, 303)
+            response.set_cookie(cookie, self._token, httponly=True, samesite="strict", path="/")
+            return response
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(request.cookies.get(cookie, "")) or self._is_token(bearer):
+            return None
+        return PlainTextResponse("Open the address with its token, as the command printed it.\n", 401)
+
+    def _is_token(self, given: str) -> bool:
+        assert self._token is not None
+        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether the Host header names this machine by a name that no DNS server decides."""
+    name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    return name.lower() in ("localhost", "127.0.0.1", "[::1]")

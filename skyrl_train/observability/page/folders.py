@@ -1,0 +1,213 @@
+"""The runs below a folder: their names, their states, and the paths of their files.
+
+A name is a path relative to the folder. Links that lead out of the folder are missing files, so nothing outside of it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from skyrl_train.errors import SkyRLError
+from skyrl_train.events.log import EVENTS
+from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS
+
+# A folder with one of these is a run: one that has just begun has only its lock.
+_MARKS = (CONFIG, METRICS, LOCK)
+_LEVELS = 2  # runs/NAME and runs/GROUP/NAME
+_NEWEST = 500  # runs in the list
+LIVE_S = 60.0  # a run that trains writes at least one line per second to events/
+_CONFIG_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 16
+
+
+class NoSuchRunError(SkyRLError):
+    """There is no run of this name below the folder."""
+
+
+class RunsFolder:
+    """Args:
+    root: a folder of runs, or one run folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a run.
+
+        Raises:
+            NoSuchRunError: there is none, or it is not below the root.
+        """
+        try:
+            path = (self.root / name).resolve()
+            if path.is_relative_to(self.root) and any((path / mark).exists() for mark in _MARKS):
+                return path
+        except (OSError, ValueError):  # too long, a loop of links, a NUL
+            pass
+        raise NoSuchRunError(f"There is no run {name!r} in {self.root}.")
+
+    def file(self, name: str, *parts: str) -> Path:
+        """Return the path of a file or folder in a run, which may be missing. A link that leads out is a missing file."""
+        path = self.path(name).joinpath(*parts)
+        return path if path.resolve().is_relative_to(self.root) else path / "outside"
+
+    def names(self) -> list[str]:
+        """Return the names of all runs, the one that was written last first."""
+        if any((self.root / mark).exists() for mark in _MARKS):
+            return ["."]
+        found = {}
+        for path in _below(self.root, _LEVELS):
+            resolved = path.resolve()
+            if resolved.is_relative_to(self.root):
+                found[resolved.relative_to(self.root).as_posix()] = last_write(resolved)
+        return sorted(found, key=lambda name: (-found[name], name))[:_NEWEST]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the row of each run in the list of runs."""
+        return [self.row(name) for name in self.names()]
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Return what the list of runs and the header of a run show, from a few reads of small parts of its files."""
+        path = self.path(name)
+        config = read_settings(self.file(name, CONFIG))
+        trainer = config.get("trainer")
+        trainer = trainer if isinstance(trainer, Mapping) else {}
+        rows = spread_rows(self.file(name, METRICS), 40)
+        last = rows[-1] if rows else {}
+        finished = self.file(name, FINISHED).is_file()
+        written = last_write(path)
+        return {
+            "name": name,
+            "title": self.root.name if name == "." else name,
+            "state": "finished" if finished else "live" if time.time() - written < LIVE_S else "silent",
+            "written": written,
+            "mode": str(trainer.get("mode", "")),
+            "step": last.get("step", 0),
+            "total_steps": trainer.get("max_steps"),
+            "began": rows[0].get("time") if rows else None,
+            "elapsed_s": last.get("elapsed_s"),
+            "reward": last.get("reward/mean"),
+            "tokens": last.get("inference/generated_tokens_total"),
+            "curve": [[row["step"], row.get("reward/mean")] for row in rows],
+        }
+
+
+def _below(folder: Path, levels: int) -> Iterator[Path]:
+    """Yield the run folders below ``folder``, which may vanish meanwhile."""
+    try:
+        inner = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError:
+        return
+    for entry in inner:
+        path = Path(entry.path)
+        if any((path / mark).exists() for mark in _MARKS):
+            yield path
+        elif levels > 1:
+            yield from _below(path, levels - 1)
+
+
+def last_write(run: Path) -> float:
+    """Return the Unix time at which the run last wrote metrics or events, or its configuration; 0 if it has none of them."""
+    newest = 0.0
+    for path in (run / CONFIG, run / METRICS, run / FINISHED, *_last_segments(run / EVENTS)):
+        try:
+            newest = max(newest, path.stat().st_mtime)
+        except OSError:
+            continue
+    return newest
+
+
+def _last_segments(folder: Path) -> list[Path]:
+    try:
+        return [max(folder.iterdir())]
+    except (OSError, ValueError):
+        return []
+
+
+def fingerprint(run: Path) -> dict[str, str]:
+    """Return a text per part of the run that changes whenever the part does. It costs a few calls of ``stat``."""
+    parts = {
+        "metrics": [run / METRICS],
+        "samples": [run / "samples"],
+        "events": _last_segments(run / EVENTS),
+        "evaluations": [run / "eval.jsonl"],
+        "state": [run / FINISHED, run / CONFIG],
+    }
+    found = {}
+    for part, paths in parts.items():
+        stats = []
+        for path in paths:
+            try:
+                stat = path.stat()
+            except OSError:
+                continue
+            stats.append(f"{path.name}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}")
+        found[part] = " ".join(stats)
+    return found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of any version of the library as plain data; empty if the file is missing or not readable.
+
+    Nothing is interpolated: a foreign file would otherwise show environment variables of this machine.
+    """
+    try:
+        if path.stat().st_size > _CONFIG_BYTES:
+            return {}
+        text = path.read_text(encoding="utf-8", errors="replace")
+        # Aliases could make a small file enormous; this library writes none.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.CSafeLoader)):
+            return {}
+        settings = yaml.load(text, Loader=yaml.CSafeLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line of metrics; None if the line is torn or has no step. NaN and Infinity are accepted."""
+    try:
+        row = orjson.loads(line)
+    except ValueError:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def spread_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return at most ``count`` rows, evenly spread over the file, the last one included. Its size does not matter."""
+    rows: dict[int, dict[str, Any]] = {}
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for index in range(count):
+                offset = size * index // count
+                file.seek(offset)
+                if offset:
+                    file.readline(_TAIL_BYTES)  # the rest of a line
+                _keep(rows, file.readline(_TAIL_BYTES))
+            file.seek(max(0, size - _TAIL_BYTES))
+            for line in reversed(file.read(_TAIL_BYTES).split(b"\n")):
+                if _keep(rows, line):
+                    break
+    except OSError:
+        pass
+    return [rows[step] for step in sorted(rows)]
+
+
+def _keep(rows: dict[int, dict[str, Any]], line: bytes) -> bool:
+    row = parse_row(line)
+    if row is not None:
+        rows[row["step"]] = row
+    return row is not None

@@ -1,0 +1,337 @@
+"""The page: what it reads of run folders, whole, torn or hostile, and to whom it answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from skyrl_train.config.compose import compose, to_yaml
+from skyrl_train.entrypoints import page as command
+from skyrl_train.observability.page import series
+from skyrl_train.observability.page.app import create_page, to_json
+from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, read_settings, spread_rows
+from skyrl_train.observability.page.series import MetricTable, curves
+from skyrl_train.observability.page.settings import differing_settings, settings_table
+from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS
+
+HOSTILE = "<script>alert(1)</script>\u202e\u0000\x1b[31m"
+
+
+def write_metrics(run: Path, rows: list[dict[str, Any]], tail: str = "") -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / METRICS
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return path
+
+
+def client_of(root: Path, **options: Any) -> TestClient:
+    return TestClient(create_page(root, **options), base_url="http://localhost:7860", follow_redirects=False)
+
+
+# Folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_in_a_folder_of_runs_in_groups_of_runs_and_in_a_run_itself(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "a-1", [{"step": 1}])
+    write_metrics(tmp_path / "sweep" / "b-1", [{"step": 1}])
+    (tmp_path / "just-begun").mkdir()
+    (tmp_path / "just-begun" / LOCK).touch()
+    (tmp_path / "other" / "deep" / "er").mkdir(parents=True)
+    assert set(RunsFolder(tmp_path).names()) == {"a-1", "sweep/b-1", "just-begun"}
+    assert RunsFolder(tmp_path / "a-1").names() == ["."]
+    assert RunsFolder(tmp_path / "other").names() == []
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc", "inside/../../outside", "link", "", "\0", "a" * 5000, "inside/none"]
+)
+def test_a_name_that_leads_out_of_the_folder_is_no_run(tmp_path: Path, name: str) -> None:
+    write_metrics(tmp_path / "outside", [{"step": 1}])
+    write_metrics(tmp_path / "runs" / "inside", [{"step": 1}])
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
+    runs = RunsFolder(tmp_path / "runs")
+    with pytest.raises(NoSuchRunError):
+        runs.path(name)
+    assert runs.names() == ["inside"]
+    assert client_of(tmp_path / "runs").get("/api/metrics", params={"run": name}).status_code == 404
+
+
+def test_a_link_in_a_run_that_leads_out_is_a_missing_file(tmp_path: Path) -> None:
+    outside = write_metrics(tmp_path / "outside", [{"step": 1, "reward/mean": 0.5}])
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / LOCK).touch()
+    (run / METRICS).symlink_to(outside)
+    answer = client_of(tmp_path / "runs").get("/api/metrics", params={"run": "run", "name": "reward/mean"}).json()
+    assert answer["rows"] == 0
+
+
+def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    path = write_metrics(run, [{"step": 1}])
+    runs = RunsFolder(tmp_path)
+    assert runs.row("run")["state"] == "live"
+    os.utime(path, (1.0, 1.0))
+    assert runs.row("run")["state"] == "silent"
+    (run / FINISHED).touch()
+    assert runs.row("run")["state"] == "finished"
+
+
+def test_the_row_of_a_run_tells_its_last_step(tmp_path: Path) -> None:
+    rows = [{"step": step, "time": 100.0 + step, "reward/mean": step / 100} for step in range(1, 101)]
+    write_metrics(tmp_path / "run", rows, tail='{"step": 101, "rew')
+    (tmp_path / "run" / CONFIG).write_text(to_yaml(compose("quickstart")))
+    row = RunsFolder(tmp_path).row("run")
+    assert (row["step"], row["total_steps"], row["reward"], row["began"]) == (100, 300, 1.0, 101.0)
+    assert row["mode"] == "fully_async"
+    assert row["curve"][0] == [1, 0.01] and row["curve"][-1] == [100, 1.0]
+
+
+@given(st.integers(1, 60), st.integers(0, 200))
+def test_rows_spread_over_a_file_contain_its_last_row(count: int, length: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_metrics(Path(directory), [{"step": step, "text": "x" * (step % 50)} for step in range(length)])
+        steps = [row["step"] for row in spread_rows(path, count)]
+    assert len(steps) <= count + 1
+    assert steps == sorted(set(steps))
+    assert steps[-1:] == ([length - 1] if length else [])
+
+
+# Settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_differ_from_the_defaults_are_marked(tmp_path: Path) -> None:
+    path = tmp_path / CONFIG
+    config = compose("quickstart", ["trainer.seed=7"])
+    config.environment.kwargs = {"note": "${a}"}
+    path.write_text(to_yaml(config))
+    table = {row["key"]: row for row in settings_table(read_settings(path))}
+    assert table["trainer.seed"] == {"key": "trainer.seed", "value": 7, "default": 0, "known": True, "differs": True}
+    assert not table["generator.max_turns"]["differs"]
+    assert table["environment.kwargs.note"]["value"] == "${a}", "as the user wrote it"
+
+
+def test_a_setting_of_another_version_is_shown_as_unknown() -> None:
+    (row,) = settings_table({"trainer": {"of_the_future": [1, {"a": None}]}})
+    assert (row["key"], row["value"], row["known"], row["differs"]) == (
+        "trainer.of_the_future",
+        [1, {"a": None}],
+        False,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "- a\n- b\n", "a: [1", "\0", "a: &x [1]\nb: *x\n", "!!python/object/apply:os.getcwd []", "a: " + "[" * 5000],
+)
+def test_an_unreadable_configuration_is_an_empty_one(tmp_path: Path, text: str) -> None:
+    path = tmp_path / CONFIG
+    path.write_text(text)
+    assert read_settings(path) == {}
+
+
+def test_settings_that_differ_between_runs() -> None:
+    rows = differing_settings([{"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, {"a": {"b": 1}}])
+    assert rows == [{"key": "a.c", "values": [2, 3, None]}]
+
+
+# Curves -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_follows_a_file_that_grows_and_skips_torn_lines(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path, [{"step": 1, "a": 0.5}], tail='{"step": 2, "a"')
+    table = MetricTable(path)
+    assert table.columns()["a"].tolist() == [0.5]
+    with path.open("a") as file:
+        file.write(': 0.75}\nnot json\n[1]\n{"step": "x"}\n{"step": 3, "b": 1, "text": "no number", "flag": true}\n')
+    columns = table.columns()
+    assert columns["step"].tolist() == [1, 2, 3]
+    assert np.array_equal(columns["a"], [0.5, 0.75, math.nan], equal_nan=True)
+    assert np.array_equal(columns["b"], [math.nan, math.nan, 1], equal_nan=True)
+    assert set(columns) == {"step", "a", "b"}
+    assert table.epoch == 0
+
+
+def test_steps_that_run_again_replace_the_old_ones(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path, [{"step": step, "a": step} for step in (1, 2, 3)])
+    table = MetricTable(path)
+    table.columns()
+    with path.open("a") as file:
+        file.write('{"step": 2, "a": 20}\n')
+    assert table.columns()["a"].tolist() == [1, 20]
+    assert table.epoch == 1
+    replacement = write_metrics(tmp_path / "new", [{"step": 1, "a": 5}])
+    os.replace(replacement, path)
+    assert table.columns()["a"].tolist() == [5]
+    assert table.epoch == 2
+    path.unlink()
+    assert table.columns() == {}
+
+
+def test_not_a_number_is_a_gap(tmp_path: Path) -> None:
+    path = write_metrics(
+        tmp_path, [], tail='{"step": 1, "a": NaN}\n{"step": 2, "a": Infinity}\n{"step": 3, "a": null}\n'
+    )
+    answer = json.loads(to_json(curves(MetricTable(path), ["a"])))
+    assert answer["step"] == [1, 2, 3]
+    assert answer["mean"]["a"] == [None, None, None]
+
+
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf)), min_size=1, max_size=70))
+def test_points_of_several_rows_have_their_mean_and_extremes(values: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
+        patch.setattr(series, "POINTS", 8)
+        table = MetricTable(write_metrics(Path(directory), [{"step": i, "a": value} for i, value in enumerate(values)]))
+        answer = curves(table, ["a"])
+        every = answer["every"]
+        # Asked again from the second point, the server sends the rest of the same curve.
+        rest = curves(table, ["a"], since=1, every=every)
+    assert len(values) / every <= 8 and (every == 1 or len(values) / every > 4)
+    parts = [values[start : start + every] for start in range(0, len(values), every)]
+    assert answer["step"].tolist() == [min(start + every, len(values)) - 1 for start in range(0, len(values), every)]
+    for index, part in enumerate(parts):
+        finite = [value for value in part if math.isfinite(value)]
+        mean = answer["mean"]["a"][index]
+        if not finite:
+            assert math.isnan(mean)
+        elif every == 1:
+            assert mean == finite[0]
+        else:
+            # Sums of 16 numbers up to 1e6 are exact to 1e-8.
+            assert mean == pytest.approx(math.fsum(finite) / len(finite), abs=1e-3)
+            assert (answer["min"]["a"][index], answer["max"]["a"][index]) == (min(finite), max(finite))
+    assert np.array_equal(rest["mean"]["a"], answer["mean"]["a"][1:], equal_nan=True)
+    assert rest["since"] == 1
+
+
+def test_a_client_that_knows_another_resolution_gets_the_whole_curve(tmp_path: Path) -> None:
+    table = MetricTable(write_metrics(tmp_path, [{"step": step, "a/b": 1, "c": 2} for step in range(10)]))
+    answer = curves(table, ["a/"], since=3, every=2)
+    assert (answer["since"], answer["every"], list(answer["mean"]), len(answer["step"])) == (0, 1, ["a/b"], 10)
+
+
+# HTTP -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_says_is_data_never_markup(tmp_path: Path) -> None:
+    run = tmp_path / HOSTILE.replace("/", "_").replace("\0", "")
+    write_metrics(run, [{"step": 1, HOSTILE: 1.0, "big": 10**400}], tail='{"step": 2, "\\ud800": 1}\n')
+    (run / CONFIG).write_text(json.dumps({"trainer": {"mode": HOSTILE, "large": 10**30}}))
+    client = client_of(tmp_path)
+    answers = [
+        client.get("/api/runs"),
+        *(
+            client.get(f"/api/{what}", params={"run": run.name})
+            for what in ("run", "settings", "evaluations", "compare")
+        ),
+    ]
+    for answer in answers:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/json"
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answers[0].json()["runs"][0]["mode"] == HOSTILE
+    assert HOSTILE in [metric["name"] for metric in answers[1].json()["metrics"]]
+
+
+def test_metrics_come_with_their_meaning(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", [{"step": 1, "reward/mean": 0.5, "unheard": 1.0}])
+    first, second = client_of(tmp_path).get("/api/run", params={"run": "run"}).json()["metrics"]
+    assert first["name"] == "reward/mean" and "Mean over the samples" in first["meaning"]
+    assert second == {"name": "unheard", "unit": "", "meaning": ""}
+
+
+@pytest.mark.parametrize(
+    "query", ["", "run=run&since=-1", "run=run&since=1e9", "run=run&every=²", "run=run&since=" + "9" * 99]
+)
+def test_a_bad_parameter_is_an_error_that_names_it(tmp_path: Path, query: str) -> None:
+    write_metrics(tmp_path / "run", [{"step": 1}])
+    answer = client_of(tmp_path).get(f"/api/metrics?{query}")
+    assert answer.status_code == 400
+    assert "The parameter" in answer.json()["error"]
+
+
+def test_the_page_only_reads(tmp_path: Path) -> None:
+    client = client_of(tmp_path)
+    assert all(client.request(method, "/api/runs").status_code == 405 for method in ("POST", "PUT", "DELETE", "PATCH"))
+    assert client.get("/static/../app.py").status_code == 404
+    assert client.get("/static/..%2fapp.py").status_code == 404
+
+
+@pytest.mark.parametrize(("host", "answered"), [
+    ("localhost", True), ("localhost:9", True), ("127.0.0.1:7860", True), ("[::1]:7860", True), ("LOCALHOST", True),
+    ("evil.example", False), ("localhost.evil.example", False), ("127.0.0.1.evil.example:7860", False), ("[::2]", False),
+    ("", False),
+])  # fmt: skip
+def test_without_a_token_only_this_machines_own_names_are_answered(tmp_path: Path, host: str, answered: bool) -> None:
+    assert (client_of(tmp_path).get("/api/runs", headers={"host": host}).status_code == 200) is answered
+
+
+def test_with_a_token_every_request_needs_it(tmp_path: Path) -> None:
+    client = client_of(tmp_path, token="sesame")
+    for path in ("/", "/api/runs", "/static/page.js", "/api/live?run=x"):
+        assert client.get(path).status_code == 401
+        assert client.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert client.get(f"{path}{'&' if '?' in path else '?'}token=wröng").status_code == 401
+    assert client.get("/api/runs", headers={"authorization": "Bearer sesame", "host": "a.example"}).status_code == 200
+    entered = client.get("/?token=sesame&x=1")
+    assert (entered.status_code, entered.headers["location"]) == (303, "?x=1"), "the token leaves the address"
+    assert "HttpOnly" in entered.headers["set-cookie"] and "SameSite=strict" in entered.headers["set-cookie"]
+    assert client.get("/api/runs").status_code == 200, "by the cookie"
+
+
+def test_the_stream_of_changes_ends_for_a_run_that_is_unknown(tmp_path: Path) -> None:
+    assert client_of(tmp_path).get("/api/live?run=none").status_code == 404
+
+
+def test_the_files_of_the_page_are_in_the_package() -> None:
+    static = files("skyrl_train.observability.page") / "static"
+    page = (static / "index.html").read_text()
+    assert "<script>" not in page and " style=" not in page and "http" not in page
+    for name in ("preact", "htm", "uplot"):
+        assert "opyright" in (static / "vendor" / f"LICENSE.{name}").read_text()
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([str(tmp_path / "none")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert command.main([str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
+    assert "Address already in use. Choose another --port" in capsys.readouterr().err
+    assert command.main([str(tmp_path), "--port", "70000"]) == 2
+
+
+@pytest.mark.parametrize(("arguments", "variable", "token"), [
+    ([], None, False), ([], "sesame", True), (["--host", "0.0.0.0"], None, True), (["--host", "::1"], None, False),
+])  # fmt: skip
+def test_an_address_of_other_machines_gets_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
+    variable: str | None, token: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command.uvicorn.Server, "run", lambda *_, **__: None)
+    monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
+    if variable:
+        monkeypatch.setenv(command.TOKEN_VARIABLE, variable)
+    assert command.main([str(tmp_path), "--port", "0", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert ("?token=" in printed) is token
+    assert variable is None or f"?token={variable}" in printed
