@@ -28,7 +28,7 @@ from skyrl_train.algorithms.tokens import (
     register_minibatch_statistics,
 )
 from skyrl_train.config.derive import clip_bounds
-from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.config.schema import AlgorithmConfig, ClipCovConfig
 
 COVARIANCE_MEANS = ("mean_logprob", "mean_advantage")
 
@@ -126,9 +126,7 @@ def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     The draw is a hash of the token's data, so it is the same wherever the token is trained.
     """
     covariance = _covariance(tokens, *(tokens.minibatch[name] for name in COVARIANCE_MEANS))
-    bounds = config.clip_cov
-    within = (covariance >= bounds.clip_cov_lb) & (covariance <= bounds.clip_cov_ub)
-    chosen = within & (token_draws(tokens) < tokens.minibatch["clip_cov_chance"])
+    chosen = _within(covariance, config.clip_cov) & (token_draws(tokens) < tokens.minibatch["clip_cov_chance"])
     rest = ppo_clip(tokens, config)
     return TokenLosses(torch.where(chosen, 0.0, rest.loss), rest.ratio, rest.clipped | chosen)
 
@@ -137,10 +135,10 @@ def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 def clip_cov_statistics(tokens: MinibatchTokens, config: AlgorithmConfig) -> dict[str, float]:
     """The two means, and the probability of choosing a token whose covariance is within the bounds: on average
     ``clip_ratio`` of all tokens are chosen, or all candidates where there are fewer."""
-    means, bounds = _covariance_means(tokens), config.clip_cov
+    means = _covariance_means(tokens)
     covariance = _covariance(tokens, *means.values())
-    candidates = int(((covariance >= bounds.clip_cov_lb) & (covariance <= bounds.clip_cov_ub)).sum())
-    chance = min(1.0, bounds.clip_ratio * len(covariance) / candidates) if candidates else 0.0
+    candidates = int(_within(covariance, config.clip_cov).sum())
+    chance = min(1.0, config.clip_cov.clip_ratio * len(covariance) / candidates) if candidates else 0.0
     return {**means, "clip_cov_chance": chance}
 
 
@@ -265,6 +263,10 @@ def _covariance_means(tokens: MinibatchTokens) -> dict[str, float]:
     # Correctly rounded sums do not depend on the order of the tokens.
     values = (tokens.proximal_logprobs, tokens.advantages)
     return {name: math.fsum(of.double().tolist()) / len(of) for name, of in zip(COVARIANCE_MEANS, values, strict=True)}
+
+
+def _within(covariance: torch.Tensor, bounds: ClipCovConfig) -> torch.Tensor:
+    return (covariance >= bounds.clip_cov_lb) & (covariance <= bounds.clip_cov_ub)
 
 
 def _variance(total: float, squares: float, count: int) -> float:

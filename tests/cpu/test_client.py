@@ -161,6 +161,15 @@ async def test_stop_strings_match_across_a_segment_boundary_and_end_the_sampling
     assert not engine.running
 
 
+@pytest.mark.parametrize(("stop", "ended_by"), [(("gh", "cde"), "cde"), (("x",), None), ((), None)])
+async def test_a_response_names_the_stop_string_that_ended_it(stop: tuple[str, ...], ended_by: str | None) -> None:
+    text = TOKENIZER.encode("abcdefgh")
+    client = client_of(ScriptedEngine(lambda tokens, seed: text[len(tokens) - 2], free_running=True))
+    await publish(client, 0)
+    done = await client.complete(GenerationRequest([5, 6], SamplingParams(max_tokens=8, stop=stop)))
+    assert done.stop_string == ended_by
+
+
 async def test_a_caller_that_reads_no_text_gets_the_same_tokens_without_it() -> None:
     expected = await uninterrupted(request(max_tokens=4))
     assert expected["responses"] != [""]

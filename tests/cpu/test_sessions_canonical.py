@@ -69,6 +69,7 @@ def test_these_are_the_same(first: dict[str, Any], second: dict[str, Any]) -> No
         (said(tool_calls=[call("{}")]), said(tool_calls=[call("{}", name="sub")])),
         (said(tool_calls=[call("a")]), said(tool_calls=[call('"a"')])),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, {"role": "user", "content": ""}),
+        (said([{"type": "refusal", "text": "a"}]), said("a")),
     ],
 )
 def test_these_differ(first: dict[str, Any], second: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from session_worlds import ask, choice, new_session, user
+from session_worlds import ReadableRenderer, ask, choice, new_session, user
 
-from skyrl_train.endpoint.sessions import request_key
+from skyrl_train.endpoint.sessions import Session, request_key
 from skyrl_train.endpoint.sessions.deduplicator import CompletedRequests, RequestDeduplicator
 from skyrl_train.errors import RequestError, SessionError
 
@@ -135,6 +135,20 @@ async def test_a_retry_that_comes_too_late_samples_again(world: World) -> None:
     assert len(world.source.runs) == 2
     world.requests.end(SessionError("over"))
     await settle()
+
+
+async def test_by_default_a_finished_response_is_kept_for_a_minute() -> None:
+    clock = Clock()
+    requests = Session("s", ReadableRenderer(), clock=clock).deduplicator
+    responses = iter("ab")
+
+    async def respond() -> str:
+        return next(responses)
+
+    found = []
+    for clock.now in (0.0, 59.9, 60.0):
+        found.append(await requests.run(KEY, respond, is_retry=True))
+    assert found == ["a", "a", "b"]
 
 
 async def test_the_number_of_kept_responses_is_limited() -> None:

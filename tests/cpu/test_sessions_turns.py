@@ -192,6 +192,12 @@ def test_another_conversation_is_a_branch_but_no_drift() -> None:
     assert (statistics.branches, statistics.drifted_turns) == (3, 0)
 
 
+def test_a_message_that_a_program_wrote_where_nothing_was_sampled_is_no_drift() -> None:
+    session = new_session()
+    ask(session, [user("1"), user("2")], "yo")
+    assert not session.plan([user("1"), assistant("written"), user("2")]).drifted
+
+
 def test_a_template_that_cannot_be_extended_is_rendered_and_counted_as_drift() -> None:
     session = Session("s", ReadableRenderer(extends=False))
     ask(session, [user("hi")], "yo")

@@ -286,8 +286,8 @@ class Session:
         if turn.parent is not None and self._turns.turns[turn.parent].children == (turn.index,):
             self._extended.append(turn.parent)  # extended for the first time
         # The oldest version decides the staleness of the whole sample.
-        oldest, newest = self._versions or (generation.versions[0], generation.versions[0])
-        self._versions = (min(oldest, *generation.versions), max(newest, *generation.versions))
+        versions = (*generation.versions, *(self._versions or ()))
+        self._versions = (min(versions), max(versions))
         self._sampled_tokens += turn.sampled_tokens
         self._drifted_turns += plan.drifted
         self._restarts += generation.restarts
