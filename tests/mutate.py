@@ -81,8 +81,8 @@ ROOMS = {
     "algorithms": Room.of(
         "algorithms/advantages algorithms/kl algorithms/losses algorithms/off_policy algorithms/reductions "
         "algorithms/registry algorithms/tokens",
-        "algorithms_advantages algorithms_losses algorithms_off_policy algorithms_reductions kl algorithms_rewards "
-        "algorithms_settings algorithms_scopes critic",
+        "algorithms_reductions algorithms_losses algorithms_value_loss algorithms_advantages algorithms_off_policy "
+        "algorithms_rewards kl algorithms_settings algorithms_scopes",
     ),
     "sessions": Room.of(
         "endpoint/sessions/deduplicator endpoint/sessions/export endpoint/sessions/messages endpoint/sessions/session "

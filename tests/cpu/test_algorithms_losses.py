@@ -209,7 +209,8 @@ def test_no_gradient_reaches_the_proximal_policy_and_a_far_ratio_stays_finite() 
     for name in POLICY_LOSSES.names():
         facts = {"mean_logprob": 0.0, "mean_advantage": 0.0, "clip_cov_chance": 0.5, "kl_cov_threshold": 0.0}
         tokens = Batch([[Token(-500.0, -0.1, -0.1, -1.0), Token(-0.1, -500.0, -0.1, 2.0)]]).tokens(**facts)
-        loss = POLICY_LOSSES.get(name)(tokens, AlgorithmConfig()).loss
+        loss, ratios, _ = POLICY_LOSSES.get(name)(tokens, AlgorithmConfig())
+        assert not ratios.requires_grad, name
         assert all(map(math.isfinite, loss.tolist() + gradient(loss, tokens))), name
 
 

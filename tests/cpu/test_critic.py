@@ -1,4 +1,4 @@
-"""The critic: its loss against the formula, its update against a loop, and that it learns, splits and resumes."""
+"""The critic: its update against a loop, and that it learns, splits and resumes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import pytest
 import torch
 from checkpoint_worlds import checksums_of
 from critic_worlds import actor_critic, critic, critic_config, off_zero, valued_minibatch, values_of, with_values
-from hypothesis import given
-from hypothesis import strategies as st
 from training_worlds import backend, config, minibatch, same, weights
 
-from skyrl_train.algorithms.losses import value_loss, value_metrics, value_statistics
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, HalfStepError
 from skyrl_train.training.actor_critic import CRITIC_FOLDER, ActorCritic
 from skyrl_train.training.backend import Minibatch
@@ -57,49 +54,6 @@ def test_errors_of_the_critics_model_name_the_critics_settings(folder: str, monk
 def test_a_state_of_another_dtype_is_named_as_the_critics(folder: str) -> None:
     wide, narrow = (critic(folder, critic__dtype=dtype).optimizer for dtype in ("float32", "bfloat16"))
     assert narrow.check_state_dict(wide.state_dict()) == "other master weights (trainer.critic.dtype differs)"
-
-
-# The loss -------------------------------------------------------------------------------------------------------------
-
-numbers = st.floats(-3, 3, allow_nan=False, width=32)
-tokens = st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=12)
-
-
-@given(tokens, st.one_of(st.none(), st.floats(0.01, 2)))
-def test_the_loss_is_the_larger_of_two_squared_errors(
-    tokens: list[tuple[float, float, float]], clip: float | None
-) -> None:
-    values, old, returns = torch.tensor(tokens, dtype=torch.float64).T
-    values = values.clone().requires_grad_()
-    losses, clipped = value_loss(values, old, returns, clip)
-    (gradient,) = torch.autograd.grad(losses.sum(), values)
-    for index, (v, v_old, target) in enumerate(tokens):
-        moved = v if clip is None else min(max(v, v_old - clip), v_old + clip)
-        expected = max((v - target) ** 2, (moved - target) ** 2) / 2
-        assert losses[index].item() == pytest.approx(expected, abs=1e-12)
-        without_gain = (moved - target) ** 2 > (v - target) ** 2
-        assert bool(clipped[index]) == without_gain
-        if without_gain:
-            assert gradient[index] == 0
-
-
-@given(tokens)
-def test_explained_variance_is_that_of_its_definition(tokens: list[tuple[float, float, float]]) -> None:
-    values, old, returns = torch.tensor(tokens, dtype=torch.float64).T
-    losses, clipped = value_loss(values, old, returns, 0.2)
-    metrics = value_metrics(value_statistics(losses, clipped, old, returns), 1 / len(tokens))
-    variance = returns.var(correction=0).item()
-    if variance > 1e-6:
-        expected = 1 - (returns - old).var(correction=0).item() / variance
-        assert metrics["critic/explained_variance"] == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    assert metrics["loss/value"] == pytest.approx(losses.mean().item())
-    assert metrics["critic/clip_fraction"] == pytest.approx(clipped.double().mean().item())
-
-
-def test_returns_that_are_all_the_same_have_no_variance_to_explain() -> None:
-    same_ = torch.full((3,), 0.1, dtype=torch.float32)
-    losses, clipped = value_loss(torch.zeros(3), same_ - 1, same_, None)
-    assert value_metrics(value_statistics(losses, clipped, same_ - 1, same_), 1 / 3)["critic/explained_variance"] == 0.0
 
 
 # Values and updates ---------------------------------------------------------------------------------------------------

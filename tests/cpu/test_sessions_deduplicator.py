@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from session_worlds import ReadableRenderer, ask, choice, new_session, user
 
-from skyrl_train.endpoint.sessions import Session, request_key
+from skyrl_train.endpoint.sessions import Session, SessionLimits, request_key
 from skyrl_train.endpoint.sessions.deduplicator import CompletedRequests, RequestDeduplicator
 from skyrl_train.errors import RequestError, SessionError
 
@@ -149,6 +149,16 @@ async def test_by_default_a_finished_response_is_kept_for_a_minute() -> None:
     for clock.now in (0.0, 59.9, 60.0):
         found.append(await requests.run(KEY, respond, is_retry=True))
     assert found == ["a", "a", "b"]
+
+
+async def test_with_no_place_for_kept_responses_a_late_retry_samples_again() -> None:
+    requests = Session("s", ReadableRenderer(), SessionLimits(max_kept_responses=0)).deduplicator
+    responses = iter("ab")
+
+    async def respond() -> str:
+        return next(responses)
+
+    assert [await requests.run(KEY, respond, is_retry=is_retry) for is_retry in (False, True)] == ["a", "b"]
 
 
 async def test_the_number_of_kept_responses_is_limited() -> None:

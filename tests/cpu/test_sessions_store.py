@@ -270,7 +270,9 @@ def test_closing_frees_the_session_without_waiting_for_the_garbage_collector() -
     assert len(store) == 0
 
 
-@pytest.mark.parametrize("limits", [{"max_sessions": 0}, {"idle_expiry_s": -1}, {"retry_window_s": float("nan")}])
+@pytest.mark.parametrize(
+    "limits", [{"max_sessions": 0}, {"idle_expiry_s": -1}, {"retry_window_s": float("nan")}, {"max_kept_responses": -1}]
+)
 def test_limits_must_be_positive(limits: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):
         SessionLimits(**limits)

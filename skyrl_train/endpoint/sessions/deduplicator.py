@@ -131,9 +131,9 @@ class RequestDeduplicator:
             if request.error is not None:
                 raise request.error
         finally:
-            # A retry may still wait for this request; only the last waiter cancels it.
+            # A retry may still wait for this request; only the last waiter cancels it. After its end that changes nothing.
             request.waiters -= 1
-            if not request.waiters and not request.ended:
+            if not request.waiters:
                 request.cancel(SessionError("The request was cancelled: its last client has disconnected."))
                 await asyncio.wait([request.task])  # the engine has released the request when this returns
 
