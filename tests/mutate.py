@@ -212,6 +212,8 @@ def left_alone(parent: ast.AST, name: str, node: ast.AST) -> bool:
             return True
         case ast.keyword(arg="digest_size") | ast.Call(func=ast.Attribute(value=ast.Name(id="secrets"))):
             return True  # how unlikely two equal digests or random names are
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="asyncio"), attr="sleep"), args=[ast.Constant(value=0)]):
+            return True  # lets other tasks run, with a negative number too
         case ast.keyword(arg="strict"):  # zip() of lists that have the same length, unless there is a bug already
             return True
     if isinstance(parent, ast.Call) and name == "args" and is_message(parent):

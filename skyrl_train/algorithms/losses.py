@@ -34,7 +34,7 @@ COVARIANCE_MEANS = ("mean_logprob", "mean_advantage")
 
 
 class TokenLosses(NamedTuple):
-    """All ``[N]``: the loss of each token, the ratio in it, and whether a bound decided its gradient. Only ``loss`` has one."""
+    """All ``[N]``: the loss of each token, the ratio in it, and whether a bound decided the gradient. Only the loss has one."""
 
     loss: torch.Tensor
     ratio: torch.Tensor

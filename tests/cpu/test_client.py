@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from scripted import EOS, ScriptedEngine, hashed_token, in_virtual_time, scripted_update, settle
 from transformers import PreTrainedTokenizerFast
 
+from skyrl_train.config.schema import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RequestError, WeightSyncError
 from skyrl_train.inference import client as client_module
 from skyrl_train.inference.client import InferenceEngineClient
@@ -252,6 +254,15 @@ async def test_without_any_engine_requests_fail_with_a_typed_error_that_says_why
     engine.die()
     with pytest.raises(NoEngineError, match=r"no inference engine is left.*scripted death"):
         await client.generate(request())
+
+
+def test_a_client_made_by_hand_has_the_time_limits_of_the_default_configuration() -> None:
+    generator = GeneratorConfig()
+    fleet = generator.inference_engine.fleet
+    parameters = inspect.signature(InferenceEngineClient).parameters
+    names = ("pause_timeout_s", "engine_wait_timeout_s", "probe_interval_s")
+    expected = [generator.pause_timeout_s, fleet.wait_timeout_s, fleet.probe_interval_s]
+    assert [parameters[name].default for name in names] == expected
 
 
 async def test_sessions_stick_to_their_engine_and_new_ones_go_to_the_least_loaded() -> None:

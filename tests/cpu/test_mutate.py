@@ -115,6 +115,8 @@ def changes(tmp_path: Path, code: str) -> list[str]:
         ("raise ValueError(f'{a + b} is wrong')", ["pass"]),
         ("logger.info(a + b)", []),
         ("x = zip(a, b, strict=True)", []),
+        ("await asyncio.sleep(0)", ["pass"]),
+        ("await asyncio.sleep(2)", ["pass", "3", "1"]),
         ("f(a)", ["pass"]),
         ("def __repr__(self):\n    return a + b", []),
         ("a: b | c", []),
