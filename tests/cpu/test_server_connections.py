@@ -97,8 +97,8 @@ async def test_a_client_that_resets_the_connection_cancels_too() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_reader_that_takes_nothing_of_its_answer_is_cut_off(streamed: bool) -> None:
     """The sampling has ended; the end of a stream, or a whole response, waits for the reader."""
-    async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), write_timeout_s=0.2) as world:
-        asked = {"stream": streamed, "logprobs": True, "max_tokens": 40_000, "ignore_eos": True}
+    async with endpoint(WatchedEngine(free_running=True, max_model_len=10_000), write_timeout_s=0.2) as world:
+        asked = {"stream": streamed, "logprobs": True, "max_tokens": 8_000, "ignore_eos": True}
         _, writer, connection = await stand_still(world, **asked, return_token_ids=True)
         async with asyncio.timeout(60):
             await world.gateway.changed.wait_until(lambda: world.gateway.in_flight == 0)
@@ -110,8 +110,8 @@ async def test_a_reader_that_takes_nothing_of_its_answer_is_cut_off(streamed: bo
 
 
 async def test_a_response_holds_its_slot_until_the_reader_has_taken_it() -> None:
-    async with endpoint(WatchedEngine(free_running=True, max_model_len=50_000), max_in_flight=1) as world:
-        asked = {"logprobs": True, "max_tokens": 40_000, "ignore_eos": True, "return_token_ids": True}
+    async with endpoint(WatchedEngine(free_running=True, max_model_len=10_000), max_in_flight=1) as world:
+        asked = {"logprobs": True, "max_tokens": 8_000, "ignore_eos": True, "return_token_ids": True}
         reader, writer, connection = await stand_still(world, **asked)
         await world.engine.holds(0)
         async with asyncio.timeout(60):
@@ -207,6 +207,13 @@ async def test_an_answer_before_the_end_of_the_body_ends_the_connection_and_arri
         rest = await asyncio.wait_for(reader.read(), 60)
         assert b"connection: close\r\n" in rest and b"missing_api_key" in rest
         writer.close()
+
+
+async def test_no_part_of_an_answer_waits_until_the_one_before_is_acknowledged() -> None:
+    async with endpoint() as world:
+        await world.http.get("/health")
+        [connection] = connections(world)
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_an_answer_after_the_body_keeps_the_connection() -> None:
