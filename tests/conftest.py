@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -110,6 +111,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         order.shuffle(items)
         items.sort(key=lambda item: (files[item.path], item.get_closest_marker("last_in_its_file") is not None))
     items.sort(key=lambda item: item.get_closest_marker("ends_shared_engines") is not None)
+
+
+def pytest_collection_finish() -> None:
+    """Everything is imported. From now on the garbage collector passes over it: a walk through all of it takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -46,6 +46,7 @@ on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
 EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
 PROMPT = [3, 4, 5]
 LONG = 1500  # tokens: a request that does not end while a test looks away
+LENGTHS = (150, 300, 600, 1500)  # tokens of responses; when an update comes, one of them is not complete
 SIZES = {"executor": "thread", "max_num_seqs": 8, "max_model_len": 2048}
 
 
@@ -318,17 +319,20 @@ async def test_an_in_flight_update_through_the_client_has_exact_versions(
     engine: RayEngine, folder: str, transport: SharedMemoryTransport
 ) -> None:
     client = InferenceEngineClient([engine], load_tokenizer(folder))
-    old = engine.policy_version
     model = load_model(folder, "float32", "cpu")
-    for mode, expected in ((PauseMode.ABORT, old + 1), (PauseMode.KEEP, old + 2), (PauseMode.RECOMPUTE, old + 3)):
-        update = transport.gather(model.named_parameters(), expected)
-        answer = asyncio.create_task(client.generate(request(max_tokens=LONG, seed=5)))
-        while not answer.done() and (await engine.health()).running == 0:
-            pass  # each look is a round trip
-        await client.receive_weights(update)
-        await client.load_weights(update, mode)
-        versions = (await answer)["response_versions"][0]
-        assert versions == sorted(versions) and len(versions) == LONG
+    for mode in (PauseMode.ABORT, PauseMode.KEEP, PauseMode.RECOMPUTE):
+        for length in LENGTHS:
+            expected = engine.policy_version + 1
+            update = transport.gather(model.named_parameters(), expected)
+            await client.receive_weights(update)
+            answer = asyncio.create_task(client.generate(request(max_tokens=length, seed=5)))
+            while not answer.done() and (await engine.health()).running == 0:
+                pass  # each look is a round trip
+            await client.load_weights(update, mode)
+            versions = (await answer)["response_versions"][0]
+            assert versions == sorted(versions) and len(versions) == length
+            if set(versions) != {expected - 1}:  # else the response had ended before
+                break
         assert set(versions) == {expected - 1, expected}, mode
 
 
@@ -434,10 +438,11 @@ async def test_a_request_of_a_killed_actor_continues_elsewhere_token_for_token(
     client = InferenceEngineClient([shared, other], load_tokenizer(folder))
     for each in (shared, other):
         await publish(each, folder, transport, 0)
-    asked = [request([3 + i], max_tokens=600, temperature=0.0) | {"session_ids": [f"s{i}"]} for i in range(6)]
+    asked = [request([3 + i], max_tokens=300, temperature=0.0) | {"session_ids": [f"s{i}"]} for i in range(6)]
     expected = [output["response_ids"] for output in await asyncio.gather(*map(other.generate, asked))]
+    before = (await shared.health()).generated_tokens
     answers = [asyncio.create_task(client.generate(each)) for each in asked]
-    while (await shared.health()).generated_tokens < 200:
+    while (await shared.health()).generated_tokens < before + 100:
         pass  # each look is a round trip
     assert shared.pid is not None
     os.kill(shared.pid, signal.SIGKILL)
