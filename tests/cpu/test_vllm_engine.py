@@ -15,6 +15,7 @@ from vllm_engines import (
     ALPHABET,
     CONTEXT,
     PROMPT,
+    SLOTS,
     TOLERANCE,
     Served,
     full_greedy,
@@ -144,8 +145,8 @@ async def test_each_way_in_which_a_response_ends_has_its_stop_reason(vllm: Serve
     assert (output["response_ids"][0], output["stop_reasons"]) == (greedy[: first + 1], ["stop"])
     output = await vllm.engine.generate(request(max_tokens=30, min_tokens=first + 5, stop_token_ids=[stop]))
     assert len(output["response_ids"][0]) >= first + 5
-    output = await vllm.engine.generate(request(list(range(3, 23)), max_tokens=CONTEXT))
-    assert (len(output["response_ids"][0]), output["stop_reasons"]) == (CONTEXT - 20, ["length"])
+    output = await vllm.engine.generate(request([3 + i % 40 for i in range(CONTEXT - 20)], max_tokens=CONTEXT))
+    assert (len(output["response_ids"][0]), output["stop_reasons"]) == (20, ["length"])
     many = [[3 + first, 4 + second] for first in range(6) for second in range(6)]
     output = await vllm.engine.generate(request(*many, max_tokens=40, temperature=1.0, seed=1, ignore_eos=False))
     ended = [ids for ids, why in zip(output["response_ids"], output["stop_reasons"], strict=True) if why == "stop"]
@@ -178,13 +179,13 @@ async def test_a_lower_priority_is_scheduled_first(vllm: Served) -> None:
         await vllm.engine.generate({**request([5], max_tokens=length), "priority": priority})
         ended.append(name)
 
-    # All 64 batch slots are taken while the others get in line.
-    running = [asyncio.create_task(one("running", 0, 100)) for _ in range(64)]
-    await vllm.sampled(64)
-    late = [asyncio.create_task(one("late", 9, 8)) for _ in range(64)]
-    early = [asyncio.create_task(one("early", 1, 8)) for _ in range(64)]
+    # All batch slots are taken while the others get in line.
+    running = [asyncio.create_task(one("running", 0, 100)) for _ in range(SLOTS)]
+    await vllm.sampled(SLOTS)
+    late = [asyncio.create_task(one("late", 9, 8)) for _ in range(SLOTS)]
+    early = [asyncio.create_task(one("early", 1, 8)) for _ in range(SLOTS)]
     await asyncio.gather(*running, *late, *early)
-    assert ended == ["running"] * 64 + ["early"] * 64 + ["late"] * 64
+    assert ended == ["running"] * SLOTS + ["early"] * SLOTS + ["late"] * SLOTS
     assert vllm.engine.capabilities.priorities
 
 

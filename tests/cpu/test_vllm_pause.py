@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
-from vllm_engines import CONTEXT, PROMPT, TOLERANCE, Served, full_greedy, greedy_after, request, tiny_model
+from vllm_engines import PROMPT, SLOTS, TOLERANCE, Served, full_greedy, greedy_after, request, tiny_model
 from vllm_engines import token_logprobs as reference
 
 from skyrl_train.errors import EngineError
@@ -17,7 +17,7 @@ from skyrl_train.inference.interface import TokenChunk
 from skyrl_train.types import PauseMode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-LENGTH = 200
+LENGTH = 100
 
 
 class Reader:
@@ -55,10 +55,11 @@ def old_keys_new_weights(tokens: list[int], old_tokens: int) -> list[float]:
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
 async def test_a_frozen_request_goes_on_under_the_new_weights(vllm: Served, mode: PauseMode) -> None:
     old = vllm.version
+    update = await vllm.gather(tiny_model(1))
     reader = Reader(vllm.engine.stream(request(max_tokens=LENGTH)))
     company = asyncio.create_task(vllm.engine.generate(request([8] * 11, max_tokens=LENGTH)))
     await reader.read(10)
-    update = await vllm.sync_weights(1, mode)
+    await vllm.load(update, mode)
     assert await vllm.served_checksum(update) == update.checksum
     await reader.read()
     assert reader.versions == sorted(reader.versions)
@@ -87,7 +88,9 @@ async def test_a_frozen_request_goes_on_under_the_new_weights(vllm: Served, mode
 async def test_abort_returns_the_partial_tokens_and_leaves_nothing(vllm: Served) -> None:
     reader = Reader(vllm.engine.stream(request(max_tokens=LENGTH)))
     # More than may run at once: some have no token yet.
-    calls = [asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=LENGTH))) for i in range(80)]
+    calls = [
+        asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=LENGTH))) for i in range(SLOTS + 8)
+    ]
     await reader.read(5)
     await vllm.engine.pause(PauseMode.ABORT)
     health = await vllm.engine.health()
@@ -103,7 +106,7 @@ async def test_abort_returns_the_partial_tokens_and_leaves_nothing(vllm: Served)
 
 async def test_wait_lets_begun_requests_finish_and_the_others_wait(vllm: Served) -> None:
     old = vllm.version
-    calls = [asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=40))) for i in range(80)]
+    calls = [asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=40))) for i in range(SLOTS + 8)]
     reader = Reader(vllm.engine.stream(request(max_tokens=40)))
     await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
     update = await vllm.gather(tiny_model(1))
@@ -119,7 +122,7 @@ async def test_wait_lets_begun_requests_finish_and_the_others_wait(vllm: Served)
 
 
 async def test_resuming_fails_a_wait_that_is_still_draining(vllm: Served) -> None:
-    reader = Reader(vllm.engine.stream(request(max_tokens=CONTEXT - 10)))
+    reader = Reader(vllm.engine.stream(request(max_tokens=LENGTH)))
     await reader.read(1)
     waiting = asyncio.create_task(vllm.engine.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
@@ -154,11 +157,12 @@ async def test_no_cached_prefix_serves_another_version(vllm: Served, mode: Pause
         reference(tiny_model(0), prompt, first["response_ids"][0]), abs=TOLERANCE
     )
     # All batch slots are taken: this one waits in vLLM, without a token, while the weights change.
-    others = [asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=LENGTH))) for i in range(64)]
+    update = await vllm.gather(tiny_model(1))
+    others = [asyncio.create_task(vllm.engine.generate(request([3 + i % 20], max_tokens=LENGTH))) for i in range(SLOTS)]
     reader = Reader(vllm.engine.stream(request(max_tokens=LENGTH)))
     queued = asyncio.create_task(vllm.engine.generate(request(prompt)))
     await reader.read(3)
-    await vllm.sync_weights(1, mode)
+    await vllm.load(update, mode)
     second = await vllm.engine.generate(request(prompt))
     await asyncio.gather(reader.read(), *others)
     for output in (second, await queued):

@@ -29,6 +29,7 @@ from skyrl_train.weight_sync.update import WeightUpdate
 
 ALPHABET = '0123456789abcdefghijklmnopqrstuvwxyz{}[]":,. '
 CONTEXT = 512
+SLOTS = 16  # of a batch
 # Of log-probs in float32: vLLM's kernels sum in another order than transformers, and widely spread weights make large logits.
 # 6e-6 was the largest difference of about 5,900 log-probs. Log-probs of other weights are 0.1 and more apart.
 TOLERANCE = 2e-4
@@ -121,10 +122,14 @@ class Served:
     async def sync_weights(self, seed: int = 0, mode: PauseMode = PauseMode.KEEP) -> WeightUpdate:
         """Publishes ``tiny_model(seed)`` as the next version."""
         update = await self.gather(tiny_model(seed, self.tied))
+        await self.load(update, mode)
+        return update
+
+    async def load(self, update: WeightUpdate, mode: PauseMode) -> None:
+        """Serves an update that it has received."""
         await self.engine.pause(mode)
         await self.engine.load_weights(update)
         await self.engine.resume()
-        return update
 
     async def served_checksum(self, update: WeightUpdate) -> str:
         """Of the weights that vLLM serves, laid out like ``update``, the one loaded last."""
@@ -174,7 +179,7 @@ async def started_vllm(
     """Three engines: two of one model, the second of which keeps cached prefixes, and one with tied embeddings and adapters."""
     folder = save_folder(tmp_path_factory.mktemp("vllm") / "untied")
     tied_folder = save_folder(tmp_path_factory.mktemp("vllm") / "tied", tied=True)
-    options: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": 64}
+    options: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": SLOTS}
     served = {
         "main": Served(VLLMEngine(folder, seed=1, **options), folder, False, SharedMemoryTransport(verify=True)),
         "twin": Served(
