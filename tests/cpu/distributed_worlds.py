@@ -14,10 +14,15 @@ FSDP = "trainer.fsdp"
 
 
 class TwoProcesses:
-    """Two processes that hold the ranks of all groups of a session. They start on first use, and again after their end."""
+    """Two processes that hold the ranks of all groups of a session. They start on first use, and again after their end.
+
+    Attributes:
+        latest: the group that has the processes now.
+    """
 
     def __init__(self) -> None:
         self._started: WorkerGroup | None = None
+        self.latest: WorkerGroup | None = None
 
     def groups(self, *, to_keep: bool = False) -> type[WorkerGroup]:
         """Makes groups of any settings on these processes. A new group takes them from the one before.
@@ -27,7 +32,7 @@ class TwoProcesses:
         """
         if self._started is None:
             self._started = WorkerGroup(config(fsdp__ray_num_cpus=0.5), FSDP)
-        started = self._started
+        started, processes = self._started, self
         if to_keep:
             self._started = None
 
@@ -39,6 +44,7 @@ class TwoProcesses:
                 node = self.locations[0].node
                 store = ray.get(self._actors[0].answer.remote(Call(0, "host_store", (node, self.size))))
                 self.call("join", [(rank, self.size, store.value, trainer, key) for rank in range(self.size)])
+                processes.latest = self
 
             def close(self) -> None:
                 if to_keep:

@@ -20,6 +20,8 @@ SHORT = [
     "trainer.max_steps=2",
     "trainer.policy.model.build.hidden_size=32",
     "trainer.policy.model.build.num_layers=1",
+    "trainer.policy.model.build.intermediate_size=64",
+    "generator.sampling_params.max_tokens=4",
     "generator.n_samples_per_prompt=3",
     "data.generate=8",
 ]

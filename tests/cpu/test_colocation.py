@@ -274,10 +274,14 @@ async def test_a_run_may_continue_with_turns_and_without(tmp_path: Path) -> None
     assert runs[1].trained == list(range(32))
 
 
+FAULTS = ["pause abort", "sleep 2", "wake weights", "receive 2", "load 2", "wake kv_cache", "resume"]
+IN_TURNS = [(MODES[place % 2], event) for place, event in enumerate(FAULTS)]
+THE_OTHERS = [(MODES[1 - place % 2], event) for place, event in enumerate(FAULTS)]
+
+
 @pytest.mark.parametrize(
-    "event", ["pause abort", "sleep 2", "wake weights", "receive 2", "load 2", "wake kv_cache", "resume"]
+    ("mode", "event"), [*IN_TURNS, *(pytest.param(*case, marks=pytest.mark.slow) for case in THE_OTHERS)]
 )
-@pytest.mark.parametrize("mode", MODES)
 async def test_what_fails_ends_the_run_with_what_it_has_trained(tmp_path: Path, mode: str, event: str) -> None:
     h = Colocated(tmp_path, mode)
     checked = h.backend.before_update
@@ -296,7 +300,7 @@ async def test_what_fails_ends_the_run_with_what_it_has_trained(tmp_path: Path, 
     assert sorted(again.trained) == list(range(32))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "partial_rollout"])
 async def test_an_engine_that_died_asleep_starts_when_the_trainer_has_left(tmp_path: Path, mode: str) -> None:
     h = Colocated(tmp_path, mode)
     h.supervised()
@@ -314,7 +318,7 @@ async def test_an_engine_that_died_asleep_starts_when_the_trainer_has_left(tmp_p
     assert h.device.log[at - 1] == "offload" and "load 2" in h.device.log[at:]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", pytest.param("partial_rollout", marks=pytest.mark.slow)])
 async def test_an_engine_that_starts_again_gets_weights_that_are_staged_anew(tmp_path: Path, mode: str) -> None:
     h = Colocated(tmp_path, mode)
     h.supervised()

@@ -31,7 +31,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_of_other_lengths_and_segments_compile_nothing_again(
     checkpointing: bool, graphs: list[Any], tmp_path: Path
 ) -> None:
@@ -39,12 +39,12 @@ def test_rows_of_other_lengths_and_segments_compile_nothing_again(
     changes = {"policy__gradient_checkpointing": checkpointing, "policy__optimizer_config__lr": 1e-3}
     compiled, plain = backend(folder, policy__compile=True, **changes), backend(folder, **changes)
     numbers = []
-    for step in range(1, 7):
+    for step in range(1, 5):
         batch = minibatch(step, step, tuple((step * 7 + index * 5) % 17 + 2 for index in range(4 + step)))
         assert compiled.update(batch) == pytest.approx(plain.update(batch), rel=1e-5, abs=1e-5)
         numbers.append(len(graphs))
     assert numbers[0] > 0
-    assert numbers[1:] == numbers[1:2] * 5
+    assert numbers[1:] == numbers[1:2] * 3
 
 
 def test_a_model_without_layers_that_repeat_is_rejected() -> None:

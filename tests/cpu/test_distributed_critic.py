@@ -65,12 +65,14 @@ def apart(a: CriticBackend, b: CriticBackend) -> float:
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
-@pytest.mark.parametrize("changes", [{}, {"critic__fsdp__sequence_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"critic__fsdp__sequence_parallel_size": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_steps_parts_refusals_and_a_checkpoint_as_on_one_rank(
     folder: str, on_both: None, changes: dict[str, int], tmp_path: Path
 ) -> None:
     two_ranks, alone = own_workers(folder, **changes), critic(folder, **LIKE_LOCAL)
-    for step in range(1, 5):
+    for step in range(1, 4):
         batch = with_values(minibatch(step, step, LENGTHS), alone)
         assert two_ranks.update(batch) == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
     assert apart(two_ranks, alone) < ROUNDING
@@ -98,23 +100,23 @@ def test_steps_parts_refusals_and_a_checkpoint_as_on_one_rank(
         alone.load(tmp_path)
 
 
-PLACES = {
-    "as it is": {},
-    "with slices": {"fsdp__sequence_parallel_size": 2},
-    "in copies and in main memory": {"fsdp__shard_size": 1, "critic__fsdp__cpu_offload": True},
-}
+PLACES = [
+    pytest.param({}, id="as it is", marks=pytest.mark.slow),
+    pytest.param({"fsdp__sequence_parallel_size": 2}, id="with slices"),
+    pytest.param({"fsdp__shard_size": 1, "critic__fsdp__cpu_offload": True}, id="in copies and in main memory"),
+]
 
 
-@pytest.mark.parametrize("changes", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("changes", PLACES)
 def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
     folder: str, on_both: None, changes: dict[str, object], tmp_path: Path
 ) -> None:
     both, alone = beside_policy(folder, **changes), actor_critic(folder, **LIKE_LOCAL)
     sequences = minibatch(7, lengths=LENGTHS).sequences
     at_start = both.forward_logprobs(sequences)
-    for step in range(1, 6):
+    for step in range(1, 4):
         batch = with_values(minibatch(step, step, LENGTHS), alone._critic)
-        if step == 3:  # part by part, while values are asked for
+        if step == 2:  # part by part, while values are asked for
             both.accumulate(Minibatch(batch.sequences[:3], 2, step))
             both.submit_values(batch.sequences).result()
             both.accumulate(Minibatch(batch.sequences[3:], 3, step))

@@ -254,7 +254,7 @@ async def test_an_error_in_the_backend_is_raised_as_itself_and_leaves_the_last_c
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_stopped_run_resumes_with_nothing_lost_and_nothing_twice(tmp_path: Path, mode: str) -> None:
     loop = asyncio.get_running_loop()
-    for stop_at in (0, 1, 3, 4, 6):
+    for stop_at in (0, 3, 6):
         h = Harness(tmp_path, f"trainer.mode={mode}")
 
         def stop(minibatch: object, h: Harness = h, stop_at: int = stop_at) -> None:
