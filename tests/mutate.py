@@ -513,7 +513,10 @@ def run(room: Room, mutants: list[Mutant], jobs: int) -> list[Mutant]:
     waiting, runs, survivors = mutants[::-1], [], []
     while waiting or runs:
         while waiting and len(runs) < jobs:
-            runs.append(Run(room.tests, waiting.pop(), limits_s))
+            mutant = waiting.pop()
+            # Files named after the mutated one come first: they most likely fail, and pytest stops at the first failure.
+            tests = sorted(room.tests, key=lambda file: mutant.file.stem not in file.stem)
+            runs.append(Run(tests, mutant, limits_s))
         over = wait(runs)
         ended = over.end()
         assert over.mutant is not None

@@ -224,7 +224,7 @@ def overlong_penalty(sampled_tokens: int, config: OverlongConfig) -> float:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), times ``penalty_factor``.
 
     With ``L = max_response_len`` and ``c = buffer_len``: 0 up to ``L - c`` tokens, from there a straight line down to -1 at
-    ``L``, and -1 beyond. No penalty where ``c`` is 0.
+    ``L``, and -1 beyond. No penalty where ``c`` is 0 or ``L`` is None.
     """
     if config.buffer_len == 0 or config.max_response_len is None:
         return 0.0

@@ -64,6 +64,11 @@ def test_the_overlong_penalty_is_equation_13_of_dapo(length: int, buffer: int, l
     assert overlong_penalty(length, config) == pytest.approx(factor * expected)
 
 
+@pytest.mark.parametrize(("buffer", "longest"), [(0, 4), (2, None)])
+def test_without_a_buffer_or_a_limit_no_length_has_a_penalty(buffer: int, longest: int | None) -> None:
+    assert overlong_penalty(100, OverlongConfig(buffer, 1.0, longest)) == 0.0
+
+
 def test_the_penalty_for_length_is_part_of_the_return() -> None:
     config = AlgorithmConfig(grpo_norm_by_std=False, overlong=OverlongConfig(2, 1.0, 4))
     assert per_sample([group(sample(4, 1.0), sample(3, 1.0), sample(1, 1.0))], config) == pytest.approx([-0.5, 0, 0.5])

@@ -52,7 +52,17 @@ def test_without_tokens_the_only_metric_is_a_loss_of_0() -> None:
     assert value_metrics(value_statistics(losses, clipped, nothing, nothing), 0.0) == {"loss/value": 0.0}
 
 
+def explained_variance(old: torch.Tensor, returns: torch.Tensor) -> float:
+    losses, clipped = value_loss(torch.zeros(3), old, returns, None)
+    return value_metrics(value_statistics(losses, clipped, old, returns), 1 / 3)["critic/explained_variance"]
+
+
 def test_returns_that_are_all_the_same_have_no_variance_to_explain() -> None:
     equal = torch.full((3,), 0.1, dtype=torch.float32)
-    losses, clipped = value_loss(torch.zeros(3), equal - 1, equal, None)
-    assert value_metrics(value_statistics(losses, clipped, equal - 1, equal), 1 / 3)["critic/explained_variance"] == 0.0
+    for old in (equal - 1, torch.tensor([0.0, 1.0, 3.0])):
+        assert explained_variance(old, equal) == 0.0
+
+
+def test_values_that_are_wrong_by_a_constant_explain_all_variance() -> None:
+    returns = torch.tensor([0.0, 1.0, 3.0])
+    assert explained_variance(returns - 1, returns) == 1.0
