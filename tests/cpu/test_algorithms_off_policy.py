@@ -17,6 +17,7 @@ from skyrl_train.algorithms.off_policy import (
     Corrected,
     OffPolicyCorrection,
     interpolated_logprobs,
+    keeps_sequence,
     m2po_rejected,
     m2po_statistics,
     mismatch_metrics,
@@ -133,6 +134,20 @@ def test_the_probability_difference_mask_of_dppo_rejects_only_what_leads_further
 def test_a_log_prob_that_is_no_number_is_out_of_all_bounds() -> None:
     batch = Batch([[Token(-1.0, math.nan, -1.0, 1.0), Token(-1.0, -1.0, -1.0, 1.0)]])
     assert rejected_tokens(batch.tokens(), RejectionConfig(high=2.0)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("level", "high", "kept"),
+    [
+        (RejectionLevel.sequence_mean, 1.1, True),
+        (RejectionLevel.sequence_mean, 0.9, False),
+        (RejectionLevel.sequence_max, 1.9, False),
+        (RejectionLevel.token, 1.9, True),  # not a rule about sequences
+    ],
+)
+def test_rules_about_sequences_decide_which_one_is_kept(level: RejectionLevel, high: float, kept: bool) -> None:
+    behaviour, proximal = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -3.0])
+    assert keeps_sequence(behaviour, proximal, [RejectionConfig("k1", level, high=high)]) is kept
 
 
 @few

@@ -63,6 +63,13 @@ def test_returns_that_are_all_the_same_have_no_variance_to_explain() -> None:
         assert explained_variance(old, equal) == 0.0
 
 
+def test_rounding_in_the_sums_is_no_variance() -> None:
+    old, equal = torch.tensor([0.0, 1.0, 3.0]), torch.full((3,), 0.1)
+    statistics = value_statistics(*value_loss(torch.zeros(3), old, equal, None), old, equal)
+    statistics.sums["return_squared"] *= 1 + 1e-15
+    assert value_metrics(statistics, 1 / 3)["critic/explained_variance"] == 0.0
+
+
 def test_values_that_are_wrong_by_a_constant_explain_all_variance() -> None:
     returns = torch.tensor([0.0, 1.0, 3.0])
     assert explained_variance(returns - 1, returns) == 1.0
