@@ -45,7 +45,7 @@ class EventReader:
                 continue
             offset = self._offset if number == self._segment else 0
             # Up to the last whole line: if this is the open segment, the rest of the line comes later.
-            content = _content(path)[offset:]
+            content = segment_content(path)[offset:]
             content = content[: content.rfind(b"\n") + 1]
             self._segment, self._offset = number, offset + len(content)
             for line in content.split(b"\n"):
@@ -58,11 +58,16 @@ class EventReader:
         return events
 
 
-def _content(path: Path) -> bytes:
-    """Return the content of a segment, uncompressed; of a damaged one, the part that can be read."""
+def segment_content(path: Path, limit: int | None = None) -> bytes:
+    """Return the content of a segment, uncompressed; of a damaged one, the part that can be read.
+
+    Args:
+        limit: bytes from the beginning that are enough; None: all.
+    """
     if path.suffix != ".zst":
         try:
-            return path.read_bytes()
+            with path.open("rb") as file:
+                return file.read(limit)
         except FileNotFoundError:  # it was compressed meanwhile
             path = path.with_name(f"{path.name}.zst")
     import pyarrow  # 0.1 s
@@ -70,7 +75,7 @@ def _content(path: Path) -> bytes:
     content = bytearray()
     try:
         with pyarrow.input_stream(str(path), compression="zstd") as stream:
-            while piece := stream.read(1 << 20):
+            while (limit is None or len(content) < limit) and (piece := stream.read(1 << 16)):
                 content += piece
     except OSError:
         pass

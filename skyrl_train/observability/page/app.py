@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+import numpy as np
 import orjson
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
@@ -23,11 +25,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import spec_of
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
+from skyrl_train.observability.page.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS, read_jsonl
+
+_Reader = TypeVar("_Reader", MetricTable, EventStore)
 
 STATIC = Path(__file__).parent / "static"
 POLL_S = 0.5  # between two looks at the files of a run that somebody watches
@@ -59,6 +65,7 @@ def create_page(root: Path, token: str | None = None) -> Starlette:
         "settings": page.settings,
         "evaluations": page.evaluations,
         "compare": page.compare,
+        "timeline": page.timeline,
     }
     return Starlette(
         routes=[
@@ -75,6 +82,7 @@ class _Page:
     def __init__(self, runs: RunsFolder) -> None:
         self._runs = runs
         self._tables: OrderedDict[Path, MetricTable] = OrderedDict()
+        self._events: OrderedDict[Path, EventStore] = OrderedDict()
         self._lock = Lock()
 
     def runs_list(self, query: QueryParams) -> Any:
@@ -110,6 +118,19 @@ class _Page:
             "settings": differing_settings([read_settings(self._runs.file(name, CONFIG)) for name in names]),
         }
 
+    def timeline(self, query: QueryParams) -> Any:
+        """What happened between ``t0`` and ``t1`` (Unix times), around ``step``, or during the last steps."""
+        name = _text(query, "run")
+        t0, t1 = _time(query, "t0"), _time(query, "t1")
+        step = _number(query, "step")
+        columns = self._table(name).columns() if step else {}
+        if "time" in columns and "time/step" in columns:
+            end = int(np.searchsorted(columns["step"], step))
+            if end < len(columns["step"]) and np.isfinite(columns["time"][end] + columns["time/step"][end]):
+                t1, length = float(columns["time"][end]), float(columns["time/step"][end])
+                t0, t1 = t1 - 2.5 * length, t1 + 0.5 * length
+        return self._kept(self._events, self._runs.file(name, EVENTS), EventStore).window(t0, t1)
+
     async def live(self, request: Request) -> Response:
         """Stream the fingerprints of the parts of a run that changed."""
         try:
@@ -136,13 +157,15 @@ class _Page:
         return StreamingResponse(changes(), media_type="text/event-stream")
 
     def _table(self, name: str) -> MetricTable:
-        path = self._runs.file(name, METRICS)
+        return self._kept(self._tables, self._runs.file(name, METRICS), MetricTable)
+
+    def _kept(self, kept: OrderedDict[Path, _Reader], path: Path, make: Callable[[Path], _Reader]) -> _Reader:
         with self._lock:
-            table = self._tables.setdefault(path, MetricTable(path))
-            self._tables.move_to_end(path)
-            if len(self._tables) > _KEPT_RUNS:
-                self._tables.popitem(last=False)
-        return table
+            reader = kept.setdefault(path, make(path))
+            kept.move_to_end(path)
+            if len(kept) > _KEPT_RUNS:
+                kept.popitem(last=False)
+        return reader
 
 
 # Requests and responses --------------------------------------------------------------------------------------------
@@ -165,6 +188,17 @@ def _number(query: QueryParams, name: str) -> int:
     if not (text.isdecimal() and text.isascii() and len(text) < 16):
         raise _BadQueryError(f"The parameter {name!r} is a whole number, not {text!r}.")
     return int(text)
+
+
+def _time(query: QueryParams, name: str) -> float | None:
+    text = query.get(name)
+    try:
+        value = None if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise _BadQueryError(f"The parameter {name!r} is a Unix time in seconds, not {text!r}.")
+    return value
 
 
 def _endpoint(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:

@@ -3,9 +3,12 @@ import { html, render, useEffect, useState } from "./vendor/preact.js";
 import { Metrics, Overview } from "./overview.js";
 import { Runs } from "./runs.js";
 import { Settings } from "./settings.js";
+import { Timeline } from "./timeline.js";
 import { ago, duration, get, number, plain, useAnswer, useLive } from "./util.js";
 
-const VIEWS = { overview: ["Overview", Overview], metrics: ["Metrics", Metrics], config: ["Configuration", Settings] };
+const VIEWS = {
+  overview: ["Overview", Overview], timeline: ["Timeline", Timeline], metrics: ["Metrics", Metrics], config: ["Configuration", Settings],
+};
 
 // #/run/NAME/VIEW?key=value, #/compare?run=A&run=B, or the list of runs.
 function place() {

@@ -1,0 +1,345 @@
+"""The timeline: what ran when, and which policy version sampled it, for a window of time.
+
+    events/000007.jsonl.zst ──> Segment (parsed once) ──> EventStore.window(t0, t1) ──> groups, activities, engines
+
+Only the segments around a window are read, so that the record of a long run costs no more than the record of a short one.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from skyrl_train.events.kinds import COMMON, KINDS
+from skyrl_train.events.log import segment_paths
+from skyrl_train.events.reader import segment_content
+
+Group = dict[str, Any]
+
+MAX_SEGMENTS = 10  # of 4 MB each, in one window
+BEFORE, AFTER = (
+    1,
+    2,
+)  # segments around a window: an event is recorded when it ends, and its group's beginning lies before it
+MAX_GROUPS, MAX_REQUESTS = (
+    400,
+    6000,
+)  # drawn one by one; above, their number by version over time, and the longest groups
+LONGEST = 40
+BINS = 300
+MAX_SPANS = 4000
+MAX_ENGINE_POINTS = 400
+_KEPT_SEGMENTS = 16  # in memory
+_FIRST_BYTES = 1 << 16
+_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
+
+
+def _accepted(type_: str) -> tuple[type, ...]:
+    name, _, null = type_.partition(" | ")
+    types = _TYPES[name]
+    return (*(types if isinstance(types, tuple) else (types,)), *((type(None),) if null else ()))
+
+
+# Of each kind: fields with their types, and those that are times.
+_FIELDS = {
+    name: (
+        [(field.name, _accepted(field.type)) for field in (*COMMON[1:], *kind.fields)],
+        [field.name for field in kind.fields if field.unit == "s" and field.name != "busy_s"],
+    )
+    for name, kind in KINDS.items()
+}
+
+
+@dataclass
+class Segment:
+    """A part of the record. All times are Unix times in seconds, by the clock of the process that never jumps.
+
+    Attributes:
+        process: number of the process that recorded it, from 0.
+        offset: Unix time minus the process's clock, as the process began.
+        begins: time of its first event.
+        events: by kind, in order.
+        read: bytes of its content that are parsed.
+    """
+
+    process: int
+    offset: float
+    begins: float
+    events: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    read: int = 0
+    last: float = 0.0
+
+    def parse(self, content: bytes) -> None:
+        """Parse the whole lines of ``content``, which follows what was parsed before; others stay for the next call."""
+        whole = content[: content.rfind(b"\n") + 1]
+        self.read += len(whole)
+        for line in whole.splitlines():
+            try:
+                event = orjson.loads(line)
+                fields, times = _FIELDS[event["kind"]]
+                if not all(isinstance(event[name], types) for name, types in fields):
+                    continue
+                event["at"], event["process"] = event["m"] + self.offset, self.process
+                for name in times:
+                    if event[name] is not None:
+                        event[name] += self.offset
+                if "groups" in event:
+                    event["groups"] = [int(group) for group in event["groups"] if event["kind"] != "lost"]
+                if event["kind"] == "request":
+                    event["segments"] = [
+                        [version, tokens, t0 + self.offset, t1 + self.offset, engine]
+                        for version, tokens, t0, t1, engine in event["segments"]
+                    ]
+            except (ValueError, KeyError, TypeError):
+                continue  # torn, or of another version
+            self.events.setdefault(event["kind"], []).append(event)
+            self.last = max(self.last, event["at"])
+
+
+class EventStore:
+    """The record of one run, which may still grow. Thread-safe.
+
+    Args:
+        folder: ``<run>/events``; a missing one has no events.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._index: dict[int, Segment] = {}  # without events: begin, clock and process of each
+        self._parsed: OrderedDict[int, Segment] = OrderedDict()
+
+    def window(self, t0: float | None, t1: float | None, steps: int = 6) -> dict[str, Any] | None:
+        """Return what happened between two Unix times; without them, during the last ``steps`` steps.
+
+        None: nothing is recorded.
+        """
+        with self._lock:
+            paths = self._indexed()
+            if not paths:
+                return None
+            numbers = list(paths)
+            if t0 is None or t1 is None:
+                parsed = self._read(paths, numbers[-1 - AFTER :])
+                t0, t1 = _last_steps(parsed, steps)
+            begins = [self._index[number].begins for number in numbers]
+            first = max(0, int(np.searchsorted(begins, t0, side="right")) - 1 - BEFORE)
+            behind = int(np.searchsorted(begins, t1, side="right")) + AFTER
+            wanted = numbers[first:behind]
+            whole = len(wanted) <= MAX_SEGMENTS + BEFORE + AFTER
+            # Of a window that is too long, the end.
+            parsed = self._read(paths, wanted if whole else wanted[-MAX_SEGMENTS:])
+            last = self._read(paths, numbers[-1:])[0].last
+        # Nothing before the first segment that was read is known.
+        from_ = t0 if whole else max(t0, parsed[0].begins)
+        return {"t0": t0, "t1": t1, "first": begins[0], "last": last, "known_from": from_, **_drawn(parsed, from_, t1)}
+
+    def _indexed(self) -> dict[int, Path]:
+        """Read the first line of new segments."""
+        # A link could lead out of the folder of runs.
+        paths = {number: path for number, path in segment_paths(self._folder).items() if not path.is_symlink()}
+        for number, path in paths.items():
+            if number in self._index:
+                continue
+            try:
+                line = segment_content(path, _FIRST_BYTES).partition(b"\n")[0]
+                event = orjson.loads(line)
+                t, m = float(event["t"]), float(event["m"])
+                begun = event["kind"] == "process"
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # empty yet, or damaged
+            before = max((other for other in self._index if other < number), default=None)
+            if before is None or begun:
+                process = 0 if before is None else self._index[before].process + 1
+                self._index[number] = Segment(process, t - m, t)
+            else:
+                same = self._index[before]
+                self._index[number] = Segment(same.process, same.offset, m + same.offset)
+        return {number: path for number, path in paths.items() if number in self._index}
+
+    def _read(self, paths: dict[int, Path], numbers: Sequence[int]) -> list[Segment]:
+        for number in numbers:
+            known = self._index[number]
+            segment = self._parsed.setdefault(
+                number, Segment(known.process, known.offset, known.begins, last=known.begins)
+            )
+            self._parsed.move_to_end(number)
+            # A segment is complete once there is a later one.
+            if not segment.read or number == max(paths):
+                segment.parse(segment_content(paths[number])[segment.read :])
+        found = [self._parsed[number] for number in numbers]
+        while len(self._parsed) > max(_KEPT_SEGMENTS, len(numbers)):
+            self._parsed.popitem(last=False)
+        return found
+
+
+def _last_steps(segments: Sequence[Segment], steps: int) -> tuple[float, float]:
+    """Return the times between which the last steps were trained."""
+    end = max(segment.last for segment in segments)
+    ends = [event["at"] for segment in segments for event in segment.events.get("trained", ())]
+    if not ends:
+        return max(segments[0].begins, end - 60.0), end + 0.5
+    # The step before the first one ended where the first one began.
+    begin = ends[-steps - 1] if len(ends) > steps else segments[0].begins
+    return begin, max(end, begin) + 0.02 * (end - begin)
+
+
+def _drawn(segments: Sequence[Segment], t0: float, t1: float) -> dict[str, Any]:
+    def of(kind: str) -> Iterable[dict[str, Any]]:
+        return (event for segment in segments for event in segment.events.get(kind, ()))
+
+    spans = [event for event in of("span") if event["t1"] >= t0 and event["t0"] <= t1]
+    last = {segment.process: segment.last for segment in segments}  # the last one of each process
+    groups = [group for group in _groups(of, last) if group["end"] >= t0 and group["begin"] <= t1]
+    groups.sort(key=lambda group: (group["begin"], group["group"]))
+    requests = sum(len(group["requests"]) for group in groups)
+    answer: dict[str, Any] = {
+        "spans": [[e["name"], e.get("step"), e["t0"], e["t1"]] for e in _longest(spans, MAX_SPANS)],
+        "steps": [[e["step"], e["at"], e["groups"]] for e in of("trained") if t0 <= e["at"] <= t1],
+        "engines": _engines(of("engine"), t0, t1),
+        "evaluations": [[e["version"], e["t0"], e["t1"]] for e in of("evaluation") if e["t1"] >= t0 and e["t0"] <= t1],
+        "processes": [e["at"] for e in of("process") if t0 <= e["at"] <= t1],
+        "all_groups": len(groups),
+        "density": None,
+    }
+    if len(groups) > MAX_GROUPS or requests > MAX_REQUESTS:
+        answer["density"] = _density(groups, t0, t1)
+        longest = sorted(groups, key=lambda group: group["begin"] - group["end"])[:LONGEST]
+        groups = sorted(longest, key=lambda group: (group["begin"], group["group"]))
+    answer["groups"] = groups
+    return answer
+
+
+def _longest(spans: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    if len(spans) <= count:
+        return spans
+    return sorted(sorted(spans, key=lambda span: span["t0"] - span["t1"])[:count], key=lambda span: span["t0"])
+
+
+def _groups(of: Callable[[str], Iterable[dict[str, Any]]], last: Mapping[int, float]) -> list[Group]:
+    """Return the lives of the groups, each from its admission to its end as far as the events tell.
+
+    Args:
+        last: time of the last event of each process, until which its unfinished groups lived.
+    """
+    groups: dict[tuple[int, int], Group] = {}
+
+    def group_of(event: dict[str, Any], index: int) -> Group:
+        group = groups.get((event["process"], index))
+        if group is None:
+            group = groups[event["process"], index] = {
+                "group": index,
+                "process": event["process"],
+                "begin": event["at"],
+                "end": event["at"],
+                "state": "running",
+                "requests": [],
+                "environments": [],
+                "stages": [],
+                "retries": [],
+            }
+        group["end"] = max(group["end"], event["at"])
+        return group
+
+    for kind in ("admitted", "restored"):
+        for event in of(kind):
+            for index, version in zip(event["groups"], event["versions"], strict=False):
+                group_of(event, index).update(
+                    begin=event["at"], version=version, **({kind: True} if kind == "restored" else {})
+                )
+    for event in of("replayed"):
+        group_of(event, event["group"])["replayed"] = True
+    for event in of("retried"):
+        group_of(event, event["group"])["retries"].append([event["at"], event["attempt"], event["reason"]])
+    for event in of("finished"):
+        keep = {name: event[name] for name in ("uid", "oldest", "newest", "tokens")}
+        group_of(event, event["group"]).update(finished=event["at"], state="generated", **keep)
+    for event in of("stage"):
+        group_of(event, event["group"])["stages"].append([event["name"], event["t0"], event["t1"], event["ok"]])
+    for event in of("buffered"):
+        group_of(event, event["group"]).update(buffered=event["at"], state="buffered", reward=event["reward"])
+    for kind in ("filtered", "failed"):
+        for event in of(kind):
+            group_of(event, event["group"]).update(ended=event["at"], state=kind, reason=event.get("reason"))
+    for event in of("dropped"):
+        for index in event["groups"]:
+            group_of(event, index).update(ended=event["at"], state="dropped")
+    for event in of("trained"):
+        for index, lag, masked in zip(event["groups"], event["lags"], event["masked"], strict=False):
+            trained = {"state": "trained", "ended": event["at"], "step": event["step"], "lag": lag, "masked": masked}
+            group_of(event, index).update(trained)
+    for kind, name in (("request", "requests"), ("environment", "environments")):
+        for event in of(kind):
+            if event["group"] is not None:
+                group_of(event, event["group"])[name].append(
+                    _request(event) if kind == "request" else _environment(event)
+                )
+    for group in groups.values():
+        if group["state"] in ("running", "generated", "buffered"):
+            group["end"] = last[group["process"]]
+        if group["requests"]:
+            group["begin"] = min(group["begin"], min(request[1] for request in group["requests"]))
+    return list(groups.values())
+
+
+def _request(event: dict[str, Any]) -> list[Any]:
+    """Return sample, submission, first token, end, reason of the end, prompt tokens, runs of one version, and seams."""
+    times = event["t_submit"], event["t_first"], event["t_end"]
+    return [event["sample"], *times, event["stop"], event["prompt_tokens"], event["segments"], event["seams"]]
+
+
+def _environment(event: dict[str, Any]) -> list[Any]:
+    return [event["sample"], event["t0"], event["t1"], event["call"], event["ok"]]
+
+
+def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int, list[list[Any]]]:
+    """Return the samples of each engine: time, state, version, running, waiting, paused, share of the cache, tokens/s."""
+    points: dict[int, list[list[Any]]] = {}
+    before: dict[int, dict[str, Any]] = {}
+    for event in events:
+        number, previous = event["engine"], before.get(event["engine"])
+        before[number] = event
+        if not t0 - 2.0 <= event["at"] <= t1 + 2.0:
+            continue
+        speed = None
+        if previous is not None and None not in (event["generated_tokens"], previous["generated_tokens"]):
+            passed = event["at"] - previous["at"]
+            tokens = event["generated_tokens"] - previous["generated_tokens"]
+            speed = tokens / passed if passed > 0 and tokens >= 0 else None  # an engine that restarted begins at 0
+        facts = [event[name] for name in ("state", "version", "running", "waiting", "paused", "cache")]
+        points.setdefault(number, []).append([event["at"], *facts, speed])
+    return {number: rows[:: -(-len(rows) // MAX_ENGINE_POINTS)] for number, rows in sorted(points.items())}
+
+
+def _density(groups: Sequence[Group], t0: float, t1: float) -> dict[str, Any]:
+    """Return the mean number of responses that are sampled, by policy version, in each of ``BINS`` parts of the window."""
+    by_version: dict[int, array[float]] = {}
+    for group in groups:
+        for request in group["requests"]:
+            for version, _, begin, end, _ in request[6]:
+                by_version.setdefault(version, array("d")).extend((begin, end))
+    edges = np.linspace(t0, t1, BINS + 1)
+    width = edges[1] - edges[0]
+    running = {}
+    for version, times in sorted(by_version.items()):
+        begins, ends = np.sort(np.array(times).reshape(-1, 2), axis=0).T
+        # The integral up to x of the number of runs: the sum of min(x, end) - min(x, begin). From t0: Unix times lose digits.
+        busy = _sum_of_minima(edges - t0, ends - t0) - _sum_of_minima(edges - t0, begins - t0)
+        running[version] = np.maximum(0.0, np.diff(busy) / width)
+    return {"t0": t0, "t1": t1, "running": running}
+
+
+def _sum_of_minima(at: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sum over ``times`` (sorted) of ``min(x, time)`` for each x in ``at``."""
+    sums = np.concatenate([[0.0], np.cumsum(times)])
+    below = np.searchsorted(times, at)
+    return np.asarray(sums[below] + (len(times) - below) * at)

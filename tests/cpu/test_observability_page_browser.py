@@ -1,0 +1,106 @@
+"""The page in a real browser: each view draws a recorded run, live and narrow, without a complaint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import uvicorn
+from browser import CHROMIUM, Browser, browsing
+from recorded_runs import RecordedRun
+
+from skyrl_train.observability.page.app import create_page
+from skyrl_train.observability.run_folder import CONFIG, METRICS
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
+
+HOSTILE = "<img src=x onerror=document.title='injected'>\u202e\x1b[31m"
+SHOTS = os.environ.get("SKYRL_PAGE_SHOTS")  # a folder for screenshots
+
+
+@asynccontextmanager
+async def serving(root: Path) -> AsyncIterator[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            create_page(root), lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        server.capture_signals = lambda: nullcontext()  # type: ignore[method-assign]
+        task = asyncio.create_task(server.serve([listener]))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        await task
+
+
+async def shot(browser: Browser, name: str) -> None:
+    if SHOTS:
+        await browser.screenshot(Path(SHOTS) / f"{name}.png")
+
+
+def painted(selector: str) -> str:
+    """An expression that is true once the canvas has at least 3 colours."""
+    return f"""(() => {{
+        const seen = new Set(), small = new OffscreenCanvas(200, 200).getContext("2d", {{willReadFrequently: true}});
+        small.drawImage(document.querySelector("{selector}"), 0, 0, 200, 200);
+        const data = small.getImageData(0, 0, 200, 200).data;
+        for (let i = 0; i < data.length; i += 4) seen.add(data.slice(i, i + 3).join());
+        return seen.size >= 3;
+    }})()"""
+
+
+async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    RecordedRun(runs / "first-1")
+    RecordedRun(runs / "second-1", steps=4)
+    hostile = runs / "hostile"
+    hostile.mkdir()
+    (hostile / CONFIG).write_text(json.dumps({"trainer": {"mode": HOSTILE, HOSTILE: HOSTILE}}))
+    (hostile / METRICS).write_text(json.dumps({"step": 1, HOSTILE: 1.0}) + '\n{"step": 2, "reward/mean": NaN}\n{"ste')
+    async with serving(runs) as url, browsing(tmp_path / "profile") as browser:
+        await browser.size(1300, 800)
+        await browser.open(url)
+        await browser.until("document.querySelectorAll('tbody tr').length === 3")
+        await shot(browser, "runs")
+        of_first = f"{url}#/run/first-1"
+        await browser.open(f"{of_first}/overview")
+        await browser.until("document.querySelectorAll('.uplot canvas').length >= 8")
+        await browser.until(painted(".uplot canvas"))
+        await shot(browser, "overview")
+        await browser.open(f"{of_first}/timeline")
+        await browser.until(painted(".lanes canvas"))
+        await shot(browser, "timeline")
+        await browser.open(f"{of_first}/metrics")
+        await browser.until("document.querySelectorAll('.uplot canvas').length >= 10")
+        await browser.open(f"{of_first}/config")
+        await browser.until("document.body.innerText.includes('trainer.max_steps')")
+
+        # A step that the run writes now appears without a reload.
+        await browser.open(f"{of_first}/overview")
+        await browser.until("document.querySelector('header').innerText.includes('step 8')")
+        with (runs / "first-1" / METRICS).open("a") as file:
+            file.write('{"step": 9, "reward/mean": 0.123}\n')
+        await browser.until("document.querySelector('header').innerText.includes('step 9')")
+        await browser.until("document.querySelector('.card .now').innerText === '0.123'")
+
+        # Narrow and dark: nothing sticks out.
+        await browser.size(390, 844, dark=True)
+        for view in ("overview", "timeline", "metrics", "config"):
+            await browser.open(f"{of_first}/{view}")
+            await browser.until(
+                "document.querySelector('main').innerText.length > 40 && !document.querySelector('.empty')"
+            )
+            await shot(browser, f"narrow_{view}")
+            assert await browser.value("document.documentElement.scrollWidth") <= 390, view
+        for view in ("overview", "timeline", "metrics", "config"):
+            await browser.open(f"{url}#/run/hostile/{view}")
+            await browser.until("document.querySelector('nav [aria-current]')")
+        await browser.until("document.querySelector('.ctl')")
+        assert "injected" not in await browser.value("document.title")
+        assert browser.complaints == []

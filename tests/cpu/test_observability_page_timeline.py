@@ -1,0 +1,274 @@
+"""The timeline: which events of a record it reads, and what it makes of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_runs import BEGAN, RecordedRun
+from starlette.testclient import TestClient
+
+from skyrl_train.events.log import EVENTS, compress_closed, encode, segment_paths
+from skyrl_train.observability.page import timeline
+from skyrl_train.observability.page.app import create_page
+from skyrl_train.observability.page.timeline import EventStore
+
+
+def window_of(events: list[dict[str, Any]], tmp_path: Path, t0: float = 0.0, t1: float = 100.0) -> dict[str, Any]:
+    folder = tmp_path / EVENTS
+    folder.mkdir(exist_ok=True)
+    begun = {
+        "kind": "process",
+        "t": 0.0,
+        "m": 0.0,
+        "host": "",
+        "pid": 1,
+        "version": "",
+        "python": "",
+        "config": "",
+        "git": None,
+    }
+    lines = [encode(event) for event in [{**begun, "command": []}, *events]]
+    (folder / "000001.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    window = EventStore(folder).window(t0, t1)
+    assert window is not None
+    return window
+
+
+def event(kind: str, at: float, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "t": at, "m": at, **fields}
+
+
+def admitted(at: float, *groups: int) -> dict[str, Any]:
+    return event("admitted", at, groups=list(groups), versions=[0] * len(groups))
+
+
+def request(at: float, group: int, segments: list[list[Any]], **more: Any) -> dict[str, Any]:
+    fields = {
+        "session": "",
+        "group": group,
+        "sample": 0,
+        "prompt_tokens": 1,
+        "t_submit": segments[0][2],
+        "t_first": None,
+        "t_end": at,
+    }
+    return event(
+        "request",
+        at,
+        **fields,
+        stop="stop",
+        replayed=0,
+        segments=segments,
+        seams=["update"] * (len(segments) - 1),
+        **more,
+    )
+
+
+# Windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_has_the_groups_whose_lives_touch_it(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps=20, groups=2, samples=2)
+    store = EventStore(run.path / EVENTS)
+    window = store.window(BEGAN + 10.0, BEGAN + 11.0)
+    assert window is not None
+    lives: dict[int, list[float]] = {}
+    for entry in run.events:
+        for group in [*entry.get("groups", ()), *([entry["group"]] if entry.get("group") is not None else [])]:
+            lives.setdefault(group, []).append(entry["t"])
+    expected = {group for group, times in lives.items() if max(times) >= BEGAN + 10 and min(times) <= BEGAN + 11}
+    assert {group["group"] for group in window["groups"]} == expected
+    assert [step for step, *_ in window["steps"]] == [11]
+    assert all(span[3] >= BEGAN + 10 and span[2] <= BEGAN + 11 for span in window["spans"])
+
+
+def test_without_times_the_window_has_the_last_steps(tmp_path: Path) -> None:
+    window = EventStore(RecordedRun(tmp_path / "run", steps=20).path / EVENTS).window(None, None, steps=3)
+    assert window is not None
+    assert [step for step, *_ in window["steps"]] == [17, 18, 19, 20]
+    assert window["last"] <= window["t1"]
+
+
+def test_only_the_segments_around_a_window_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / "run", steps=40, groups=2, samples=2, segment_bytes=4000)
+    segments = segment_paths(run.path / EVENTS)
+    assert len(segments) > 10
+    read: list[int] = []
+    content_of = timeline.segment_content
+
+    def content(path: Path, limit: int | None = None) -> bytes:
+        if limit is None:
+            read.append(int(path.name.partition(".")[0]))
+        return content_of(path, limit)
+
+    monkeypatch.setattr(timeline, "segment_content", content)
+    store = EventStore(run.path / EVENTS)
+    first = store.window(BEGAN + 20.0, BEGAN + 20.5)
+    assert 0 < len(set(read)) <= 7
+    before = len(read)
+    assert store.window(BEGAN + 20.0, BEGAN + 20.5) == first
+    assert len(read) <= before + 2, "what is parsed stays; only the open segment is looked at again"
+    whole = EventStore(RecordedRun(tmp_path / "whole", steps=40, groups=2, samples=2).path / EVENTS)
+    same = whole.window(BEGAN + 20.0, BEGAN + 20.5)
+    assert first is not None and same is not None
+    assert all(first[part] == same[part] for part in ("spans", "steps", "groups"))
+
+
+def test_a_window_that_is_too_long_has_its_end(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps=60, groups=2, samples=2, segment_bytes=4000)
+    window = EventStore(run.path / EVENTS).window(BEGAN, BEGAN + 60)
+    assert window is not None
+    assert window["known_from"] > BEGAN
+    assert min(at for _, at, _ in window["steps"]) >= window["known_from"]
+    assert window["steps"][-1][0] == 60
+
+
+def test_a_store_follows_a_segment_that_grows_is_compressed_or_torn(tmp_path: Path) -> None:
+    folder = tmp_path / EVENTS
+    store = EventStore(folder)
+    assert store.window(None, None) is None
+    window_of([admitted(1.0, 0)], tmp_path)
+    path = folder / "000001.jsonl"
+
+    def states() -> dict[int, str]:
+        window = store.window(0.0, 100.0)
+        assert window is not None
+        return {group["group"]: group["state"] for group in window["groups"]}
+
+    assert states() == {0: "running"}
+    line = encode(event("buffered", 2.0, group=0, reward=None)) + b"\n"
+    with path.open("ab") as file:
+        file.write(line[:20])
+    assert states() == {0: "running"}
+    with path.open("ab") as file:
+        file.write(line[20:])
+    assert states() == {0: "buffered"}
+    (folder / "000002.jsonl").write_bytes(encode(admitted(3.0, 1)) + b"\n")
+    compress_closed(folder, 1)
+    assert not path.exists()
+    assert states() == {0: "buffered", 1: "running"}
+    assert EventStore(folder).window(0.0, 100.0) == store.window(0.0, 100.0)
+
+
+def test_a_segment_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps=2)
+    folder = tmp_path / "linked"
+    folder.mkdir()
+    (folder / "000001.jsonl").symlink_to(run.path / EVENTS / "000001.jsonl")
+    assert EventStore(folder).window(None, None) is None
+
+
+# Groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_life_of_a_group(tmp_path: Path) -> None:
+    sample = {"session": "", "group": 7, "sample": 0}
+    window = window_of([
+        admitted(1.0, 7),
+        event("retried", 2.0, group=7, attempt=1, reason="why"),
+        request(4.0, 7, [[0, 3, 2.5, 3.0, 0], [1, 2, 3.2, 4.0, 0]]),
+        event("environment", 4.5, **sample, name="game", call="step", t0=4.0, t1=4.5, ok=True),
+        event("finished", 5.0, group=7, uid="u", attempt=2, oldest=0, newest=1, tokens=5),
+        event("stage", 6.0, group=7, name="reward", t_queue=5.0, t0=5.5, t1=6.0, ok=True),
+        event("buffered", 6.0, group=7, reward=0.5),
+        event("trained", 9.0, step=2, groups=[7], lags=[1], masked=[3]),
+    ], tmp_path)  # fmt: skip
+    (group,) = window["groups"]
+    assert (group["begin"], group["finished"], group["end"]) == (1.0, 5.0, 9.0)
+    assert (group["state"], group["step"], group["lag"], group["masked"], group["reward"]) == ("trained", 2, 1, 3, 0.5)
+    assert group["retries"] == [[2.0, 1, "why"]]
+    ((number, submitted, first, end, stop, _, segments, seams),) = group["requests"]
+    assert (number, submitted, first, end, stop, seams) == (0, 2.5, None, 4.0, "stop", ["update"])
+    assert segments == [[0, 3, 2.5, 3.0, 0], [1, 2, 3.2, 4.0, 0]]
+    assert group["environments"] == [[0, 4.0, 4.5, "step", True]]
+    assert group["stages"] == [["reward", 5.5, 6.0, True]]
+
+
+@pytest.mark.parametrize(("last", "state"), [
+    (event("failed", 3.0, group=7, reason="why", masked=False), "failed"),
+    (event("filtered", 3.0, group=7), "filtered"),
+    (event("dropped", 3.0, groups=[7]), "dropped"),
+])  # fmt: skip
+def test_a_group_that_is_not_trained_tells_why(tmp_path: Path, last: dict[str, Any], state: str) -> None:
+    (group,) = window_of([admitted(1.0, 7), last], tmp_path)["groups"]
+    assert (group["state"], group["end"]) == (state, 3.0)
+
+
+def test_a_group_of_a_killed_process_ends_with_it_and_begins_again_in_the_next_one(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps=2, groups=1, samples=1)
+    folder = run.path / EVENTS
+    # Its clock begins at 0, and a day later by the clock of the wall.
+    later = BEGAN + 86400
+    second = [
+        {**run.events[0], "t": later, "m": 0.0},
+        {"kind": "admitted", "t": later + 1, "m": 1.0, "groups": [0], "versions": [0]},
+        {"kind": "note", "t": later - 500, "m": 2.0, "text": "the clock of the wall was set back"},
+    ]
+    (folder / "000002.jsonl").write_bytes(b"\n".join(encode(entry) for entry in second) + b"\n")
+    window = EventStore(folder).window(BEGAN, later + 10)
+    assert window is not None
+    first, again = [group for group in window["groups"] if group["group"] == 0]
+    assert (first["process"], first["state"], again["process"], again["state"]) == (0, "trained", 1, "running")
+    assert (again["begin"], again["end"]) == (later + 1.0, later + 2.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 90), st.floats(0.01, 30)), min_size=1, max_size=20))
+def test_the_number_of_responses_by_version_is_their_time_in_each_bin(runs: list[tuple[int, float, float]]) -> None:
+    groups = [
+        {"requests": [[0, 0, 0, 0, "", 0, [[version, 1, begin, begin + length, 0]], []]]}
+        for version, begin, length in runs
+    ]
+    density = timeline._density(groups, 10.0, 70.0)
+    edges = np.linspace(10.0, 70.0, timeline.BINS + 1)
+    for version, running in density["running"].items():
+        for index in (0, 1, 77, timeline.BINS - 1):
+            low, high = edges[index], edges[index + 1]
+            busy = sum(max(0.0, min(high, b + n) - max(low, b)) for v, b, n in runs if v == version)
+            # Sums of up to 40 times below 120 are exact to 1e-12; the width of a bin is 0.2.
+            assert running[index] == pytest.approx(busy / (high - low), abs=1e-9)
+
+
+def test_many_groups_become_their_number_and_the_longest_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MAX_GROUPS", 10)
+    monkeypatch.setattr(timeline, "LONGEST", 3)
+    lengths = list(range(1, 21))
+    random.Random(0).shuffle(lengths)
+    events = [admitted(1.0, *range(20))]
+    events += [event("filtered", 1.0 + length, group=group) for group, length in enumerate(lengths)]
+    window = window_of(events, tmp_path)
+    assert window["all_groups"] == 20
+    assert sorted(lengths[group["group"]] for group in window["groups"]) == [18, 19, 20]
+    assert window["density"] is not None
+
+
+@pytest.mark.parametrize("bad", [
+    {"kind": "trained", "t": 1.0, "m": 1.0, "step": 1, "groups": 5, "lags": [], "masked": []},
+    {"kind": "trained", "t": 1.0, "m": 1.0, "step": 1, "groups": [[1]], "lags": [1], "masked": [0]},
+    {"kind": "request", "t": 1.0, "m": 1.0, "group": 7, "segments": [[1, 2]]},
+    {"kind": "finished", "t": "x", "m": None}, {"kind": ["span"], "t": 1.0, "m": 1.0}, {"t": 1.0, "m": 1.0}, [], None,
+    {"kind": "of the future", "t": 1.0, "m": 1.0, "groups": [1]},
+    {"kind": "admitted", "t": 1.0, "m": 1.0, "groups": [9, 10], "versions": []},
+])  # fmt: skip
+def test_events_of_another_form_are_left_out(tmp_path: Path, bad: Any) -> None:
+    window = window_of([bad, admitted(1.0, 7), bad], tmp_path)
+    assert [group["group"] for group in window["groups"]] == [7]
+
+
+# HTTP -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_around_a_step(tmp_path: Path) -> None:
+    RecordedRun(tmp_path / "run", steps=20)
+    client = TestClient(create_page(tmp_path), base_url="http://localhost")
+    answer = client.get("/api/timeline", params={"run": "run", "step": 10}).json()
+    assert 10 in [step for step, *_ in answer["steps"]] and answer["t1"] < BEGAN + 12
+    assert client.get("/api/timeline", params={"run": "run", "t0": "nan"}).status_code == 400
+    (tmp_path / "run" / EVENTS).rename(tmp_path / "run" / "gone")
+    client = TestClient(create_page(tmp_path), base_url="http://localhost")
+    assert client.get("/api/timeline", params={"run": "run"}).json() is None
