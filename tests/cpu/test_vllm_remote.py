@@ -292,9 +292,7 @@ class Asking:
 
 
 def a_request() -> RemoteRequest:
-    return RemoteRequest(
-        EngineRequest([3], SamplingParams(), stream=True), "a", asyncio.Queue(), spans=[(0, 0)], version=0, loads=4
-    )
+    return RemoteRequest(EngineRequest([3], SamplingParams(), stream=True), "a", [], spans=[(0, 0)], version=0, loads=4)
 
 
 async def test_without_an_update_a_stream_has_the_servers_version() -> None:

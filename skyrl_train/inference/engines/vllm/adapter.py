@@ -161,12 +161,20 @@ class AsyncLLMAdapter(VLLMLink):
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: EngineRequest, salt: str, version: int) -> InFlightRequest:
+    def submit(self, request: EngineRequest, salt: str, version: int) -> InFlightRequest:
         """See :class:`VLLMLink`."""
+        self.raise_if_dead()
+        in_flight = InFlightRequest(request, key="", outputs=None, spans=[(version, 0)])
+        # A task: vLLM may take the request although its caller was cancelled.
+        in_flight.submission = asyncio.ensure_future(self._add(in_flight, salt))
+        in_flight.submission.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen by nobody then
+        return in_flight
+
+    async def _add(self, in_flight: InFlightRequest, salt: str) -> None:
         from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
         from vllm.inputs import tokens_input
 
-        self.raise_if_dead()
+        request = in_flight.request
         try:
             outputs = await self._llm.add_request(
                 str(next(self._keys)),
@@ -180,7 +188,7 @@ class AsyncLLMAdapter(VLLMLink):
         except Exception as error:
             raise self.failure(error) from error
         self.raise_if_dead()  # no output would ever come
-        return InFlightRequest(request, outputs.request_id, outputs, spans=[(version, 0)])
+        in_flight.key, in_flight.outputs = outputs.request_id, outputs
 
     def _sampling_params(self, request: EngineRequest) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -237,13 +245,15 @@ class AsyncLLMAdapter(VLLMLink):
             await self.abort([in_flight])
 
     def fail(self, in_flight: InFlightRequest, error: EngineDeadError) -> None:
-        """See :class:`VLLMLink`."""
-        in_flight.outputs.put(error)
+        """See :class:`VLLMLink`. The submission of a request that is on its way to vLLM finds the death itself."""
+        if in_flight.outputs is not None:
+            in_flight.outputs.put(error)
 
     async def abort(self, requests: Sequence[InFlightRequest]) -> None:
         """See :class:`VLLMLink`; returns when the engine process has been told."""
-        if requests and not self._death.done():
-            await self._llm.abort([in_flight.key for in_flight in requests], internal=True)
+        keys = [in_flight.key for in_flight in requests if in_flight.key]  # the others were rejected
+        if keys and not self._death.done():
+            await self._llm.abort(keys, internal=True)
 
     async def abort_all(self, requests: Sequence[InFlightRequest]) -> None:
         """See :class:`VLLMLink`."""

@@ -9,7 +9,7 @@ The server says which weight version sampled which tokens; that is exact because
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import socket
 import ssl
@@ -51,6 +51,7 @@ RETRY_S = 0.5  # between looks for a server that is still starting; nothing anno
 ARRIVAL_S = 0.02  # for a request that was sent before an abort and arrives after it: then it is aborted again
 VERIFY_ROUNDS = 3
 RESTARTED = "it was started again and holds no synced weights"
+_JSON = {"Content-Type": "application/json"}
 # A machine that vanished closes nothing; the kernel finds out: first probe after 20 s of silence, dead after 3 x 10 s more.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -88,6 +89,7 @@ class Connection:
 
     def __init__(self, base_url: str, api_key: str | None, control_timeout_s: float) -> None:
         self.url = base_url
+        self._base = base_url.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._control_timeout_s = control_timeout_s
         self._patient = aiohttp.ClientTimeout(total=None, sock_connect=control_timeout_s)
@@ -135,27 +137,35 @@ class Connection:
         options = {"timeout": self._patient} if patient else {}
         return await self._exchange(self._control, "POST", path, json=body, **options)
 
-    async def generate(self, body: Mapping[str, Any]) -> Any:
-        """Return the whole answer to a request; errors as in :meth:`post`."""
-        return await self._exchange(self._generation, "POST", GENERATE_PATH, json=body, timeout=self._patient)
+    async def generate(self, body: bytes) -> Any:
+        """Return the whole answer to a request, whose body is JSON; errors as in :meth:`post`."""
+        return await self._exchange(
+            self._generation, "POST", GENERATE_PATH, data=body, headers=_JSON, timeout=self._patient
+        )
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def stream(self, body: bytes) -> AsyncIterator[Any]:
         """Yield the events of a streamed answer; errors as in :meth:`post`."""
-        async with self._response(
-            self._generation, "POST", GENERATE_PATH, json=body, timeout=self._patient
-        ) as response:
-            if not _succeeded(response):
-                self._check(response, await response.read())
-            rest = b""
-            async for piece in response.content.iter_any():
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: ") and line.rstrip() != b"data: [DONE]":
-                        yield orjson.loads(line.removeprefix(b"data: "))
+        try:
+            async with self._generation.post(
+                self._base + GENERATE_PATH, data=body, headers=_JSON, timeout=self._patient, allow_redirects=False
+            ) as response:
+                if not _succeeded(response):
+                    self._check(response, await response.read())
+                rest = b""
+                async for piece in response.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: ") and line.rstrip() != b"data: [DONE]":
+                            yield orjson.loads(line.removeprefix(b"data: "))
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
 
     async def _exchange(self, session: aiohttp.ClientSession, method: str, path: str, **options: Any) -> Any:
-        async with self._response(session, method, path, **options) as response:
-            content = await response.read()
+        try:
+            async with session.request(method, self._base + path, allow_redirects=False, **options) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
         self._check(response, content)
         try:
             return orjson.loads(content) if content else None
@@ -164,22 +174,11 @@ class Connection:
                 f"The vLLM server at {self.url} answers {path} with no JSON: {content[:200]!r}"
             ) from error
 
-    @contextlib.asynccontextmanager
-    async def _response(
-        self, session: aiohttp.ClientSession, method: str, path: str, **options: Any
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        url = self.url.rstrip("/") + path
-        try:
-            async with session.request(method, url, allow_redirects=False, **options) as response:
-                yield response
-        except aiohttp.SocketTimeoutError as error:
-            raise EngineError(
-                f"The vLLM server at {self.url} did not answer within {self._control_timeout_s:g} s."
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineDeadError(
-                f"The vLLM server at {self.url} is gone: {str(error) or type(error).__name__}."
-            ) from error
+    def _lost(self, error: aiohttp.ClientError | OSError) -> EngineError:
+        """Return what an error on the way to the server means."""
+        if isinstance(error, aiohttp.SocketTimeoutError):
+            return EngineError(f"The vLLM server at {self.url} did not answer within {self._control_timeout_s:g} s.")
+        return EngineDeadError(f"The vLLM server at {self.url} is gone: {str(error) or type(error).__name__}.")
 
     def _check(self, response: aiohttp.ClientResponse, content: bytes) -> None:
         if _succeeded(response):
@@ -208,11 +207,14 @@ class Connection:
 AskSpans = Callable[[str], Awaitable[Spans | None]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RemoteRequest(InFlightRequest):
-    """A request to a server. Its ``outputs`` are ``ResponsePart`` values, or the error that ended it.
+    """A request to a server. ``outputs`` is a list of ``ResponsePart`` values, and of the error that ended it.
+
+    There are thousands at once, so that it has no :class:`asyncio.Queue`, which takes 3 KiB.
 
     Attributes:
+        arrival: of an output, for the one who waits for it.
         version: what the server held when it was sent.
         loads: updates that the server had loaded by then; later, how many of them ``spans`` covers.
         suspect: the server may have prefilled it from what earlier weights had cached.
@@ -225,6 +227,21 @@ class RemoteRequest(InFlightRequest):
     suspect: bool = False
     held: list[ResponsePart] = field(default_factory=list)
     reader: asyncio.Task[None] | None = None
+    arrival: asyncio.Future[None] | None = None
+
+    def put(self, output: ResponsePart | Exception) -> None:
+        """Add an output."""
+        self.outputs.append(output)
+        if self.arrival is not None and not self.arrival.done():
+            self.arrival.set_result(None)
+
+    async def get(self) -> ResponsePart | Exception:
+        """Take the next output, once there is one. One caller at a time."""
+        while not self.outputs:
+            self.arrival = asyncio.get_running_loop().create_future()
+            await self.arrival
+        output: ResponsePart | Exception = self.outputs.pop(0)
+        return output
 
     async def label(self, part: ResponsePart, loads: int, version: int, ask: AskSpans) -> TokenChunk | None:
         """Return the next tokens with their versions; None while the server has not said which ones these are.
@@ -269,6 +286,8 @@ class ServerLink(VLLMLink):
         self._connection = connection
         self._version = version
         self._loads = 0
+        # The server may have other clients. A UUID for each request would be a system call for each.
+        self._request_ids = map(f"{uuid.uuid4().hex}-{{}}".format, itertools.count())
         self._readers: set[asyncio.Task[None]] = set()
         self._pausing: asyncio.Future[Any] | None = None
         self._info_now = SharedLook(lambda: connection.get(ENGINE_PATH))
@@ -322,46 +341,46 @@ class ServerLink(VLLMLink):
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: EngineRequest, salt: str, version: int) -> RemoteRequest:
-        """See :class:`VLLMLink`. Does not wait for the server."""
+    def submit(self, request: EngineRequest, salt: str, version: int) -> RemoteRequest:
+        """See :class:`VLLMLink`."""
         self.raise_if_dead()
-        request_id = uuid.uuid4().hex
+        request_id = next(self._request_ids)
         in_flight = RemoteRequest(
             request,
             key=f"generate-tokens-{request_id}",  # the server's own name for it
-            outputs=asyncio.Queue(),
+            outputs=[],
             spans=[(version, 0)],
             version=version,
             loads=self._loads,
         )
         # The task reads as fast as the server writes: a slow caller must not stop the server's stream.
-        reader = asyncio.create_task(
-            self._read(in_flight, request_body(request_id, request, salt)), name="remote-vllm-request"
-        )
+        reader = asyncio.create_task(self._read(in_flight, request_id, salt), name="remote-vllm-request")
         in_flight.reader = reader
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         self.prefill_tokens += len(request.prompt)  # the server does not say what it had cached of them
         return in_flight
 
-    async def _read(self, in_flight: RemoteRequest, body: Mapping[str, Any]) -> None:
+    async def _read(self, in_flight: RemoteRequest, request_id: str, salt: str) -> None:
         num_top = in_flight.request.params.top_logprobs
-        # Whatever goes wrong here ends up in the queue: otherwise next_chunk() would wait for ever.
+        # Whatever goes wrong here ends up in the outputs: otherwise next_chunk() would wait for ever.
         try:
+            # Copied: what orjson returns keeps its working buffer (16 KiB in 3.13) for as long as the request takes.
+            body = memoryview(orjson.dumps(request_body(request_id, in_flight.request, salt))).tobytes()
             if in_flight.request.stream:
                 ended = False
                 async for event in self._connection.stream(body):
                     part = parse_part(event, num_top)
-                    in_flight.outputs.put_nowait(part)
+                    in_flight.put(part)
                     ended = part.stop_reason is not None
                 if not ended:
                     raise EngineError("The vLLM server did not finish its answer to a request.")
             else:
-                in_flight.outputs.put_nowait(parse_part(await self._connection.generate(body), num_top))
+                in_flight.put(parse_part(await self._connection.generate(body), num_top))
         except SkyRLError as error:
-            in_flight.outputs.put_nowait(error)
+            in_flight.put(error)
         except Exception as error:
-            in_flight.outputs.put_nowait(EngineError(f"The vLLM server's answer to a request is unreadable: {error!r}"))
+            in_flight.put(EngineError(f"The vLLM server's answer to a request is unreadable: {error!r}"))
 
     async def next_chunk(self, in_flight: InFlightRequest) -> TokenChunk:
         """See :class:`VLLMLink`."""
@@ -369,7 +388,7 @@ class ServerLink(VLLMLink):
         first = in_flight.delivered == 0
         chunk = None
         while chunk is None:
-            part = await in_flight.outputs.get()
+            part = await in_flight.get()
             if isinstance(part, EngineError):
                 await self.look()  # raises if the server is gone
                 if not isinstance(part, EngineDeadError):
@@ -400,7 +419,7 @@ class ServerLink(VLLMLink):
     def fail(self, in_flight: InFlightRequest, error: EngineDeadError) -> None:
         """See :class:`VLLMLink`."""
         assert isinstance(in_flight, RemoteRequest) and in_flight.reader is not None, "requests come from submit()"
-        in_flight.outputs.put_nowait(error)
+        in_flight.put(error)
         in_flight.reader.cancel()
 
     async def abort(self, requests: Sequence[InFlightRequest]) -> None:

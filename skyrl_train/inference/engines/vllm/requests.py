@@ -54,14 +54,15 @@ class EngineRequest:
     lora: Any = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class InFlightRequest:
     """A request that vLLM has, or that is on its way there.
 
     Attributes:
-        key: vLLM's id of the request.
-        outputs: the queue where its outputs arrive.
+        key: vLLM's id of the request; empty until vLLM has it.
+        outputs: where its outputs arrive.
         spans: which weight version sampled which tokens, as far as it is known.
+        submission: until vLLM has taken or rejected it, where that takes an answer of vLLM.
         restart: vLLM had no token of it when the weights changed, so it is submitted again.
         delivered: tokens that have left :meth:`VLLMLink.next_chunk`.
     """
@@ -70,6 +71,7 @@ class InFlightRequest:
     key: str
     outputs: Any
     spans: Spans
+    submission: asyncio.Future[None] | None = None
     restart: bool = False
     delivered: int = 0
 
@@ -161,11 +163,11 @@ class VLLMLink(ABC):
     # Requests -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def submit(self, request: EngineRequest, salt: str, version: int) -> InFlightRequest:
-        """Hand a request to vLLM. ``salt`` tells its cached prefixes apart; ``version`` is what vLLM serves now.
+    def submit(self, request: EngineRequest, salt: str, version: int) -> InFlightRequest:
+        """Send a request to vLLM. ``salt`` tells its cached prefixes apart; ``version`` is what vLLM serves now.
 
-        Raises:
-            RequestError: vLLM rejects it.
+        Does not wait for vLLM: ``submission`` of the result raises RequestError if vLLM rejects the request, where it is
+        not None, and otherwise :meth:`next_chunk` does.
         """
 
     @abstractmethod
@@ -268,7 +270,6 @@ class RequestTracker:
         salts = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._salts = salts
         self._salt = next(salts)
-        self._submitting: set[asyncio.Future[InFlightRequest]] = set()
 
     async def chunks(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the response to a request, which may be submitted more than once before its first token.
@@ -282,9 +283,13 @@ class RequestTracker:
                 yield interrupted(request)
                 return
             # From here on the request must be finished in every case: vLLM would sample it to its end otherwise.
-            in_flight = await self._submit(request)
+            in_flight = self._link.submit(request, self._salt, self.version)
+            self.in_flight.add(in_flight)  # no await since the link was seen alive: its death fails this request, too
+            self.busy.requests(len(self.in_flight))
             ended = False
             try:
+                if in_flight.submission is not None:
+                    await asyncio.shield(in_flight.submission)
                 while not ended:
                     chunk = await self._link.next_chunk(in_flight)
                     ended = chunk.stop_reason is not None
@@ -296,14 +301,18 @@ class RequestTracker:
                 else:
                     return
             finally:
+                if in_flight.submission is not None and not in_flight.submission.done():
+                    # The caller is cancelled, but vLLM may still take the request; it can be aborted there after that.
+                    await asyncio.wait({in_flight.submission})
                 self.in_flight.discard(in_flight)
                 self.busy.requests(len(self.in_flight))
                 await self._link.finish(in_flight, ended)
 
     async def all_submitted(self) -> None:
         """Return when every request that has passed the gate has reached vLLM."""
-        if self._submitting:
-            await asyncio.wait(set(self._submitting))
+        submissions = {one.submission for one in self.in_flight if one.submission is not None}
+        if submissions:
+            await asyncio.wait(submissions)
 
     async def abort_all(self) -> None:
         """End every request with the tokens that it has.
@@ -332,25 +341,3 @@ class RequestTracker:
     def forget_prefixes(self) -> None:
         """Give later requests another salt, so that they find nothing that was cached before."""
         self._salt = next(self._salts)
-
-    async def _submit(self, request: EngineRequest) -> InFlightRequest:
-        submitting = asyncio.ensure_future(self._submit_and_register(request))
-        self._submitting.add(submitting)
-        submitting.add_done_callback(self._submitting.discard)
-        try:
-            return await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            # vLLM may take the request all the same; wait for that, so that it can be aborted there.
-            await asyncio.wait({submitting})
-            if not submitting.cancelled() and submitting.exception() is None:
-                in_flight = submitting.result()
-                self.in_flight.discard(in_flight)
-                self.busy.requests(len(self.in_flight))
-                await self._link.finish(in_flight, ended=False)
-            raise
-
-    async def _submit_and_register(self, request: EngineRequest) -> InFlightRequest:
-        in_flight = await self._link.submit(request, self._salt, self.version)
-        self.in_flight.add(in_flight)  # no await since the link was seen alive: its death fails this request, too
-        self.busy.requests(len(self.in_flight))
-        return in_flight
