@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-import torch
-
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config.schema import AlgorithmConfig, OverlongConfig
 from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.runtime.lazy_torch import torch
 
 STD_EPSILON = 1e-6  # added to the standard deviation: bounds the advantages of groups with nearly equal returns
 
@@ -67,7 +66,7 @@ class GroupRewards:
 
 # Maps the rewards of one group to per-token advantages: per sample float32 [T_i], 0 where the mask is False. ``config.kwargs``
 # holds the parameters of a user's estimator.
-AdvantageEstimator: TypeAlias = Callable[[GroupRewards, AlgorithmConfig], list[torch.Tensor]]
+AdvantageEstimator: TypeAlias = Callable[[GroupRewards, AlgorithmConfig], "list[torch.Tensor]"]
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("trainer.algorithm.advantage_estimator")
 register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
 

@@ -17,16 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import torch
-
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.algorithms.tokens import MAX_LOG_RATIO
 from skyrl_train.config.schema import AlgorithmConfig, KlControlType
+from skyrl_train.runtime.lazy_torch import torch
 
 MAX_ERROR = 0.2  # bound on the relative error that one step reacts to
 
 # Maps the log-probs [N] of N tokens under p (which sampled them; gradients flow through it) and under q to estimates [N] in nats.
-KlEstimator: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+KlEstimator: TypeAlias = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("trainer.algorithm.kl_estimator_type")
 register_kl_estimator = KL_ESTIMATORS.register
 

@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import torch
-
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.algorithms.tokens import (
     MinibatchTokens,
@@ -29,6 +27,7 @@ from skyrl_train.algorithms.tokens import (
 )
 from skyrl_train.config.derive import clip_bounds
 from skyrl_train.config.schema import AlgorithmConfig, ClipCovConfig
+from skyrl_train.runtime.lazy_torch import torch
 
 COVARIANCE_MEANS = ("mean_logprob", "mean_advantage")
 

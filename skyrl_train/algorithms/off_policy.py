@@ -34,12 +34,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import torch
-
 from skyrl_train.algorithms import kl
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.algorithms.tokens import MinibatchTokens, PolicyTokens, bounded_exp, bounded_ratio
 from skyrl_train.config.schema import AlgorithmConfig, RejectionConfig, RejectionLevel
+from skyrl_train.runtime.lazy_torch import torch
 
 REJECTED_TOKENS, REJECTED_SEQUENCES = "off_policy/rejected_tokens/", "off_policy/rejected_sequences/"
 M2PO_THRESHOLD = "m2po_threshold"
@@ -61,7 +60,7 @@ CORRECTIONS: Registry[Correction] = Registry("trainer.algorithm.off_policy_corre
 register_off_policy_correction = CORRECTIONS.register
 
 # Maps trained tokens to one number for each: ``[N]``, float64, without gradient.
-RejectionStatistic: TypeAlias = Callable[[PolicyTokens], torch.Tensor]
+RejectionStatistic: TypeAlias = Callable[[PolicyTokens], "torch.Tensor"]
 REJECTION_STATISTICS: Registry[RejectionStatistic] = Registry(
     "trainer.algorithm.off_policy_correction.rejections.statistic"
 )

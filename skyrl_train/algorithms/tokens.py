@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import torch
-
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.runtime.lazy_torch import torch
 
 MAX_LOG_RATIO = 20.0  # exp stays finite in float32; a ratio this far from 1 carries no usable gradient
 

@@ -1,6 +1,11 @@
-"""Checks of a configuration that need the implementations: registered names, devices, import paths, model folders."""
+"""Checks of a configuration that need the implementations: registered names, devices, import paths, model folders.
+
+None imports torch, except for a user's own class that does, a model folder, and a device that is neither ``cpu`` nor ``cuda``.
+"""
 
 from __future__ import annotations
+
+import re
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
@@ -14,12 +19,14 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
-from skyrl_train.models.folder import check_place, is_local, known_device, load_config
+from skyrl_train.models.place import check_place, is_local
 from skyrl_train.observability.reporter import tracker_names
 from skyrl_train.rollout.stages.reward import is_async
 from skyrl_train.rollout.staleness.policies import STALENESS_POLICIES, resolve_staleness_policy
 from skyrl_train.training.objective import Objective
-from skyrl_train.training.optimizer import SCHEDULES
+from skyrl_train.training.schedules import SCHEDULES
+
+_DEVICE = re.compile(r"cpu|cuda(:(0|[1-9]\d?))?")  # torch knows these, and may know others
 
 
 def known_names() -> dict[str, list[str]]:
@@ -66,7 +73,9 @@ def check_devices(config: RunConfig) -> None:
         "generator.inference_engine.device",
     ):
         name = setting(config, key)
-        if name is not None:
+        if name is not None and not _DEVICE.fullmatch(name):
+            from skyrl_train.models.folder import known_device
+
             known_device(name, key)
 
 
@@ -104,6 +113,8 @@ def check_model_path(config: RunConfig) -> None:
     for key in ("trainer.policy.model.path", "trainer.critic.model.path"):
         path = setting(config, key)
         if path is not None and is_local(path):
+            from skyrl_train.models.folder import load_config
+
             load_config(path, key)
         elif path is not None:
             check_place(path, key)

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose(options.config_name, options.overrides, options.config_dir)
         inputs = load_inputs(config)
         if options.dry_run:
-            check_implementations(config)
             console.print(inputs.plan.describe(), markup=False, highlight=False, soft_wrap=True)
+            check_implementations(config)
         # After the plan is printed, so that --dry-run --strict shows both.
         print_warnings(inputs, console, strict=options.strict)
         if options.dry_run:

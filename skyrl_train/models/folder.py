@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from skyrl_train.errors import ConfigError, ModelError, first_line
+from skyrl_train.models.place import check_place, is_local
 from skyrl_train.models.seeded_draws import SeededDraws
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -182,11 +183,6 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def is_local(path: str) -> bool:
-    """Return whether ``path`` is a folder on this machine rather than a hub name."""
-    return Path(path).is_dir()
-
-
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and warnings inside the context; errors are still raised."""
@@ -199,24 +195,3 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def check_place(path: str, setting: str = _SETTING) -> None:
-    """Raise ModelError for a path that does not exist, so that it is never looked up on the hub."""
-    if not is_local(path) and _looks_local(path):
-        what = "a file, not a model folder" if Path(path).exists() else "not there"
-        raise ModelError(f"The model folder {path!r} is {what}. Point {setting} at a folder with a config.json.")
-
-
-def _looks_local(path: str) -> bool:
-    """Return whether ``path`` is meant as a local path: it is no ``name`` or ``organisation/name``, or it begins with an existing
-    folder."""
-    parts = path.split("/")
-    return (
-        path.startswith((".", "~", "/"))
-        or path.endswith("/")
-        or len(parts) > 2
-        or "\\" in path
-        or Path(path).exists()
-        or (len(parts) == 2 and Path(parts[0]).is_dir())
-    )

@@ -25,7 +25,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, RowLayout
 from skyrl_train.training.collectives import Collectives
-from skyrl_train.training.optimizer import PolicyOptimizer, learning_rate
+from skyrl_train.training.optimizer import PolicyOptimizer
+from skyrl_train.training.schedules import learning_rate
 from skyrl_train.training.state import Snapshots
 
 M = TypeVar("M")  # a micro-batch with the inputs of its loss

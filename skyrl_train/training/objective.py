@@ -13,8 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.off_policy import (
@@ -27,6 +25,7 @@ from skyrl_train.algorithms.reductions import REDUCTIONS, SequenceCounts, Share
 from skyrl_train.algorithms.tokens import MINIBATCH_STATISTICS, MinibatchTokens, PolicyTokens, TokenStatistics
 from skyrl_train.config.schema import AlgorithmConfig, ProximalPolicy
 from skyrl_train.errors import ConfigError
+from skyrl_train.runtime.lazy_torch import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,18 @@
-"""The optimizer: AdamW with float32 master weights, learning-rate schedules, and the limit on skipped steps."""
+"""The optimizer: AdamW with float32 master weights, and the limit on skipped steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import ConfigError, NonFiniteStepsError
+from skyrl_train.training.schedules import SCHEDULES
 
 _NORM_EPSILON = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 # Likely causes of skipped steps, by the metric that counts them.
@@ -27,41 +27,6 @@ _NONFINITE_CAUSES = {
         "clipped (max_grad_norm), weights too narrow (trainer.critic.dtype=bfloat16), or huge returns (rewards)"
     ),
 }
-
-# Maps the progress of the decay, in [0, 1), to the factor of the peak learning rate.
-SCHEDULES: Registry[Callable[[float], float]] = Registry("trainer.policy.optimizer_config.scheduler")
-register_scheduler = SCHEDULES.register
-
-
-@register_scheduler("constant")
-def constant(progress: float) -> float:
-    """Always 1."""
-    return 1.0
-
-
-@register_scheduler("linear")
-def linear(progress: float) -> float:
-    """From 1 at progress 0 down to 0 at progress 1."""
-    return 1.0 - progress
-
-
-@register_scheduler("cosine")
-def cosine(progress: float) -> float:
-    """Half a cosine from 1 at progress 0 down to 0 at progress 1 (SGDR, arXiv 1608.03983)."""
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def learning_rate(step: int, *, peak: float, schedule: str, num_warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of step ``t = 1, 2, ..., total_steps``: a pure function, so resuming needs no scheduler state.
-
-    Warm-up rises linearly, ``peak * t / num_warmup_steps``: step 1 already learns. The decay starts at ``peak`` in the step
-    after warm-up and would reach 0 in the step after the last, so every step of the run learns.
-    """
-    if step <= num_warmup_steps:
-        return peak * step / num_warmup_steps
-    decay_steps = max(total_steps - num_warmup_steps, 1)
-    progress = min((step - 1 - num_warmup_steps) / decay_steps, 1.0)
-    return peak * SCHEDULES.get(schedule)(progress)
 
 
 class PolicyOptimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import multiprocessing
 import re
 import shutil
 import signal
@@ -184,7 +185,7 @@ def test_a_generator_with_nan_rewards_ends_the_run_naming_the_field(
     assert "NaN" in text or "nan" in text
 
 
-def test_a_refusal_after_the_engines_processes_have_started_leaves_no_traceback_and_no_process(
+def test_a_refusal_before_or_after_the_engines_processes_have_started_leaves_no_traceback_and_no_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     process = "generator.inference_engine.executor=process"
@@ -192,6 +193,12 @@ def test_a_refusal_after_the_engines_processes_have_started_leaves_no_traceback_
     assert code == 2
     assert "generator.name" in text
     assert "Traceback" not in text
+    (tmp_path / "run").write_text("no folder")
+    code, text = run(tmp_path, capfd, process)
+    assert code == 2
+    assert "trainer.run_dir" in text
+    assert "Traceback" not in text
+    assert multiprocessing.active_children() == []
 
 
 def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
@@ -274,6 +281,22 @@ def test_a_trainer_mode_that_names_no_trainer_is_an_error_before_torch_is_import
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["2", "False"] * len(modes)
     assert all(mode in done.stderr for mode in modes) and done.stderr.count("trainer.mode") >= len(modes)
+
+
+def test_neither_help_nor_a_dry_run_of_the_quickstart_imports_torch() -> None:
+    code = (
+        "import sys; from skyrl_train.entrypoints.train import main\n"
+        "from contextlib import suppress\n"
+        "for arguments in (['--help'], ['--dry-run'], ['--dry-run', 'trainer.algorithm.policy_loss_type=ppo_klip']):\n"
+        "    with suppress(SystemExit):\n"
+        "        print('exit', main(arguments))\n"
+        "    print('heavy', [name for name in ('torch', 'transformers', 'ray', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("exit ")] == ["exit 0", "exit 2"]  # --help exits by itself
+    assert [line for line in lines if line.startswith("heavy ")] == ["heavy []"] * 3
+    assert "usage: " in done.stdout and "S=4" in done.stdout and "ppo_clip" in done.stderr
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.training.optimizer import learning_rate
+from skyrl_train.training.schedules import learning_rate
 
 
 def rates(schedule: str, warmup: int, total: int) -> list[float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.models.folder import is_local
+from skyrl_train.models.place import is_local
 from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
 from skyrl_train.training.distributed.worker import ModelSettings, PackedSequences, Role
 from skyrl_train.training.distributed.worker_group import WorkerGroup
