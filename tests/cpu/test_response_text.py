@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from chat_models import byte_tokenizer
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, scripted_update
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -87,7 +87,6 @@ def _as_bytes(name: str, character: str) -> list[str]:
 CHARACTER_CUT_BY_A_BYTE = ("fallback", ["<0x0A>", "<0xF0>", "b"])
 
 
-@settings(max_examples=400)
 @given(responses())
 @example((CHARACTER_CUT_BY_A_BYTE[0], ids(*CHARACTER_CUT_BY_A_BYTE)))
 def test_pieces_joined_are_the_whole_text_and_valid_text_is_the_tokenizers_own(response: tuple[str, list[int]]) -> None:
@@ -121,7 +120,6 @@ def test_a_line_break_of_a_fallback_vocabulary_is_text_at_once() -> None:
     assert text.feed(line_break, may_stop=True)
 
 
-@settings(max_examples=400)
 @given(
     response=responses(),
     stop=st.lists(st.text("ab xé€\n�", min_size=1, max_size=3), max_size=2),
@@ -155,7 +153,6 @@ def test_returned_text_ends_before_the_first_stop_string(
         assert len(whole) == min(spelt.find(s) for s in stop if s in spelt)
 
 
-@settings(max_examples=400)
 @given(response=responses(("bytes", "fallback, first space stripped", "fallback", "characters", "metaspace")))
 def test_the_pieces_of_a_message_show_the_text_of_the_response(response: tuple[str, list[int]]) -> None:
     name, token_ids = response

@@ -102,24 +102,30 @@ async def test_a_prompt_beyond_the_context_is_rejected() -> None:
         told(await world.http.post("/v1/completions", json=unknown), 400, "invalid_value", "prompt")
 
 
+LARGE: list[tuple[str, dict[str, Any], str | None]] = [
+    (CHAT, {"messages": [{"role": "user", "content": "0" * 10_000_000}]}, None),
+    (CHAT, {"messages": [{"role": "user", "content": "0"}] * 100_000}, "messages"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "0"}] * 100_000, "max_tokens": 1}, "messages"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "0"}] * 100_000}, "input"),
+    ("/v1/completions", {"prompt": [1] * 4_000_000}, "prompt"),
+    ("/v1/completions", {"prompt": [[1], [1] * 4_000_000]}, "prompt[1]"),
+    ("/v1/completions", {"prompt": "0" * 10_000_000}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "0" * 10_000_000}]}, None),
+    ("/tokenize", {"prompt": "0" * 10_000_000}, "prompt"),
+    ("/detokenize", {"tokens": [1] * 4_000_000}, "tokens"),
+    (CHAT, {**ASK, "metadata": [[]] * 200_000, "max_tokens": 0}, "max_tokens"),
+]
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "param"),
+    ("path", "body", "param", "in_session"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": "0" * 10_000_000}]}, None),
-        (CHAT, {"messages": [{"role": "user", "content": "0"}] * 100_000}, "messages"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "0"}] * 100_000, "max_tokens": 1}, "messages"),
-        ("/v1/responses", {"input": [{"role": "user", "content": "0"}] * 100_000}, "input"),
-        ("/v1/completions", {"prompt": [1] * 4_000_000}, "prompt"),
-        ("/v1/completions", {"prompt": [[1], [1] * 4_000_000]}, "prompt[1]"),
-        ("/v1/completions", {"prompt": "0" * 10_000_000}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "0" * 10_000_000}]}, None),
-        ("/tokenize", {"prompt": "0" * 10_000_000}, "prompt"),
-        ("/detokenize", {"tokens": [1] * 4_000_000}, "tokens"),
-        (CHAT, {**ASK, "metadata": [[]] * 200_000, "max_tokens": 0}, "max_tokens"),
+        pytest.param(*large, in_session, marks=() if in_session == bool(number % 2) else pytest.mark.slow)
+        for number, large in enumerate(LARGE)
+        for in_session in (False, True)
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ids=lambda value: None if isinstance(value, dict) else str(value),
 )
-@pytest.mark.parametrize("in_session", [False, True])
 async def test_one_body_does_not_block_other_requests(
     path: str, body: dict[str, Any], param: str | None, in_session: bool
 ) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.checks")
 
-EXAMPLES = 30  # of each operation
+EXAMPLES = [15, pytest.param(40, marks=pytest.mark.slow)]  # of each operation
 CHECKS = [
     checks.not_a_server_error,
     checks.status_code_conformance,
@@ -117,12 +117,12 @@ def test_every_operation_is_fuzzed(schema: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def fuzz(served: str, schema: Any) -> Callable[[str], None]:
+def fuzz(served: str, schema: Any) -> Callable[[str, int], None]:
     """Sends requests to an operation and checks the answers; once, whichever test asks for it first."""
-    return functools.cache(lambda label: send_requests(label, served, schema))
+    return functools.cache(lambda label, examples: send_requests(label, examples, served, schema))
 
 
-def send_requests(label: str, served: str, schema: Any) -> None:
+def send_requests(label: str, examples: int, served: str, schema: Any) -> None:
     method, path = label.split(" ")
     operation = schema[path][method]
     modes = schemathesis.GenerationMode
@@ -134,7 +134,7 @@ def send_requests(label: str, served: str, schema: Any) -> None:
         cases = right | right | cases | operation.as_strategy(generation_mode=modes.NEGATIVE)
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         derandomize=True,  # the set of valid requests must not change from run to run
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -147,14 +147,16 @@ def send_requests(label: str, served: str, schema: Any) -> None:
     answered()
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_no_request_is_answered_wrongly(label: str, fuzz: Callable[[str], None]) -> None:
-    fuzz(label)
+def test_no_request_is_answered_wrongly(label: str, examples: int, fuzz: Callable[[str, int], None]) -> None:
+    fuzz(label, examples)
 
 
-def test_some_of_the_requests_were_right(served: str, fuzz: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_some_of_the_requests_were_right(served: str, examples: int, fuzz: Callable[[str, int], None]) -> None:
     for label in OPERATIONS[:7]:
-        fuzz(label)
+        fuzz(label, examples)
     text = httpx.get(f"{served}/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}).text
     right = [
         label

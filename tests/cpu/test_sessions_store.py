@@ -290,19 +290,19 @@ def play(opened: OpenedSession, turns: int = TURNS) -> None:
 
 
 def test_a_session_of_ten_turns_takes_a_few_kilobytes() -> None:
-    """So that 10,000 of them fit anywhere: measured on 200 of them."""
+    """So that 10,000 of them fit anywhere: measured on 50 of them."""
     store, _ = new_store()
     keep = []
     tracemalloc.start()
     try:
         play(store.open())  # allocations that happen once
         before = tracemalloc.get_traced_memory()[0]
-        for _ in range(200):
+        for _ in range(50):
             opened = store.open()
             play(opened)
             keep.append(opened)
         gc.collect()
-        per_session = (tracemalloc.get_traced_memory()[0] - before) / 200
+        per_session = (tracemalloc.get_traced_memory()[0] - before) / 50
     finally:
         tracemalloc.stop()
     assert per_session < 40_000, f"{per_session:.0f} bytes"
