@@ -242,6 +242,28 @@ async def test_leaving_returns_only_when_the_request_has_ended(world: World) -> 
     assert world.requests.running == 0
 
 
+async def test_a_request_that_is_ending_is_not_cancelled_again(world: World) -> None:
+    may_end, cleaned_up = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+            cleaned_up.set()
+
+    stream = world.requests.stream(KEY, slow_to_end, is_retry=False)
+    assert await anext(stream) == 1
+    leaving = asyncio.create_task(stream.aclose())
+    await settle()
+    world.requests.end(SessionError("over"))
+    await settle()
+    may_end.set()
+    await leaving
+    assert cleaned_up.is_set()
+
+
 async def test_a_waiter_that_closes_its_stream_early_leaves(world: World) -> None:
     stream = world.requests.stream(KEY, world.source.stream, is_retry=False)
     reading = asyncio.ensure_future(anext(stream))
