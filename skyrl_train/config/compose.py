@@ -28,6 +28,11 @@ from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, n
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError, first_line
 
+try:
+    from yaml import CSafeDumper as SafeDumper
+except ImportError:  # PyYAML was built without libyaml: the same text, four times slower
+    from yaml import SafeDumper
+
 RECIPES = Path(__file__).parent / "recipes"
 BASE = "base"
 COMMAND_LINE = "the command line"
@@ -86,7 +91,7 @@ def to_yaml(config: RunConfig) -> str:
     return text
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(SafeDumper):
     """Writes strings so that OmegaConf reads strings."""
 
     def represent_str(self, value: str) -> yaml.ScalarNode:
