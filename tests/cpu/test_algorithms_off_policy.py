@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from algorithm_worlds import Batch, Token, batches, few
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.off_policy import (
@@ -99,7 +99,7 @@ def statistic(name: str, level: str, sequence: list[Token]) -> list[float]:
 @pytest.mark.parametrize("level", list(RejectionLevel))
 @pytest.mark.parametrize("name", ["ratio", *VALUES])
 @given(batch=batches, low=st.none() | st.floats(-1, 0.9), width=st.none() | st.floats(0.01, 3))
-@few
+@settings(max_examples=15)  # of each of twenty rules
 def test_a_rule_rejects_what_is_out_of_its_bounds(
     name: str, level: RejectionLevel, batch: Batch, low: float | None, width: float | None
 ) -> None:

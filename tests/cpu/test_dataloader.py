@@ -164,7 +164,7 @@ EVENTS = st.lists(
 
 
 @pytest.mark.parametrize("sampler", sorted(SAMPLERS))
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(events=EVENTS, rng=st.randoms(use_true_random=False))
 def test_every_prompt_has_one_surviving_outcome_with_any_sampler(
     sampler: str, events: list[str], rng: random.Random
@@ -177,7 +177,7 @@ def test_every_prompt_has_one_surviving_outcome_with_any_sampler(
         assert all(len(set(uids[start : start + 6])) == 6 for start in range(0, 30, 6))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(events=EVENTS, rng=st.randoms(use_true_random=False), epochs=st.integers(1, 3))
 def test_every_prompt_has_one_surviving_outcome_with_a_stream(
     tmp_path_factory: pytest.TempPathFactory, events: list[str], rng: random.Random, epochs: int

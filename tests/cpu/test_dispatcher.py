@@ -46,7 +46,7 @@ async def test_a_run_in_which_nothing_has_signal_stops_with_the_remedy() -> None
         w.check_books()
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.sets(st.integers(0, 40), max_size=25), st.sets(st.integers(0, 40), max_size=8), st.integers(0, 2**32))
 def test_with_depth_zero_the_same_groups_train_in_the_same_order_as_in_sync(
     silent: set[int], failing: set[int], seed: int
@@ -253,7 +253,7 @@ async def test_every_group_that_ends_counts_as_progress_with_any_outcome() -> No
 # All of it at random --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from(["accept", "wait", "mask", "drop"]), st.sampled_from(["replace", "mask"]))
 def test_books_agree_at_every_step_of_every_schedule(seed: int, policy: str, on_failure: str) -> None:
     async def run() -> None:

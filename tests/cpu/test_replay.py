@@ -96,7 +96,7 @@ async def test_a_replayed_response_keeps_its_sampled_versions_and_continues_unde
 
 
 @given(st.integers(0, 40), st.sampled_from([(), ("a",), ("fJ", "0")]), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_stop_strings_and_texts_are_those_of_an_uninterrupted_response(
     ticks: int, stop: tuple[str, ...], streamed: bool
 ) -> None:
@@ -518,7 +518,6 @@ answers = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()
 
 
 @given(answers, st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12))
-@settings(max_examples=300)
 def test_every_recorded_token_is_served_once_or_discarded_once(
     recorded: list[tuple[int, int, bool]], asked: list[tuple[int, bool]]
 ) -> None:

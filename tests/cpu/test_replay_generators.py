@@ -194,7 +194,7 @@ class Conversation:
         return text
 
 
-@pytest.mark.parametrize("share", [0.3, 0.8])
+@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 0.8])
 async def test_an_agent_over_http_with_parallel_requests_and_streams_is_replayed(share: float) -> None:
     async with process() as first:
         expected, tokens = trained(await first.play(Conversation())), first.world.engine.sampled

@@ -131,7 +131,7 @@ def test_a_half_written_checkpoint_is_refused(tmp_path: Path, name: str, how: st
         read_all(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "fully_async"])
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -118,7 +118,7 @@ class TestTheSameStep:
         whole = outcome([BATCH])
         assert metrics[0]["policy/grad_norm"] > 0.05
 
-        @settings(max_examples=40)
+        @settings(max_examples=15)
         @given(splits())
         def any_split(split: list[list[int]]) -> None:
             parts = outcome(parts_of(BATCH, split))
@@ -176,7 +176,7 @@ class TestTheSameStep:
     def test_in_float32_but_for_the_last_bits_of_the_gradients(self, folder: str) -> None:
         a, b = backend(folder), backend(folder)
         begin = weights(a)
-        for step in range(1, 11):
+        for step in range(1, 6):
             batch = minibatch(step, step)
             a.update(batch)
             train_by_parts(b, parts_of(batch, [[3], [2], [1], [0]]))
