@@ -444,8 +444,20 @@ def grows_like_the_length(work: Callable[[int], object], length: int) -> bool:
     return whole < 8 * quarter
 
 
-@pytest.mark.parametrize("text", ["<", "</think>", "<tool_call>", "\n", "{", "<tool_call></tool_call>", "é<"])
-@pytest.mark.parametrize("family", ["Qwen/Qwen3-0.6B", "generic without mark tokens"])
+DEGENERATE = {
+    "Qwen/Qwen3-0.6B": ["<", "</think>", "<tool_call>", "<tool_call></tool_call>"],
+    "generic without mark tokens": ["<", "<tool_call></tool_call>", "é<"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        pytest.param(family, text, marks=() if text in texts else pytest.mark.slow)
+        for family, texts in DEGENERATE.items()
+        for text in ("<", "</think>", "<tool_call>", "\n", "{", "<tool_call></tool_call>", "é<")
+    ],
+)
 def test_a_degenerate_response_costs_no_more_than_its_length(family: str, text: str) -> None:
     ids = (encode(family, text) * 8_000)[:8_000]
 
@@ -460,6 +472,6 @@ def test_a_degenerate_response_costs_no_more_than_its_length(family: str, text: 
 
 def test_stray_bytes_cost_no_more_than_their_number() -> None:
     family = "Qwen/Qwen3-0.6B"
-    stray = encode(family, "é")[1:] * 32_000
-    assert grows_like_the_length(lambda length: parse(family, stray[:length]), 32_000)
-    assert parse(family, stray).content == "�" * 32_000
+    stray = encode(family, "é")[1:] * 16_000
+    assert grows_like_the_length(lambda length: parse(family, stray[:length]), 16_000)
+    assert parse(family, stray).content == "�" * 16_000

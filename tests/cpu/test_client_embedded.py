@@ -62,7 +62,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("schedule", range(3))
+@pytest.mark.parametrize("schedule", [0, *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in (1, 2))])
 async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
     world: World, schedule: int, temperature: float
 ) -> None:
