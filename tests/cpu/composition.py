@@ -1,4 +1,5 @@
-"""Composes a recipe of the library once in a process. Hydra's own function then applies the overrides of each call.
+"""Composes a recipe of the library once in a process, and parses an override once. Hydra's own function then applies the
+overrides of each call.
 
 Most of the time that Hydra takes for a call is the same work each time, and the tests compose a thousand times.
 """
@@ -8,16 +9,27 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from skyrl_train.config.compose import RECIPES
 
+if TYPE_CHECKING:
+    import pytest
+
 compose_anew = hydra.compose
+parse_anew = OverridesParser.parse_override
+
+
+@functools.cache
+def parsed(text: str) -> Override:
+    return parse_anew(OverridesParser.create(), text)
 
 
 @functools.cache
@@ -32,5 +44,11 @@ def compose(name: str, overrides: Sequence[str]) -> DictConfig:
     if [entry.path for entry in search if entry.provider == "main"] != [str(RECIPES)]:
         return compose_anew(name, overrides=[*overrides])  # a user's recipe may change between two calls
     config = copy.deepcopy(composed(name, search_path))
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(own), config)
+    ConfigLoaderImpl._apply_overrides_to_config([parsed(text) for text in own], config)
     return config
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Configurations are composed here from now on."""
+    patch.setattr(hydra, "compose", compose)
+    patch.setattr(OverridesParser, "parse_override", lambda _, text: parsed(text))

@@ -14,7 +14,6 @@ os.environ.setdefault(
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imported, as skyrl_train.workers.ray does
 
 import composition
-import hydra
 import numpy as np
 import pytest
 import torch
@@ -29,9 +28,17 @@ from skyrl_train.entrypoints import run
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Runs commands and scripts in processes that have imported everything."""
+    """Runs commands and scripts in processes that have imported everything. Starts with the first one."""
     with ForkServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hosted_objects_are_forked(fork_server: ForkServer) -> Iterator[None]:
+    """Their processes have imported everything. ``test_quickstart`` starts one from nothing, as a run does."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_server.forks.install(patch)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,7 +70,7 @@ def _recipes_composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everywhere but in the tests of the composition itself."""
     with pytest.MonkeyPatch.context() as patch:
         if request.module.__name__ != "test_config_compose":
-            patch.setattr(hydra, "compose", composition.compose)
+            composition.install(patch)
         yield
 
 

@@ -1,7 +1,8 @@
 """Runs the real command again and again, cheaply: a server that has imported everything forks a child per run.
 
-``python forked_runs.py`` reads one JSON object per line (``output``, ``arguments``, ``fault``, ``script``) and answers with the
-child's pid; the child's output goes to the file ``output``.
+``python forked_runs.py ADDRESS`` reads one JSON object per line (``output``, ``arguments``, ``fault``, ``script``) and answers
+with the child's pid; the child's output goes to the file ``output``. Programs that a run or a test starts are forked from it too:
+:class:`Forks` asks at the socket ADDRESS.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+import python_forks
 from faults import Fault
+from python_forks import Forks
 
 LIMIT_S = 300.0  # no run here takes as long, on the busiest machine; one that does hangs
 STACKS_END = "end of the stacks\n"
@@ -42,17 +47,24 @@ IMPORTED_FIRST = (
 )
 
 
-def serve() -> None:
+def serve(address: str) -> None:
+    import composition
+
     from skyrl_train.config.compose import compose
+    from skyrl_train.environments.registry import registered_environments
 
     for module in IMPORTED_FIRST:
         importlib.import_module(module)
-    compose("quickstart", [])  # fills Hydra's caches
+    registered_environments()
+    composition.install(pytest.MonkeyPatch())
+    compose("quickstart", [])
     assert threading.active_count() == 1, "a thread does not survive the fork, and the locks that it holds stay locked"
     gc.collect()
     gc.freeze()  # the children's own collections have little to walk
     fork = multiprocessing.get_context("fork")
-    for line in sys.stdin:
+    forks = python_forks.Server(address)
+    Forks(address, lambda: None).install(pytest.MonkeyPatch())
+    for line in forks.between(sys.stdin):
         asked = json.loads(line)
         fault = asked["fault"] and Fault(**asked["fault"])
         child = fork.Process(target=live, args=(asked["output"], asked["arguments"], fault, asked["script"]))
@@ -115,22 +127,36 @@ def print_tasks(*_: object) -> None:
 
 
 class ForkServer:
-    """Starts runs and kills them. Use as a context manager."""
+    """Starts runs and kills them. Use as a context manager. The server starts with the first process that is asked for."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+        self._starting = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
+        self._address = f"{self._folder.name}/socket"
+        self.forks = Forks(self._address, self._start)
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._starting:
+            if self._server is None:
+                self._server = subprocess.Popen(
+                    [sys.executable, __file__, self._address],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            return self._server
 
     def __enter__(self) -> ForkServer:
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        if self._server is not None:
+            assert self._server.stdin is not None
+            self._server.stdin.close()
+            self._server.wait()
+        self._folder.cleanup()
 
     def run(
         self,
@@ -159,12 +185,13 @@ class ForkServer:
         }
         output.touch()
         seen = output.stat().st_size
-        assert self._server.stdin is not None and self._server.stdout is not None
+        server = self._start()
+        assert server.stdin is not None and server.stdout is not None
         code = Path(f"{output}.code")
         code.unlink(missing_ok=True)
-        self._server.stdin.write(json.dumps(asked) + "\n")
-        self._server.stdin.flush()
-        pid = int(self._server.stdout.readline())
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        pid = int(server.stdout.readline())
         try:
             watch = os.pidfd_open(pid)
         except ProcessLookupError:  # ended already
@@ -189,4 +216,4 @@ class ForkServer:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,9 @@ def test_decoupled_stages_have_a_reward_function_and_a_reference_in_processes_of
         assert first[f"stages/{stage}/groups"] + second[f"stages/{stage}/groups"] >= 8
 
 
-def test_the_resume_example_loses_nothing() -> None:
+def test_the_resume_example_loses_nothing(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     small = [
         "generator.n_samples_per_prompt=2",
         "generator.inference_engine.executor=thread",
@@ -55,11 +57,14 @@ def test_the_resume_example_loses_nothing() -> None:
         "trainer.policy.model.build.hidden_size=32",
         "trainer.policy.model.build.num_layers=1",
     ]
-    command = [sys.executable, str(EXAMPLES / "resume.py"), *small]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "lost: 0, twice: 0" in done.stdout
-    assert "resuming after step" in done.stdout
+    main = runpy.run_path(str(EXAMPLES / "resume.py"))["main"]
+    monkeypatch.setattr(sys, "argv", ["resume.py", *small])
+    monkeypatch.setitem(main.__globals__, "subprocess", fork_server.forks)
+    code = main()
+    printed = capfd.readouterr().out
+    assert code == 0, printed
+    assert "lost: 0, twice: 0" in printed
+    assert "resuming after step" in printed
 
 
 def test_all_examples_are_tested() -> None:

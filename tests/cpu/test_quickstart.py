@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_the_quickstart_learns(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("steps", [30, pytest.param(70, marks=pytest.mark.slow)])
+def test_the_quickstart_learns(tmp_path: Path, steps: int) -> None:
     command = [sys.executable, "-m", "skyrl_train.entrypoints.train", "--config-name=quickstart"]
-    overrides = ["trainer.max_steps=70", f"trainer.run_dir={tmp_path / 'run'}"]
+    overrides = [f"trainer.max_steps={steps}", f"trainer.run_dir={tmp_path / 'run'}"]
     done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rewards = [
@@ -19,5 +22,5 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     ]
     assert statistics.fmean(rewards[-10:]) > 2 * statistics.fmean(rewards[:10])
     last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith("Trained 70 steps")
+    assert last.startswith(f"Trained {steps} steps")
     assert "Train again with: python -m skyrl_train.entrypoints.train --config-name=quickstart" in last
