@@ -19,8 +19,10 @@ from starlette.testclient import TestClient
 
 from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints import page as command
+from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page import series
 from skyrl_train.observability.page.app import create_page, to_json
+from skyrl_train.observability.page.comparison import bootstrap_interval, compared
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, read_settings, spread_rows
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
@@ -335,3 +337,97 @@ def test_an_address_of_other_machines_gets_a_token(
     printed = capsys.readouterr().out
     assert ("?token=" in printed) is token
     assert variable is None or f"?token={variable}" in printed
+
+
+# Comparison -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_compared_at_the_budget_that_all_have_reached() -> None:
+    steps = np.arange(1.0, 101.0)
+    long = {"step": steps, "reward/mean": steps / 100, "elapsed_s": steps * 2, "time/step": np.full(100, 2.0)}
+    short = {"step": steps[:50], "reward/mean": np.where(steps[:50] == 50, np.nan, 0.5), "elapsed_s": steps[:50]}
+    at = compared([long, short], "step")
+    assert at["budget"] == 50 and at["reached"] == [100, 50]
+    assert at["runs"][0]["reward"] == pytest.approx(np.mean([0.46, 0.47, 0.48, 0.49, 0.5]), abs=1e-12)  # sums of 5
+    assert at["runs"][0]["best"] == 0.5 and at["runs"][0]["step_s"] == 2.0 and at["runs"][0]["steps"] == 50
+    assert (at["runs"][1]["reward"], at["runs"][1]["low"], at["runs"][1]["high"]) == (0.5, 0.5, 0.5)
+    assert compared([long, short], "elapsed")["runs"][0]["best"] == 0.25
+    assert compared([long, short], "tokens") == {"budget": 0.0, "reached": [0.0, 0.0], "runs": [{}, {}]}
+
+
+@given(st.lists(st.floats(-10, 10), min_size=3, max_size=40), st.floats(-5, 5))
+def test_the_interval_moves_with_its_values_and_lies_between_their_extremes(values: list[float], move: float) -> None:
+    low, high = bootstrap_interval(np.array(values))
+    assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
+    moved = bootstrap_interval(np.array(values) + move)
+    # Means of 40 numbers up to 15 are exact to 1e-14.
+    assert moved == pytest.approx((low + move, high + move), abs=1e-9)
+
+
+def test_the_interval_covers_the_mean_of_independent_values_about_as_often_as_it_says() -> None:
+    draws = np.random.default_rng(0).normal(size=(200, 200))
+    covered = [low <= 0 <= high for low, high in map(bootstrap_interval, draws)]
+    # 200 draws of a share of 0.95 spread by 0.015; blocks make the interval a little narrow.
+    assert 0.85 < np.mean(covered) < 1.0
+
+
+def test_the_comparison_over_http(tmp_path: Path) -> None:
+    for name, rewards in (("a", [0.1, 0.2, 0.3]), ("b", [0.5])):
+        write_metrics(
+            tmp_path / name, [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+        )
+    client = client_of(tmp_path)
+    answer = client.get("/api/compare?run=a&run=b").json()
+    assert [run["name"] for run in answer["runs"]] == ["a", "b"]
+    assert [run["best"] for run in answer["at"]["runs"]] == [0.1, 0.5]
+    assert client.get("/api/compare?run=a&axis=x").status_code == 400
+
+
+# Incidents --------------------------------------------------------------------------------------------------------
+
+
+def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
+    events = tmp_path / "run" / EVENTS
+    write_metrics(tmp_path / "run", [{"step": 1}])
+    log = EventLog(events)
+    for group in range(7):
+        log.record("retried", group=group, attempt=1, reason="ValueError: no")
+    log.record("failed", group=3, reason="ValueError: no", masked=True)
+    log.record("warning", level="WARNING", source="module", text=HOSTILE)
+    log.record("buffered", group=4, reward=0.5)
+    log.close()
+    client = client_of(tmp_path)
+    answer = client.get("/api/incidents?run=run").json()["events"]
+    counts = {row["kind"]: (row["count"], row["reason"], row["examples"]) for row in answer["failures"]}
+    assert counts == {"retried": (7, "ValueError: no", [0, 1, 2, 3, 4]), "failed": (1, "ValueError: no", [3])}
+    assert [row["text"] for row in answer["warnings"]] == [HOSTILE]
+    again = EventLog(events)
+    again.record("retried", group=9, attempt=1, reason="ValueError: no")
+    again.close()
+    assert client.get("/api/incidents?run=run").json()["events"]["failures"][0]["count"] == 8
+
+
+def test_a_run_that_was_stopped_or_failed_says_so(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", [{"step": 1}])
+    for reason in ("stopped", "failed"):
+        log = EventLog(tmp_path / "run" / EVENTS)
+        log.record("end", step=1, reason=reason, error=None)
+        log.close()
+        assert RunsFolder(tmp_path).row("run")["state"] == reason
+
+
+def test_only_logs_of_the_run_are_shown(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_metrics(run, [{"step": 1}])
+    (tmp_path / "secret.log").write_text("secret")
+    (run / "logs" / "agents").mkdir(parents=True)
+    (run / "logs" / "agents" / "a.log").write_bytes(b"x" * (1 << 17) + b"\nthe \xff end\n")
+    (run / "logs" / "events.out.tfevents.1").write_text("no text")
+    (run / "logs" / "link.log").symlink_to(tmp_path / "secret.log")
+    client = client_of(tmp_path)
+    assert [log["name"] for log in client.get("/api/incidents?run=run").json()["logs"]] == ["agents/a.log"]
+    read = {name: client.get("/api/log", params={"run": "run", "file": name}).json()["text"] for name in (
+        "agents/a.log", "../../secret.log", "link.log", "../config.yaml", "events.out.tfevents.1",
+    )}  # fmt: skip
+    assert read.pop("agents/a.log") == "the \ufffd end\n"
+    assert set(read.values()) == {None}

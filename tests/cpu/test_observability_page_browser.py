@@ -81,6 +81,17 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
         await browser.open(f"{of_first}/config")
         await browser.until("document.body.innerText.includes('trainer.max_steps')")
 
+        for view in ("evaluations", "engines", "failures"):
+            await browser.open(f"{of_first}/{view}")
+            await browser.until(f"document.querySelector('nav [aria-current]').href.endsWith('/{view}')")
+            await browser.until("!document.querySelector('main').innerText.includes('Reading')")
+            await shot(browser, view)
+        assert await browser.value("document.querySelector('h3').innerText") == "Failed groups and attempts"
+        await browser.open(f"{url}#/compare?run=first-1&run=second-1")
+        await browser.until("document.querySelectorAll('.uplot canvas').length >= 6")
+        await browser.until("document.body.innerText.includes('trainer.max_steps')")
+        await shot(browser, "compare")
+
         # A step that the run writes now appears without a reload.
         await browser.open(f"{of_first}/overview")
         await browser.until("document.querySelector('header').innerText.includes('step 8')")
@@ -91,14 +102,14 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
 
         # Narrow and dark: nothing sticks out.
         await browser.size(390, 844, dark=True)
-        for view in ("overview", "timeline", "metrics", "config"):
+        for view in ("overview", "timeline", "engines", "failures", "metrics", "config"):
             await browser.open(f"{of_first}/{view}")
             await browser.until(
                 "document.querySelector('main').innerText.length > 40 && !document.querySelector('.empty')"
             )
             await shot(browser, f"narrow_{view}")
             assert await browser.value("document.documentElement.scrollWidth") <= 390, view
-        for view in ("overview", "timeline", "metrics", "config"):
+        for view in ("overview", "timeline", "evaluations", "engines", "failures", "metrics", "config"):
             await browser.open(f"{url}#/run/hostile/{view}")
             await browser.until("document.querySelector('nav [aria-current]')")
         await browser.until("document.querySelector('.ctl')")

@@ -27,7 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_train.errors import ConfigError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import spec_of
+from skyrl_train.observability.page.comparison import AXES, compared
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
+from skyrl_train.observability.page.incidents import incidents, log_end, log_files
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
 from skyrl_train.observability.page.timeline import EventStore
@@ -38,7 +40,9 @@ _Reader = TypeVar("_Reader", MetricTable, EventStore)
 STATIC = Path(__file__).parent / "static"
 POLL_S = 0.5  # between two looks at the files of a run that somebody watches
 _QUIET_S = 15.0  # after which a comment tells proxies that the stream is alive
-_KEPT_RUNS = 8  # whose columns are in memory
+_KEPT_RUNS = 16  # whose columns are in memory
+MAX_COMPARED = 12
+LOGS = "logs"
 
 _HEADERS = {
     # No inline script or style, nothing from elsewhere, no frame around the page.
@@ -65,6 +69,9 @@ def create_page(root: Path, token: str | None = None) -> Starlette:
         "settings": page.settings,
         "evaluations": page.evaluations,
         "compare": page.compare,
+        "engines": page.engines,
+        "incidents": page.incidents,
+        "log": page.log,
         "timeline": page.timeline,
     }
     return Starlette(
@@ -112,9 +119,12 @@ class _Page:
         return list(read_jsonl(self._runs.file(_text(query, "run"), EVALUATIONS)))
 
     def compare(self, query: QueryParams) -> Any:
-        names = query.getlist("run")[:12]
+        names, axis = query.getlist("run")[:MAX_COMPARED], query.get("axis", "step")
+        if axis not in AXES:
+            raise _BadQueryError(f"The parameter 'axis' is one of {', '.join(AXES)}.")
         return {
             "runs": [self._runs.row(name) for name in names],
+            "at": compared([self._table(name).columns() for name in names], axis),
             "settings": differing_settings([read_settings(self._runs.file(name, CONFIG)) for name in names]),
         }
 
@@ -129,7 +139,17 @@ class _Page:
             if end < len(columns["step"]) and np.isfinite(columns["time"][end] + columns["time/step"][end]):
                 t1, length = float(columns["time"][end]), float(columns["time/step"][end])
                 t0, t1 = t1 - 2.5 * length, t1 + 0.5 * length
-        return self._kept(self._events, self._runs.file(name, EVENTS), EventStore).window(t0, t1)
+        return self._store(name).window(t0, t1)
+
+    def engines(self, query: QueryParams) -> Any:
+        return self._store(_text(query, "run")).engines()
+
+    def incidents(self, query: QueryParams) -> Any:
+        name = _text(query, "run")
+        return {"events": incidents(self._store(name)), "logs": log_files(self._runs.file(name, LOGS))}
+
+    def log(self, query: QueryParams) -> Any:
+        return {"text": log_end(self._runs.file(_text(query, "run"), LOGS), _text(query, "file"))}
 
     async def live(self, request: Request) -> Response:
         """Stream the fingerprints of the parts of a run that changed."""
@@ -158,6 +178,9 @@ class _Page:
 
     def _table(self, name: str) -> MetricTable:
         return self._kept(self._tables, self._runs.file(name, METRICS), MetricTable)
+
+    def _store(self, name: str) -> EventStore:
+        return self._kept(self._events, self._runs.file(name, EVENTS), EventStore)
 
     def _kept(self, kept: OrderedDict[Path, _Reader], path: Path, make: Callable[[Path], _Reader]) -> _Reader:
         with self._lock:

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import yaml
 
 from skyrl_train.errors import SkyRLError
 from skyrl_train.events.log import EVENTS
+from skyrl_train.events.reader import segment_content
 from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS
 
 # A folder with one of these is a run: one that has just begun has only its lock.
@@ -82,12 +84,16 @@ class RunsFolder:
         trainer = trainer if isinstance(trainer, Mapping) else {}
         rows = spread_rows(self.file(name, METRICS), 40)
         last = rows[-1] if rows else {}
-        finished = self.file(name, FINISHED).is_file()
         written = last_write(path)
+        state = "live" if time.time() - written < LIVE_S else "silent"
+        if self.file(name, FINISHED).is_file():
+            state = "finished"
+        elif segments := _last_segments(self.file(name, EVENTS)):
+            state = _end_reason(segments[0], segments[0].stat().st_size) or state
         return {
             "name": name,
             "title": self.root.name if name == "." else name,
-            "state": "finished" if finished else "live" if time.time() - written < LIVE_S else "silent",
+            "state": state,
             "written": written,
             "mode": str(trainer.get("mode", "")),
             "step": last.get("step", 0),
@@ -130,6 +136,19 @@ def _last_segments(folder: Path) -> list[Path]:
         return [max(folder.iterdir())]
     except (OSError, ValueError):
         return []
+
+
+@lru_cache(1000)
+def _end_reason(segment: Path, size: int) -> str:
+    """Return how the run ended, "stopped" or "failed", by the last event of its record; empty if it has not ended."""
+    if segment.suffix != ".zst" or segment.is_symlink():
+        return ""  # a run that ends closes its segment, which is compressed then
+    last = segment_content(segment).rstrip().rpartition(b"\n")[2]
+    try:
+        event = orjson.loads(last)
+        return {"stopped": "stopped", "failed": "failed"}.get(event["reason"], "") if event["kind"] == "end" else ""
+    except (ValueError, TypeError, KeyError):
+        return ""
 
 
 def fingerprint(run: Path) -> dict[str, str]:

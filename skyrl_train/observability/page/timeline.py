@@ -7,6 +7,8 @@ Only the segments around a window are read, so that the record of a long run cos
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 from array import array
 from collections import OrderedDict
@@ -40,6 +42,8 @@ MAX_SPANS = 4000
 MAX_ENGINE_POINTS = 400
 _KEPT_SEGMENTS = 16  # in memory
 _FIRST_BYTES = 1 << 16
+MAX_SCANNED = 100  # segments in which failures are looked for
+_RARE = re.compile(rb'\{"kind":"(failed|retried|warning|process|run|resume|end|lost)"')
 _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
 
 
@@ -117,6 +121,7 @@ class EventStore:
         self._lock = threading.Lock()
         self._index: dict[int, Segment] = {}  # without events: begin, clock and process of each
         self._parsed: OrderedDict[int, Segment] = OrderedDict()
+        self._rare: dict[int, Segment] = {}
 
     def window(self, t0: float | None, t1: float | None, steps: int = 6) -> dict[str, Any] | None:
         """Return what happened between two Unix times; without them, during the last ``steps`` steps.
@@ -142,6 +147,33 @@ class EventStore:
         # Nothing before the first segment that was read is known.
         from_ = t0 if whole else max(t0, parsed[0].begins)
         return {"t0": t0, "t1": t1, "first": begins[0], "last": last, "known_from": from_, **_drawn(parsed, from_, t1)}
+
+    def rare(self) -> list[dict[str, Any]] | None:
+        """Return the events about failures, warnings and processes of the newest ``MAX_SCANNED`` segments, in their order.
+
+        None: nothing is recorded.
+        """
+        with self._lock:
+            paths = self._indexed()
+            for number in list(paths)[-MAX_SCANNED:]:
+                known = self._index[number]
+                segment = self._rare.setdefault(number, Segment(known.process, known.offset, known.begins))
+                if not segment.read or number == max(paths):
+                    content = segment_content(paths[number])[segment.read :]
+                    content = content[: content.rfind(b"\n") + 1]
+                    before = segment.read
+                    segment.parse(b"".join(line for line in content.splitlines(keepends=True) if _RARE.match(line)))
+                    segment.read = before + len(content)
+            found = [event for segment in self._rare.values() for events in segment.events.values() for event in events]
+        return sorted(found, key=lambda event: (event["process"], event["at"])) if paths else None
+
+    def engines(self) -> dict[int, list[list[Any]]] | None:
+        """Return the samples of each engine in the newest segments (see :func:`_engines`). None: nothing is recorded."""
+        with self._lock:
+            paths = self._indexed()
+            parsed = self._read(paths, list(paths)[-1 - AFTER :])
+        events = [event for segment in parsed for event in segment.events.get("engine", ())]
+        return _engines(events, -math.inf, math.inf) if parsed else None
 
     def _indexed(self) -> dict[int, Path]:
         """Read the first line of new segments."""

@@ -1,13 +1,17 @@
 // The frame: which view of which run the address names, and the header.
 import { html, render, useEffect, useState } from "./vendor/preact.js";
+import { Compare } from "./compare.js";
 import { Metrics, Overview } from "./overview.js";
 import { Runs } from "./runs.js";
 import { Settings } from "./settings.js";
+import { Engines, Evaluations, Failures } from "./tables.js";
 import { Timeline } from "./timeline.js";
 import { ago, duration, get, number, plain, useAnswer, useLive } from "./util.js";
 
 const VIEWS = {
-  overview: ["Overview", Overview], timeline: ["Timeline", Timeline], metrics: ["Metrics", Metrics], config: ["Configuration", Settings],
+  overview: ["Overview", Overview], timeline: ["Timeline", Timeline],
+  evaluations: ["Evaluations", Evaluations], engines: ["Engines", Engines], failures: ["Failures", Failures],
+  metrics: ["Metrics", Metrics], config: ["Configuration", Settings],
 };
 
 // #/run/NAME/VIEW?key=value, #/compare?run=A&run=B, or the list of runs.
@@ -27,6 +31,7 @@ function Page() {
   }, []);
   const [kind, run, view] = at.parts;
   if (kind === "run" && run) return html`<${Run} key=${run} run=${run} view=${view in VIEWS ? view : "overview"} query=${at.query} />`;
+  if (kind === "compare") return html`<${Compare} query=${at.query} />`;
   return html`<${Runs} />`;
 }
 

@@ -91,7 +91,7 @@ function GroupDetails({ run, group, first }) {
   const rows = [...group.requests].sort((a, b) => (a[0] ?? 0) - (b[0] ?? 0) || a[1] - b[1]);
   const since = (time) => (time === null || time === undefined ? "–" : `${(time - first).toFixed(2)} s`);
   return html`<div class="card"><h2>Group ${group.group}<span class="unit">${group.state}${group.step ? `, step ${group.step}` : ""}</span>
-      <span class="now"><a href=${`#/run/${encodeURIComponent(run)}/samples?group=${group.group}`}>its samples</a></span></h2>
+      <span class="now"><a href=${`#/run/${encodeURIComponent(run)}/samples?group=${group.group}${group.step ? `&step=${group.step}` : ""}`}>its samples</a></span></h2>
     <p class="note">admitted at ${since(group.begin)} with version ${group.version ?? "–"} · generated at ${since(group.finished)} · ended at ${since(group.ended)} · tokens ${number(group.tokens)}
       · reward ${number(group.reward)} · lag ${group.lag ?? "–"}${group.masked ? ` · ${group.masked} tokens masked as too old` : ""}${group.uid ? html` · prompt <${Text}>${group.uid}<//>` : ""}
       ${group.reason ? html` · <${Text}>${group.reason}<//>` : ""}</p>

@@ -1,0 +1,76 @@
+"""Runs side by side at an equal budget of steps, time or tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+AXES = {"step": "step", "elapsed": "elapsed_s", "tokens": "inference/generated_tokens_total"}
+LAST_SHARE = 0.1  # of the budget, over which rewards are averaged
+RESAMPLES = 1000
+
+Columns = Mapping[str, NDArray[np.float64]]
+
+
+def compared(runs: Sequence[Columns], axis: str) -> dict[str, Any]:
+    """Compare runs at the largest budget that all of them have reached.
+
+    Args:
+        runs: the columns of each run's metrics, each of shape ``[rows]``.
+        axis: "step", "elapsed" (seconds of training) or "tokens" (sampled).
+
+    Returns:
+        ``budget``, and per run ``reward`` (mean over the steps in the last tenth of the budget), ``low`` and ``high`` (its 95 %
+        interval, from a bootstrap of blocks of steps), ``steps``, ``best``, and means over the steps within the budget.
+    """
+    name = AXES[axis]
+    reached = [float(np.nanmax(run[name])) if name in run and np.isfinite(run[name]).any() else 0.0 for run in runs]
+    budget = min(reached, default=0.0)
+    return {"budget": budget, "reached": reached, "runs": [_within(run, name, budget) for run in runs]}
+
+
+def _within(run: Columns, name: str, budget: float) -> dict[str, Any]:
+    if name not in run or "reward/mean" not in run:
+        return {}
+    known = np.isfinite(run["reward/mean"])
+    inside = known & (run[name] <= budget)
+    rewards = run["reward/mean"][inside & (run[name] > budget * (1 - LAST_SHARE))]
+    low, high = bootstrap_interval(rewards)
+
+    def mean_of(metric: str) -> float:
+        values = run[metric][inside] if metric in run else np.empty(0)
+        values = values[np.isfinite(values)]
+        return float(values.mean()) if len(values) else math.nan
+
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else math.nan,
+        "low": low,
+        "high": high,
+        "steps": int(inside.sum()),
+        "best": float(run["reward/mean"][inside].max()) if inside.any() else math.nan,
+        "step_s": mean_of("time/step"),
+        "idle": mean_of("async/idle_fraction"),
+        "lag": mean_of("staleness/mean"),
+        "sampled_per_s": mean_of("inference/tokens_per_second"),
+        "truncated": mean_of("generate/truncated"),
+    }
+
+
+def bootstrap_interval(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of consecutive values; NaN for fewer than 3.
+
+    Blocks of n^(1/3) consecutive values are drawn (the moving block bootstrap, Kuensch 1989), because neighbouring steps are
+    alike.
+    """
+    count = len(values)
+    if count < 3:
+        return math.nan, math.nan
+    block = math.ceil(count ** (1 / 3))
+    starts = np.random.default_rng(0).integers(0, count - block + 1, (RESAMPLES, math.ceil(count / block)))
+    drawn = values[(starts[..., None] + np.arange(block)).reshape(RESAMPLES, -1)[:, :count]]
+    low, high = np.percentile(drawn.mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)

@@ -1,0 +1,70 @@
+// Evaluations, engines, and what went wrong.
+import { html, useState } from "./vendor/preact.js";
+import { Chart, zeroBased } from "./charts.js";
+import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useTheme, versionColour, withUnit } from "./util.js";
+
+export function Evaluations({ run, ticks }) {
+  useTheme();
+  const { data, error } = useAnswer(() => get("evaluations", { run }), run, ticks.evaluations);
+  if (error) return html`<div class="error">${plain(error)}</div>`;
+  if (!data) return html`<div class="empty">Reading evaluations …</div>`;
+  if (!data.length) return html`<div class="empty">No policy was evaluated (trainer.eval).</div>`;
+  const rows = [...data].sort((a, b) => a.step - b.step), keys = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => rows.some((row) => typeof row[key] === "number") && key !== "step");
+  const shown = keys.filter((key) => /pass@|avg@|reward|truncated|response_tokens/.test(key)).slice(0, 24);
+  const x = rows.map((row) => row.step);
+  return html`<div class="grid small">${rows.length > 1 && shown.map((key) => html`<div class="card" key=${key}><h2>${plain(key)}<span class="now">${number(rows.at(-1)[key])}</span></h2>
+      <${Chart} x=${x} series=${[{ label: key, values: rows.map((row) => (typeof row[key] === "number" ? row[key] : null)), stroke: PALETTE[0] }]} height=${110} legend=${false} yRange=${zeroBased} /></div>`)}</div>
+    <div class="scroll below"><table><thead><tr><th class="n">step</th>${keys.map((key) => html`<th class="n">${plain(key.replace(/^eval\//, ""))}</th>`)}<th></th></tr></thead>
+      <tbody>${[...rows].reverse().map((row) => html`<tr key=${row.step}><td class="n">${row.step}</td>${keys.map((key) => html`<td class="n">${number(row[key])}</td>`)}
+        <td><a href=${`#/run/${encodeURIComponent(run)}/samples?phase=eval&step=${row.step}`}>samples</a></td></tr>`)}</tbody></table></div>`;
+}
+
+export function Engines({ run, ticks }) {
+  useTheme();
+  const { data, error, key } = useAnswer(async () => ({ engines: await get("engines", { run }) }), run, ticks.events);
+  if (error && !data) return html`<div class="error">${plain(error)}</div>`;
+  if (!data) return html`<div class="empty">Reading events …</div>`;
+  const engines = Object.entries(data.engines ?? {});
+  if (!engines.length) return html`<div class="empty">This run has recorded no state of its engines.</div>`;
+  const newest = Math.max(...engines.map(([, points]) => points.at(-1)[0]));
+  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">cache</th><th class="n">tokens/s</th><th>last sign</th></tr></thead><tbody>
+      ${engines.map(([name, points]) => { const [at, state, version, running, waiting, paused, cache, speed] = points.at(-1); return html`<tr><td>engine ${name}</td>
+        <td><span class=${`state ${{ healthy: "live", dead: "failed", retired: "stopped" }[state] ?? "silent"}`}>${plain(state)}${paused ? ", paused" : ""}</span></td>
+        <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${withUnit(cache, "share")}</td><td class="n">${number(speed)}</td><td>${ago(at)}</td></tr>`; })}
+    </tbody></table></div>
+    <p class="note">Below: the newest part of the record. The timeline has the versions over time.</p>
+    <div class="grid small">${engines.slice(0, 32).map(([name, points]) => { const x = points.map((point) => point[0] - newest); const of = (index) => points.map((point) => point[index]); return html`<div class="card" key=${name}><h2>Engine ${name}<span class="unit">requests</span><span class="now">${number(points.at(-1)[3])}</span></h2>
+      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "running", values: of(3), stroke: PALETTE[0] }, { label: "waiting", values: of(4), stroke: PALETTE[1] }, ]} /></div>
+      <div class="card" key=${`${name} speed`}><h2>Engine ${name}<span class="unit">tokens/s</span><span class="now">${number(points.at(-1)[7])}</span></h2>
+      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(7), stroke: PALETTE[2] }]} /></div>`; })}</div>`;
+}
+
+export function Failures({ run, ticks }) {
+  const { data, error } = useAnswer(() => get("incidents", { run }), run, `${ticks.events ?? 0}`);
+  const [file, setFile] = useState(null);
+  if (error && !data) return html`<div class="error">${plain(error)}</div>`;
+  if (!data) return html`<div class="empty">Reading events …</div>`;
+  const { events, logs } = data, chosen = file ?? logs[0]?.name;
+  return html`${!events ? html`<p class="note">This run has recorded no events yet. Runs of older versions have none.</p>` : html`
+    <h3>Failed groups and attempts</h3>
+    ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>first</th><th>last</th></tr></thead><tbody>
+      ${events.failures.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.kind === "failed" ? html`<span class="state failed">failed for good</span>` : "failed attempt"}</td><td class="wrap mono"><${Text}>${row.reason}<//></td>
+        <td>${row.examples.join(", ")}</td><td>${moment(row.first)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
+    <h3>Warnings</h3>
+    ${events.warnings.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th class="n">times</th><th>level</th><th>text</th><th>from</th><th>last</th></tr></thead><tbody>
+      ${events.warnings.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.level}</td><td class="wrap mono"><${Text}>${row.text}<//></td><td class="mono">${plain(row.source)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
+    <h3>Commands</h3>
+    <div class="scroll"><table><tbody>${events.processes.map((event) => html`<tr><td>${moment(event.at)}</td><td>${{ process: "opened", run: "training began", resume: "training went on", end: "ended" }[event.kind]}</td>
+      <td class="wrap"><${Text}>${event.kind === "process" ? `${event.host}, pid ${event.pid}, version ${event.version}, Python ${event.python}${event.git ? `, git ${event.git.slice(0, 10)}` : ""}: ${event.command.join(" ")}`
+        : event.kind === "end" ? `${event.reason} after step ${event.step}${event.error ? `: ${event.error}` : ""}` : `after step ${event.step} of ${event.total_steps}`}<//></td></tr>`)}</tbody></table></div>
+    ${(events.lost > 0 || events.sampled_out > 0) && html`<p class="note">The record lacks ${number(events.lost)} events that could not be written, and ${number(events.sampled_out)} that trainer.max_events_per_s left out.</p>`}`}
+    <h3>Logs</h3>
+    ${logs.length === 0 ? html`<p class="note">None.</p>` : html`<div class="bar"><select value=${chosen} onChange=${(event) => setFile(event.target.value)}>${logs.map((log) => html`<option value=${log.name}>${plain(log.name)} (${bytes(log.bytes)}, ${ago(log.written)})</option>`)}</select></div>
+      <${Log} key=${chosen} run=${run} file=${chosen} tick=${ticks.events} />`}`;
+}
+
+function Log({ run, file, tick }) {
+  const { data, error } = useAnswer(() => get("log", { run, file }), `${run} ${file}`, tick);
+  if (error && !data) return html`<div class="error">${plain(error)}</div>`;
+  return html`<pre class="log mono"><${Text}>${data?.text || (data ? "(empty)" : "…")}<//></pre>`;
+}
