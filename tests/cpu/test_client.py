@@ -567,5 +567,11 @@ async def test_prompts_come_as_tokens_or_as_conversations_not_both() -> None:
             await client.generate(both)  # type: ignore[arg-type]
 
 
+async def test_each_prompt_has_its_session() -> None:
+    client = client_of(ScriptedEngine())
+    with pytest.raises(ConfigError, match="1 entries for 2 prompts"):
+        await client.generate(InferenceEngineInput(prompt_token_ids=[[5], [6]], session_ids=["s"]))
+
+
 def test_the_scripted_engine_depends_on_seed_and_position(tmp_path: Path) -> None:
     assert len({hashed_token([5, 6], seed) for seed in range(100)}) > 20
