@@ -285,6 +285,14 @@ def test_m2po_keeps_tokens_whose_mean_second_moment_is_the_limit() -> None:
     assert m2po_statistics(of_minibatch, 0.2) == {"m2po_threshold": -1.0}
 
 
+def test_a_bound_on_the_second_moment_rejects_and_counts_tokens() -> None:
+    batch = Batch([[Token(-1.0, -1.0, -1.0, 1.0), Token(-1.0, -2.0, -1.0, 1.0)]])
+    config = AlgorithmConfig(off_policy_correction=OffPolicyCorrectionConfig(m2po_threshold=0.04))
+    result = OffPolicyCorrection(config)(batch.tokens(m2po_threshold=0.04))
+    assert result.kept.tolist() == [True, False]
+    assert result.sums["off_policy/rejected_tokens/m2po"].tolist() == [False, True]
+
+
 def test_a_sequence_without_tokens_has_the_sum_and_the_mean_0() -> None:
     values = torch.tensor([1.0, 3.0])
     tokens = PolicyTokens(values, values, values, values, torch.tensor([0, 2]), 3)
