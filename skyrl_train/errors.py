@@ -25,10 +25,17 @@ SkyRLError
   SimulationError        a run in virtual time cannot continue: a deadlock, or blocking work in the wrong place
 """
 
+AGENT_OUTPUT = "Output of the agent program for sample"  # how observability/failures.py finds such a note
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if the message is empty, for use in another message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def output_note(sample: str, output: str) -> str:
+    """Return the output of an agent program as a note of its run's error, which travels with tracebacks between processes."""
+    return f"{AGENT_OUTPUT} {sample!r}:\n{output}\nEnd of the output."
 
 
 class SkyRLError(Exception):

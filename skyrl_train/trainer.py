@@ -208,10 +208,14 @@ class PPOTrainer:
         """Restore the newest intact checkpoint, if there is one, load its weights into the engines, and start all parts."""
         # In a thread, because the checkpoints may be in an object store.
         folder = await asyncio.to_thread(self.components.checkpoints.latest, self._report)
+        start_up = self.components.reporter.start_up
         if folder is not None:
-            await self.load_checkpoint(folder)
-        await self.serve_policy()
-        await self.rollout.start()
+            with start_up("checkpoint"):
+                await self.load_checkpoint(folder)
+        with start_up("first weight sync"):
+            await self.serve_policy()
+        with start_up("generator and data"):
+            await self.rollout.start()
         self.components.reporter.begin(self.global_step)
         await self.evaluation.start(self.global_step, self.components.reporter.evaluated_steps)
         self.reports.begin()

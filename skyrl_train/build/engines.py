@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -38,12 +39,18 @@ def build_client(
     model_path: str,
     numbers: Sequence[int],
     workers: Sequence[EngineProcess] = (),
+    logs: Path | None = None,
 ) -> InferenceEngineClient:
-    """Build a client with the engines of these numbers. Nothing is started."""
+    """Build a client with the engines of these numbers. Nothing is started.
+
+    Args:
+        workers: processes for the first embedded engines that were started earlier.
+        logs: folder for the output of embedded engines' processes; None: they write to this process's streams.
+    """
     engine, chat = config.generator.inference_engine, config.generator.chat
     return InferenceEngineClient(
         [
-            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None)
+            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None, logs)
             for index in numbers
         ],
         tokenizer,
@@ -59,12 +66,18 @@ def build_client(
 
 
 def build_engine(
-    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None = None
+    config: RunConfig,
+    plan: Plan,
+    model_path: str,
+    index: int,
+    worker: EngineProcess | None = None,
+    logs: Path | None = None,
 ) -> InferenceEngineInterface:
     """Build engine number ``index``. Each has its own seed, so that replicas give different answers.
 
     Args:
         worker: a process for an embedded engine that was started earlier.
+        logs: see :func:`build_client`.
 
     Raises:
         ConfigError: the backend is unknown, or a package that it needs is not installed.
@@ -72,7 +85,7 @@ def build_engine(
     engine = config.generator.inference_engine
     # Only the chosen backend is imported.
     if engine.backend == "embedded":
-        return _embedded(config, plan, model_path, index, worker)
+        return _embedded(config, plan, model_path, index, worker, logs)
     if engine.backend == "vllm":
         return _vllm(config, plan, model_path, index)
     if engine.backend == "vllm_remote":
@@ -85,7 +98,7 @@ def build_engine(
 
 
 def _embedded(
-    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None
+    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None, logs: Path | None
 ) -> InferenceEngineInterface:
     engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     arguments: dict[str, Any] = {
@@ -99,7 +112,8 @@ def _embedded(
     }
     if engine.executor == "ray":
         return _in_ray(engine, EMBEDDED, {"model_path": model_path, "executor": "thread", **arguments})
-    return EmbeddedEngine(model_path, executor=engine.executor, worker=worker, **arguments)
+    log_file = None if logs is None else str(logs / f"engine-{index}.log")
+    return EmbeddedEngine(model_path, executor=engine.executor, worker=worker, log_file=log_file, **arguments)
 
 
 def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> InferenceEngineInterface:

@@ -20,6 +20,7 @@ from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.generators.remote.generator import RemoteGenerator
 from skyrl_train.generators.remote.host import ActorSetup, GeneratorHost
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.observability.failures import OnFailure
 from skyrl_train.rollout.stages.logprobs import ReferenceStage, ValueStage, worth_scoring
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.rollout.stages.reward import SETTING, RewardStage, is_async, reward_work
@@ -42,9 +43,17 @@ SHARDED_REFERENCE = "skyrl_train.training.reference:ShardedReference"
 
 
 def build_generator(
-    config: RunConfig, plan: Plan, client: InferenceEngineClient, tokenizer: PreTrainedTokenizerBase, model_path: str
+    config: RunConfig,
+    plan: Plan,
+    client: InferenceEngineClient,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    logs: Path | None = None,
 ) -> GeneratorInterface:
     """Build the configured generator: in this process, or with ``rollout.num_actors`` in Ray actors.
+
+    Args:
+        logs: folder for the actors' logs, on nodes that have it.
 
     Raises:
         ConfigError: the generator cannot be imported or constructed, or Ray is asked for and not installed.
@@ -67,6 +76,7 @@ def build_generator(
         reasoning_parser=config.generator.chat.reasoning_parser,
         folder=str(Path.cwd()),
         search_path=tuple(path for path in sys.path if path),
+        logs=None if logs is None else str(logs.absolute()),
     )
     placement = RayPlacement(num_cpus=config.rollout.ray_num_cpus)
     return RemoteGenerator([lambda: RayLink(GeneratorHost, placement)] * config.rollout.num_actors, setup, client)
@@ -76,7 +86,7 @@ def build_stages(
     config: RunConfig,
     model_path: str,
     decode: Callable[[Sequence[int]], str],
-    on_failure: Callable[[str, str], None],
+    on_failure: OnFailure,
 ) -> list[Stage]:
     """Build the stages that have their own resources, in their order. Nothing is started.
 
@@ -84,7 +94,7 @@ def build_stages(
 
     Args:
         decode: returns the text of tokens, without special tokens.
-        on_failure: called with the group's name and the reason for each failed attempt at a reward.
+        on_failure: called with the group's name, the reason and the error for each failed attempt at a reward.
 
     Raises:
         ConfigError: the reward function cannot be found or does not fit its executor; Ray is asked for and not installed.

@@ -64,20 +64,23 @@ async def build_trainer(
         ConfigError, ModelError, EngineError, CheckpointError: a component cannot be built; the started ones are stopped.
     """
     checkpoints = await asyncio.to_thread(open_checkpoints, config, run_folder.checkpoints)
-    model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
-    tokenizer = load_tokenizer(model_path)
+    with reporter.start_up("model and tokenizer"):
+        model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
+        tokenizer = load_tokenizer(model_path)
     number, of_evaluation = config.generator.inference_engine.num_engines, derive.num_evaluation_engines(config)
-    run = _engine_group(config, plan, tokenizer, model_path, range(number), workers)
+    logs = run_folder.logs
+    run = _engine_group(config, plan, tokenizer, model_path, range(number), workers, logs)
     evaluation = None
     if of_evaluation:
         # Numbers continue after the run's engines, so that seeds, remote URLs and started processes are not shared.
         numbers = range(number, number + of_evaluation)
-        evaluation = _engine_group(config, plan, tokenizer, model_path, numbers, workers)
+        evaluation = _engine_group(config, plan, tokenizer, model_path, numbers, workers, logs)
     stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed)
     pause_mode = PauseMode(config.generator.pause_mode)
     clients = [group.client for group in (run, evaluation) if group is not None]
     # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
-    backend = await _start(config, clients, stages, lambda: build_backend(config, plan, model_path))
+    with reporter.start_up("engines and training backend"):
+        backend = await _start(config, clients, stages, lambda: build_backend(config, plan, model_path))
     try:
         # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
         evaluation_engines = None
@@ -120,10 +123,11 @@ def _engine_group(
     model_path: str,
     numbers: Sequence[int],
     workers: Sequence[EngineProcess],
+    logs: Path,
 ) -> _EngineGroup:
     """Build the group of the engines with these numbers. Nothing is started."""
-    client = build_client(config, plan, tokenizer, model_path, numbers, workers)
-    generator = build_generator(config, plan, client, tokenizer, model_path)
+    client = build_client(config, plan, tokenizer, model_path, numbers, workers, logs)
+    generator = build_generator(config, plan, client, tokenizer, model_path, logs)
     return _EngineGroup(client, generator, build_transport(config))
 
 

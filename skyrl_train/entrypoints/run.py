@@ -34,6 +34,7 @@ from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import (
     FINISHED,
     METRICS,
+    TRAINER_LOG,
     RunFolder,
     choose_run_folder,
     left_behind,
@@ -43,12 +44,13 @@ from skyrl_train.observability.run_folder import (
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
-from skyrl_train.runtime.process import DaemonThreadPool, gc_tuned
+from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_tuned
 
 if TYPE_CHECKING:
     from skyrl_train.rollout.data.streaming import StreamingPrompts
     from skyrl_train.trainer import PPOTrainer
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SCREEN_INTERVAL_S = 1.0  # how often the screen is told about the work between two steps
 
@@ -213,15 +215,25 @@ def train(
             console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
         # The folder stays locked over all restarts.
         run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
-        stack.enter_context(log_file(run_folder.logs / "train.log"))
-        finished, start_step = train_restarting(
-            lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, request)),
-            config,
-            lambda: Reporter(config, run_folder, console, inputs.plan.total_steps),
-            workers,
-            console,
-            request,
-        )
+        stack.enter_context(log_file(run_folder.logs / TRAINER_LOG))
+        logger.info("%s the run in %s", "resuming" if choice.resuming else "starting", run_folder.path)
+        logger.info("start-up: libraries, data and checks took %.1f s", time.monotonic() - began)
+        logger.info("the plan:\n%s", inputs.plan.describe())
+        for warning in inputs.plan.warnings:
+            logger.warning("%s", warning)
+        try:
+            finished, start_step = train_restarting(
+                lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, request)),
+                config,
+                lambda: Reporter(config, run_folder, console, inputs.plan.total_steps),
+                workers,
+                console,
+                request,
+            )
+        except BaseException:
+            # The screen shows the message only.
+            logger.exception("the run has failed")
+            raise
         # Read from the file: earlier commands have written some of the steps.
         rows = list(read_jsonl(run_folder.metrics.path))
         summary = summarize(rows)
@@ -229,6 +241,9 @@ def train(
             # From now on the same command starts a new run.
             replace_file(run_folder.path / FINISHED, json.dumps(asdict(summary), indent=2) + "\n")
         seconds = spent_s(rows, start_step, time.monotonic() - began)
+        if summary.only_reward is not None:
+            logger.warning("all samples have the reward %g: there was nothing to learn", summary.only_reward)
+        logger.info("the run has %s after %.0f s: %s", "finished" if finished else "stopped", seconds, summary)
         return RunResult(run_folder.path, finished, was_finished=False, summary=summary, seconds=seconds)
 
 
@@ -300,14 +315,15 @@ def engine_workers(config: RunConfig) -> Iterator[list[EngineProcess]]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Write this library's log to ``path``."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger("skyrl_train").addHandler(handler)
+    """Write this library's log from INFO on to ``path``."""
+    library = logging.getLogger("skyrl_train")
+    level = library.level
+    handler = add_log_file(path)
     try:
         yield
     finally:
-        logging.getLogger("skyrl_train").removeHandler(handler)
+        library.setLevel(level)
+        library.removeHandler(handler)
         handler.close()
 
 

@@ -154,7 +154,7 @@ async def generate_group(
     generator = build_generator(config, inputs.plan, client, tokenizer, model_path)
     transport = build_transport(config)
     # A failed attempt at a reward is the failure of the group here, so it is not reported apart.
-    all_stages = build_stages(config, model_path, client.decode, lambda name, reason: None)
+    all_stages = build_stages(config, model_path, client.decode, lambda name, reason, error: None)
     stages = [stage for stage in all_stages if isinstance(stage, RewardStage)]
     changed = asyncio.Event()
     loader = build_loader(inputs.dataset, config.data, config.trainer.seed)

@@ -5,22 +5,28 @@ trainer.trackers=[tensorboard, my_package.MyTracker]
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.observability.run_folder import RunFolder, read_jsonl
+from skyrl_train.observability.failures import FailureLog
+from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl
 from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view, shortened
 from skyrl_train.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 # Trackers ----------------------------------------------------------------------------------------------------------
 
@@ -113,9 +119,24 @@ class Reporter:
         self._console = console
         self._total_steps = total_steps
         self.start_step = 0
+        self._failure_log = FailureLog(run_folder.logs)
         self._last_reason = ""  # of a failed attempt at a group
         self._view: TerminalView | PlainView | None = None
         self._trackers: list[Tracker] = []
+
+    @contextmanager
+    def start_up(self, part: str) -> Iterator[None]:
+        """Show that ``part`` of the start-up runs, and how long it took."""
+        began = time.monotonic()
+        with ExitStack() as stack:
+            if self._console.is_terminal and not self._console.is_dumb_terminal:
+                columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+                bar = stack.enter_context(Progress(*columns, console=self._console, transient=True))
+                bar.add_task(part, total=None)
+            yield
+        seconds = time.monotonic() - began
+        logger.info("start-up: %s took %.1f s", part, seconds)
+        self.note(f"  {part}: {seconds:.1f} s")
 
     def begin(self, step: int) -> None:
         """Open all outputs for the steps after ``step``, and remove data about later steps."""
@@ -191,11 +212,15 @@ class Reporter:
         """Steps whose policies have been evaluated."""
         return {row["step"] for row in read_jsonl(self._folder.evaluations.path)}
 
-    def attempt_failed(self, name: str, reason: str) -> None:
-        """Report a failed attempt at the group ``name``. The first one is shown at once, the others as a count."""
-        if not self._last_reason:
-            log = self._folder.logs / "train.log"
-            self.note(f"{name}: an attempt failed: {shortened(reason)} (further failures are counted; {log} has all)")
+    def attempt_failed(self, name: str, reason: str, error: BaseException | None = None) -> None:
+        """Report a failed attempt at the group ``name``. The first one of each kind is shown at once, the others as a count."""
+        place = self._failure_log.record(name, reason, error)
+        if place is not None:
+            where = f" at {place}" if place else ""
+            self.note(
+                f"{name}: an attempt failed{where}: {shortened(reason)} (further failures are counted; "
+                f"{self._folder.logs / TRAINER_LOG} has the traceback)"
+            )
         self._last_reason = reason
 
     def waiting(self, in_flight: int, failed: int, retries: int) -> None:
@@ -224,6 +249,7 @@ class Reporter:
         """Leave the last state on the screen and flush the trackers. Idempotent."""
         # Exchanged first, so that a second call closes nothing twice.
         trackers, self._trackers = self._trackers, []
+        self._failure_log.close()
         for tracker in trackers:
             tracker.close()
         if self._view is not None:

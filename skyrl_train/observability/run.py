@@ -92,7 +92,9 @@ class Run:
     def __repr__(self) -> str:
         summary = self.summary
         reward = ""
-        if summary.first_reward is not None and summary.last_reward is not None:
+        if summary.only_reward is not None:
+            reward = f", all rewards are {summary.only_reward:.3f}"
+        elif summary.first_reward is not None and summary.last_reward is not None:
             reward = f", reward {summary.first_reward:.3f} -> {summary.last_reward:.3f}"
         state = "finished" if self.finished else "unfinished"
         return f"Run({str(self.path)!r}: {state}, {summary.steps} steps{reward})"

@@ -23,6 +23,7 @@ from skyrl_train.events.log import EVENTS, EventLog
 
 CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples.jsonl", "eval.jsonl"
 FINISHED, LOCK = "finished.json", "run.lock"
+TRAINER_LOG = "trainer.log"  # in the folder of logs
 
 _locked_here: set[Path] = set()
 

@@ -316,18 +316,21 @@ class RunSummary:
     last_reward: float | None  # mean over the last 5 %
     best_reward: float | None  # of the best step
     training_s: float  # sum over the surviving steps; without the start of processes
+    only_reward: float | None = None  # the reward of every sample of the run; None: they differ, or are unknown
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     """Summarize the rows of ``metrics.jsonl``, also of a run that was resumed."""
     rewards = [row[REWARD] for row in rows if isinstance(row.get(REWARD), int | float) and math.isfinite(row[REWARD])]
     ends = max(1, round(len(rewards) * ENDS))
+    extremes = {row.get(name) for row in rows if row.get(REWARD) is not None for name in ("reward/min", "reward/max")}
     return RunSummary(
         steps=max((row["step"] for row in rows), default=0),
         first_reward=statistics.fmean(rewards[:ends]) if rewards else None,
         last_reward=statistics.fmean(rewards[-ends:]) if rewards else None,
         best_reward=max(rewards, default=None),
         training_s=math.fsum(row.get("time/step", 0.0) for row in rows),
+        only_reward=extremes.pop() if len(extremes) == 1 else None,
     )
 
 
@@ -353,6 +356,11 @@ def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: st
         )
     if summary.first_reward is None or summary.last_reward is None:
         learned = "no reward yet"
+    elif summary.only_reward is not None:
+        learned = (
+            f"WARNING: all samples have the reward {summary.only_reward:.3f}, so there was nothing to learn. Look at some "
+            f"responses (skyrl_train.load_run({run_dir!r}).samples) and check what computes the reward"
+        )
     else:
         learned = (
             f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (best step {summary.best_reward:.3f})"

@@ -35,6 +35,7 @@ from skyrl_train.generators.base import GeneratorInterface, run_generator
 from skyrl_train.generators.validation import is_finite, to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.replay import ReplayCache
+from skyrl_train.observability.failures import OnFailure
 from skyrl_train.observability.metrics import quantiles, spec_of
 from skyrl_train.rollout.data.samplers import PromptSource
 from skyrl_train.rollout.stages.pipeline import StagePipeline
@@ -79,7 +80,8 @@ class GroupGenerator:
         env_class: for rows that name none.
         replay_cache: recorded tokens of groups in flight.
         stages: pipeline that each generated group passes.
-        on_failure: called with the group's name and a reason for each attempt that fails and may be retried.
+        on_failure: called for each attempt that fails and may be retried, with the group's name, a reason, and the error if
+            one was raised.
         clock: for latencies and :meth:`describe`, in seconds.
         cancel_grace_s: time limit for a cancelled attempt to end.
 
@@ -101,7 +103,7 @@ class GroupGenerator:
         seed: int,
         replay_cache: ReplayCache | None = None,
         stages: StagePipeline | None = None,
-        on_failure: Callable[[str, str], None] = lambda name, reason: None,
+        on_failure: OnFailure = lambda name, reason, error: None,
         clock: Callable[[], float] = time.monotonic,
         cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
@@ -247,7 +249,7 @@ class GroupGenerator:
             RolloutError: no attempts are left.
         """
         reason, cause = str(failure), failure.__cause__
-        self._on_failure(f"group {attempt.group_index}", reason)
+        self._on_failure(f"group {attempt.group_index}", reason, cause)
         # The same attempt runs again after it lost its actor once. A second loss may be caused by the attempt itself.
         same = isinstance(cause, RolloutActorError) and not attempt.lost_actor
         if attempt.number >= 1 + self._failures.max_rollout_retries and not same:

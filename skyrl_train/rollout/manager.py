@@ -19,6 +19,7 @@ from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.observability.failures import OnFailure
 from skyrl_train.rollout.buffer import BufferedGroup, RolloutBuffer
 from skyrl_train.rollout.data.dataset import PromptDataset
 from skyrl_train.rollout.data.loader import build_loader
@@ -68,7 +69,7 @@ class RolloutManager:
         spill_folder: Path | None,
         changed: Signal,
         on_group_end: Callable[[], None],
-        on_attempt_failed: Callable[[str, str], None],
+        on_attempt_failed: OnFailure,
         clock: Callable[[], float],
     ) -> None:
         trainer = config.trainer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import resource
 import signal
@@ -174,3 +175,26 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def add_log_file(path: Path) -> logging.Handler:
+    """Append this library's log from INFO on to ``path``.
+
+    Returns:
+        The handler, which the caller removes and closes, or leaves to the end of the process.
+    """
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    library = logging.getLogger("skyrl_train")
+    library.setLevel(min(logging.INFO, library.getEffectiveLevel()))
+    library.addHandler(handler)
+    return handler
+
+
+def write_output_to(path: Path) -> None:
+    """Append all output of this process to ``path``: standard output and error, of native code too, and this library's log."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    add_log_file(path)

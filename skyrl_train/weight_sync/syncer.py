@@ -9,6 +9,7 @@ beside the next training step, and ``wait`` returns when they have ended.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 # Gathers the current weights through a transport, as a version: ``TrainingBackend.stage``, or ``weights_of``. It blocks.
 WeightSource = Callable[[WeightTransport, int], WeightUpdate]
@@ -174,6 +177,10 @@ class WeightSyncer:
         transferred = self._clock()
         paused_s = await self._client.load_weights(update, self._pause_mode)
         times = {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}
+        logger.info(
+            "policy version %d reached the engines: %.3f s to gather, %.3f s to transfer, %.3f s of pause",
+            *(update.version, *times.values()),
+        )
         if update.changed_fraction is not None:
             times["weight_sync/changed_fraction"] = update.changed_fraction
         return times

@@ -147,7 +147,7 @@ class World:
             sampling_params={},
             env_class="run_length",
             seed=3,
-            on_failure=lambda name, reason: self.failed_attempts.append((name, reason)),
+            on_failure=lambda name, reason, error: self.failed_attempts.append((name, reason)),
             clock=lambda: self.now,
             cancel_grace_s=0.05,
         )

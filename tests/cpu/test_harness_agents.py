@@ -213,6 +213,7 @@ class TestPrograms:
         ) as info:
             await program("import sys; print('x\\n' * 99, file=sys.stderr); raise ValueError('no luck')").run(task())
         assert str(info.value).count("\n") <= 8
+        assert info.value.output.count("x\n") == 99, "the whole output goes to a file"
         with pytest.raises(AgentError, match="was ended by signal 9; its last output: none"):
             await program("import os; os.kill(os.getpid(), 9)").run(task())
 

@@ -274,7 +274,7 @@ def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(t
         reporter.close()
     lines = raw.getvalue().decode().splitlines()[1:]
     assert len(lines) == 1
-    assert "group 3" in lines[0] and "KeyError('[number]')" in lines[0] and "train.log" in lines[0]
+    assert "group 3" in lines[0] and "KeyError('[number]')" in lines[0] and "trainer.log" in lines[0]
 
 
 def test_the_final_step_is_shown_once() -> None:
@@ -417,6 +417,17 @@ def test_the_last_line_has_the_rewards_the_folder_and_the_next_command() -> None
     unrewarded = summarize([{"step": 1}])
     line = final_line(unrewarded, "runs/x", finished=False, command=command, seconds=61.0)
     assert "no reward yet" in line and "after 1 step in" in line
+
+
+def test_a_run_whose_rewards_are_all_equal_does_not_end_as_if_it_had_learned() -> None:
+    def line(*rewards: tuple[float, float]) -> str:
+        rows = [{"step": 1, "reward/mean": low, "reward/min": low, "reward/max": high} for low, high in rewards]
+        return final_line(summarize(rows), "runs/x", finished=True, command="the command", seconds=1.0)
+
+    assert "WARNING: all samples have the reward 0.250" in line((0.25, 0.25), (0.25, 0.25))
+    assert "WARNING" not in line((0.25, 0.25), (0.5, 0.5))  # equal within each step only
+    assert "WARNING" not in line((0.25, 0.5))
+    assert summarize([{"step": 1, "reward/mean": 0.0}]).only_reward is None, "a row of an earlier version"
 
 
 def test_a_run_that_was_stopped_before_its_first_step_is_not_offered_as_one_to_resume() -> None:

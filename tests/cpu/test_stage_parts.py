@@ -117,7 +117,7 @@ def reward_stage(
         max_parallel=1,
         attempts=attempts,
         timeout_s=timeout_s,
-        on_failure=lambda name, reason: told.append((name, reason)),
+        on_failure=lambda name, reason, error: told.append((name, reason)),
     )
 
 

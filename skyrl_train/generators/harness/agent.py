@@ -29,7 +29,14 @@ _SHAPE = 'Return a number, or {"reward": number, "turn_rewards": [number, ...], 
 
 
 class AgentError(Exception):
-    """A run failed. The generator converts it into a RolloutError that names the sample."""
+    """A run failed. The generator converts it into a RolloutError that names the sample.
+
+    ``output``: of an agent that is a program, both streams, without its API key.
+    """
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from skyrl_train.endpoint.sessions import (
     SessionStatistics,
     SessionStore,
 )
-from skyrl_train.errors import ConfigError, NoEngineError, RolloutError, SessionError
+from skyrl_train.errors import ConfigError, NoEngineError, RolloutError, SessionError, output_note
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, FunctionAgent
 from skyrl_train.generators.harness.process import ProcessAgent
@@ -197,6 +197,8 @@ class HarnessGenerator(GeneratorInterface):
                     failure = RolloutError(
                         task.redact(f"The agent of sample {trajectory_id.to_string()!r} failed: {error}")
                     )
+                    if error.output:
+                        failure.add_note(output_note(trajectory_id.to_string(), error.output))
                     # Without a sampled turn there is nothing that a reward could train.
                     if self._failure_reward is None or not session.statistics().turns:
                         # The traceback of the cause is logged, so a cause that shows the API key is left out.

@@ -94,12 +94,17 @@ class ProcessAgent:
             status, *streams = await self._run(prompt, environment)
         # Redact the whole outputs before they are truncated, because a cut key would not be found.
         out, err = (task.redact(stream.decode(errors="replace")) for stream in streams)
+        output = f"[standard output]\n{out}\n[standard error]\n{err}"
         if status:
             how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
             lines = (err or out).strip().splitlines()[-_ERROR_LINES:]
             last = "\n".join(["", *lines]) if lines else "none"
-            raise AgentError(f"{self._command[0]} {how}; its last output: {last}")
-        return _read_reward(out)
+            raise AgentError(f"{self._command[0]} {how}; its last output: {last}", output)
+        try:
+            return _read_reward(out)
+        except AgentError as error:
+            error.output = output
+            raise
 
     async def _run(self, prompt: Path, environment: Mapping[str, str]) -> tuple[int, bytes, bytes]:
         """Return the exit status and the last ``_KEPT_BYTES`` of both output streams."""

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from skyrl_train.errors import GeneratorOutputError, RolloutActorError, RolloutError
 from skyrl_train.generators.base import GeneratorInterface
@@ -142,7 +143,9 @@ class RemoteGenerator(GeneratorInterface):
         self._closed = False
         self._reason = ""
         self.actors = [
-            RolloutActor(f"rollout actor {number}", link, setup, client, self._state, self._restart)
+            RolloutActor(
+                f"rollout actor {number}", link, replace(setup, number=number), client, self._state, self._restart
+            )
             for number, link in enumerate(links)
         ]
 

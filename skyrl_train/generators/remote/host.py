@@ -5,12 +5,14 @@ driver ──generate(pickled input)──> GeneratorHost ──> generator ─�
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.errors import GeneratorOutputError
@@ -21,11 +23,14 @@ from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.inference.pool.fleet import EngineState
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
+from skyrl_train.runtime.process import add_log_file
 from skyrl_train.workers.connection import Peer
 from skyrl_train.workers.host import Hosted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class ActorSetup:
         tool_parser, reasoning_parser: see :class:`~skyrl_train.inference.chat.renderer.ChatRenderer`.
         folder: the driver's working folder: relative paths in settings start there.
         search_path: the folders from which the driver imports.
+        logs: folder for the log of the actor, if its node has it.
+        number: of the actor.
     """
 
     spec: GeneratorSpec
@@ -56,6 +63,8 @@ class ActorSetup:
     reasoning_parser: str | None
     folder: str
     search_path: tuple[str, ...]
+    logs: str | None = None
+    number: int = 0
 
 
 class GeneratorHost(Hosted):
@@ -73,6 +82,10 @@ class GeneratorHost(Hosted):
         # Settings may name modules and files of the driver's folders; a node that has these folders finds them.
         with suppress(OSError):
             os.chdir(setup.folder)
+        if setup.logs is not None:
+            with suppress(OSError):
+                add_log_file(Path(setup.logs) / f"actor-{setup.number}.log")
+        logger.info("rollout actor %d starts in process %d", setup.number, os.getpid())
         sys.path += [path for path in setup.search_path if path not in sys.path]
         renderer = ChatRenderer(
             setup.tokenizer,

@@ -23,6 +23,7 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, StageError
 from skyrl_train.generators.validation import is_finite
+from skyrl_train.observability.failures import OnFailure
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.workers.executors import CallFailed, Executor, Function, Work
@@ -105,7 +106,7 @@ class RewardStage(Stage):
         max_parallel: groups that are scored at once.
         attempts: calls per group, at least one.
         timeout_s: time limit of one call; None: no limit.
-        on_failure: called with the group's name and the reason of each failed call.
+        on_failure: called with the group's name, the reason and the error of each failed call.
     """
 
     name = "reward"
@@ -118,7 +119,7 @@ class RewardStage(Stage):
         max_parallel: int,
         attempts: int = 1,
         timeout_s: float | None = None,
-        on_failure: Callable[[str, str], None] = lambda name, reason: None,
+        on_failure: OnFailure = lambda name, reason, error: None,
     ) -> None:
         self.executor: Executor = executor
         self._decode = decode
@@ -134,7 +135,7 @@ class RewardStage(Stage):
                 answer = await self.executor.call(question, self._timeout_s)
             except CallFailed as failure:
                 reason = f"its reward function failed: {failure.reason}"
-                self._on_failure(group.name, reason)
+                self._on_failure(group.name, reason, failure)
                 if attempt == self._attempts:
                     raise RolloutError(
                         f"the rollout of prompt {question.uid!r} has no reward after {attempt} attempts; the last time "

@@ -44,6 +44,7 @@ class EngineSettings:
     batch_invariant: bool
     seed: int
     lora: LoraConfig | None = None  # the model keeps its folder's weights, and weight syncs bring this adapter
+    log_file: str | None = None  # for the output of the engine's own process
 
 
 class EngineProcess(ChildProcess):
@@ -70,6 +71,7 @@ class EmbeddedEngine(HostedEngine):
         worker: under executor "process", a process that was started earlier; by default :meth:`start` starts one.
         seed: of the stream that requests without a seed draw from; give each engine its own.
         lora: weight syncs bring this adapter of the folder's weights; None: the whole model.
+        log_file: under executor "process", for all output of the process; None: it shares this process's streams.
 
     Without ``teardown`` the engine's thread outlives its last user. The engine's process ends with this process, also when
     this process is killed.
@@ -89,6 +91,7 @@ class EmbeddedEngine(HostedEngine):
         num_threads: int = 1,
         worker: EngineProcess | None = None,
         lora: LoraConfig | None = None,
+        log_file: str | None = None,
     ) -> None:
         super().__init__("The embedded engine")
         settings = EngineSettings(
@@ -100,6 +103,7 @@ class EmbeddedEngine(HostedEngine):
             batch_invariant=batch_invariant,
             seed=seed,
             lora=lora,
+            log_file=log_file,
         )
         if executor not in ("process", "thread"):
             raise ConfigError(f"generator.inference_engine.executor must be process or thread, got {executor!r}")

@@ -17,12 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore, build_core
 from skyrl_train.inference.engines.embedded.engine import EngineSettings
 from skyrl_train.inference.interface import EngineHealth
+from skyrl_train.runtime.process import write_output_to
 from skyrl_train.workers.connection import Channel
 from skyrl_train.workers.messages import Call, Cancel, Failure, LastWords, Message, Result
 
@@ -42,7 +44,11 @@ def serve_in_process(channel: Channel) -> None:
     _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # transformers imports by use
 
     def build(settings: EngineSettings) -> EmbeddedEngineCore:
+        if settings.log_file is not None:
+            write_output_to(Path(settings.log_file))
+        started = time.monotonic()
         core = build_core(settings)
+        logger.info("built %s for %s in %.1f s", settings.model_path, settings.device, time.monotonic() - started)
         # A full collection that walks all that was imported and built would stall every request for 100 ms.
         gc.collect()
         gc.freeze()
