@@ -56,6 +56,7 @@ class FullyAsyncTrainer(PPOTrainer):
             chosen = await self.wait_for_groups(committed=batch, at_least=min(min_groups, missing))
             if chosen is None:  # drop the gradients; the groups are still in the buffer
                 await self.training.run(self.components.backend.discard)
+                self.samples.discard()
                 return None
             part = await self.rollout.buffer.load(chosen)
             started = clock()
@@ -66,9 +67,15 @@ class FullyAsyncTrainer(PPOTrainer):
             trained_s += clock() - started
         started = clock()
         # Only this call changes the weights: an error before it leaves the policy as it was.
-        metrics = await self.training.update(self.components.backend.finish, self.global_step + 1)
+        metrics = await self.training.update(self.finish_update)
         times = {"time/wait_for_batch": waited_s, "time/train": trained_s + clock() - started}
         return self.finish_step(batch, {**metrics, **times})
+
+    def finish_update(self) -> dict[str, float]:
+        """Make the optimizer step with everything accumulated and return its metrics. Runs in the training thread."""
+        metrics = self.components.backend.finish(self.global_step + 1)
+        self.samples.collect(self.components.backend)
+        return metrics
 
     def accumulate(self, part: Sequence[RolloutGroup]) -> None:
         """Add the gradients of ``part`` to the current step. Runs in the training thread."""

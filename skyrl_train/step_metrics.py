@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.observability.metrics import Metrics, histogram, quantiles
 from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.samples import RecordedGroup
 from skyrl_train.rollout.manager import RolloutManager
 from skyrl_train.rollout.staleness.manager import RolloutCounts
 from skyrl_train.runtime.process import resident_bytes
@@ -18,10 +20,11 @@ from skyrl_train.types import RolloutGroup
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A finished optimizer step: its groups in training order and the metrics of its phases."""
+    """A finished optimizer step: its groups in training order, the metrics of its phases, and the groups to record."""
 
     batch: Sequence[RolloutGroup]
     metrics: dict[str, float]
+    samples: Sequence[RecordedGroup] = ()
 
 
 class StepReports:
@@ -96,7 +99,8 @@ class StepReports:
             trained.batch,
             metrics,
             elapsed_s=totals["elapsed_s"],
-            decode=self._client.decode,
+            samples=trained.samples,
+            decode=functools.partial(self._client.decode, special_tokens=True),
             untrained=untrained,
             checkpoint_step=checkpoint_step,
         )

@@ -47,6 +47,7 @@ from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.rollout.stages.reward import RewardStage
 from skyrl_train.runtime.concurrency import Signal, close_all
 from skyrl_train.runtime.watchdog import LoopMonitor, Phase, Watchdog
+from skyrl_train.sample_recorder import SampleRecorder
 from skyrl_train.step_metrics import StepReports, TrainedStep
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingThread
 from skyrl_train.training.checkpoint import Checkpoints
@@ -87,6 +88,7 @@ class PPOTrainer:
         global_step: finished optimizer steps. Policy version ``v`` has the weights after step ``v``.
         rollout: generates groups and holds them until they are trained.
         training: the thread in which the backend computes.
+        samples: chooses the samples of each step that are recorded.
         changed: notified after every event that the trainer may wait for.
         colocation: alternates generation and training on shared devices; None: they have separate ones.
     """
@@ -150,6 +152,7 @@ class PPOTrainer:
             collect=self.rollout_snapshot,
             changed=self.changed,
         )
+        self.samples = SampleRecorder(config.trainer.samples_per_step)
         self.reports = StepReports(components.reporter, components.client, self.rollout, components.clock)
         self._started = False
 
@@ -300,7 +303,9 @@ class PPOTrainer:
 
     def update_policy(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
         """Run one optimizer step on ``batch`` and return its metrics. Runs in the training thread."""
-        return self.components.backend.update(self.minibatch(batch))
+        metrics = self.components.backend.update(self.minibatch(batch))
+        self.samples.collect(self.components.backend)
+        return metrics
 
     def minibatch(self, groups: Sequence[RolloutGroup]) -> Minibatch:
         """Build the backend's input from groups of the current step. Runs in the training thread.
@@ -315,13 +320,14 @@ class PPOTrainer:
         # The KL of these groups decides the adaptive factor of later steps.
         if self.kl_control.observes:
             self.kl_control.observe(*kl_to_reference(trained, algorithm))
-        return build_minibatch(
+        minibatch = build_minibatch(
             trained,
             self.global_step + 1,
             algorithm,
             oldest_trained_version=self.rollout.staleness.oldest_trained_version,
             kl_factor=self.kl_control.factor,
         )
+        return self.samples.choose(trained, minibatch)
 
     def finish_step(self, batch: Sequence[RolloutGroup], metrics: dict[str, float]) -> TrainedStep:
         """Record that the policy was updated with ``batch``.
@@ -332,7 +338,7 @@ class PPOTrainer:
         self.rollout.mark_trained(batch)
         self.global_step += 1
         self.watchdog.progress()
-        return TrainedStep(batch, metrics | self.kl_control.step_ended())
+        return TrainedStep(batch, metrics | self.kl_control.step_ended(), self.samples.take())
 
     async def sync_and_report(self, trained: TrainedStep) -> None:
         """Sync the weights, then report the step. A step whose weight sync fails is reported as well: it is trained."""

@@ -268,7 +268,8 @@ class RolloutGroup:
     """All ``n_samples_per_prompt`` samples of one prompt. ``submitted_version``: policy version at its admission.
 
     A ``masked`` group takes a batch slot but trains nothing: all its tokens have loss mask 0, and still count in the
-    denominator of the loss. A negative group index ``-1 - row`` belongs to the prompts of an evaluation.
+    denominator of the loss. A negative group index ``-1 - row`` belongs to the prompts of an evaluation. ``generation_s``:
+    duration of the attempt that generated it.
     """
 
     group_index: int
@@ -278,6 +279,7 @@ class RolloutGroup:
     submitted_version: int
     metrics: dict[str, float] = field(default_factory=dict)
     masked: bool = False
+    generation_s: float = field(default=0.0, compare=False)
 
     @property
     def name(self) -> str:

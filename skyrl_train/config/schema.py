@@ -422,7 +422,7 @@ class TrainerConfig:
     max_ckpts_to_keep: Count = 2
     ckpt_path: str | None = None  # a URL (s3://, gs://, ...; fsspec) for this run alone; None: the run folder
     resume: ResumeMode = ResumeMode.latest
-    samples_per_step: CountOrZero = 2  # groups written to samples.jsonl each step
+    samples_per_step: CountOrZero = 2  # groups recorded in samples/ of each step and evaluation; 0: none
     # Requests, environment calls and agents in events/; beyond it, some groups have none. The life of groups is always there
     max_events_per_s: CountOrZero = 1000
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from skyrl_train.observability.samples import RecordedGroup
 from skyrl_train.observability.screen import counted, duration, shortened
+from skyrl_train.types import RolloutGroup
 
 # Rewards are sums of floats, some computed in float32: a reward of 1.0 may come out slightly less.
 ROUNDING = 1e-6
@@ -43,6 +45,7 @@ class EvaluatedPrompt:
     uid: str
     data_source: str
     samples: tuple[EvaluatedSample, ...]
+    recorded: RolloutGroup | None = field(default=None, compare=False)  # its tokens, if they are recorded
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class EvaluationResult:
         """The line of ``eval.jsonl``, without its step."""
         failures = self._failures[:MAX_FAILURES_IN_ROW]
         return {"policy_version": self.version, **self.metrics, "failures": failures}
+
+    @property
+    def recorded(self) -> list[RecordedGroup]:
+        """The prompts whose samples are recorded: the same ones of every version."""
+        return [RecordedGroup(prompt.recorded, "first") for prompt in self.prompts if prompt.recorded is not None]
 
     @property
     def headline(self) -> str:

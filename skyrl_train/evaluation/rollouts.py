@@ -51,6 +51,7 @@ class PromptRunner:
         self._n = config.trainer.eval.n_samples_per_prompt
         self._pass_threshold = config.trainer.eval.pass_threshold
         self._timeout_s = config.trainer.failures.rollout_timeout_s
+        self._recorded = config.trainer.samples_per_step
 
     async def run(self, record: PromptRecord, index: int, version: int) -> EvaluatedPrompt:
         """Generate and judge all samples of prompt ``index``. A sample that fails twice counts as not passed.
@@ -85,7 +86,12 @@ class PromptRunner:
                     truncated=outcome.sequences[-1].stop_reason == StopReason.LENGTH,
                 )
             )
-        return EvaluatedPrompt(record.uid, record.data_source, tuple(judged))
+        recorded: RolloutGroup | None = None
+        if index < self._recorded:
+            # A failed sample keeps its place, without sequences.
+            kept = tuple(outcome if isinstance(outcome, Sample) else Sample(()) for outcome in outcomes)
+            recorded = RolloutGroup(-1 - index, record.uid, record.data_source, kept, submitted_version=version)
+        return EvaluatedPrompt(record.uid, record.data_source, tuple(judged), recorded)
 
     async def _sample(self, record: PromptRecord, index: int, number: int, version: int) -> Sample | str:
         """Return the sample, or the reason of its last failure."""

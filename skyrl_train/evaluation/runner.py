@@ -17,6 +17,7 @@ with separate engines that are slower than the interval), ``trained`` waits, and
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -257,7 +258,14 @@ class Evaluation:
         else:
             # A row is written only when all prompts have ended: part of them would be another benchmark.
             result = EvaluationResult(version, tuple(prompts), self._clock() - progress.since)
-            self._reporter.evaluated(version, result.row, result.metrics, result.headline)
+            self._reporter.evaluated(
+                version,
+                result.row,
+                result.metrics,
+                result.headline,
+                samples=result.recorded,
+                decode=functools.partial(self._engines.client.decode, special_tokens=True),
+            )
         finally:
             self._running = None
             if self._pending == version:

@@ -161,8 +161,10 @@ class RequestClient(GenerationService):
             await run.complete(), ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
         )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of some tokens without special ones."""
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Return the text of some tokens, with or without special ones. Usable in any thread."""
+        if special_tokens:
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
         return text_of(self.tokenizer, token_ids)
 
     @cached_property

@@ -5,6 +5,7 @@ trainer.trackers=[tensorboard, my_package.MyTracker]
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -23,6 +24,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.failures import FailureLog
 from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl
+from skyrl_train.observability.samples import RecordedGroup, rows_of
 from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view, shortened
 from skyrl_train.types import RolloutGroup
 
@@ -142,8 +144,9 @@ class Reporter:
         """Open all outputs for the steps after ``step``, and remove data about later steps."""
         self.start_step = step
         # The steps after the checkpoint run again and write their lines again.
-        for file in (self._folder.metrics, self._folder.samples, self._folder.evaluations):
+        for file in (self._folder.metrics, self._folder.evaluations):
             file.truncate_after(step)
+        self._folder.samples.discard_after(step)
         self._trackers = make_trackers(self._folder.logs, self._config, step)
         title = f"{self._folder.path} ({self._config.trainer.mode})"
         self._view = make_view(self._console, self._total_steps, title, start_step=step)
@@ -157,15 +160,17 @@ class Reporter:
         metrics: Mapping[str, float],
         *,
         elapsed_s: float,
+        samples: Sequence[RecordedGroup],
         decode: Callable[[Sequence[int]], str],
         untrained: Mapping[str, Sequence[int]],
         checkpoint_step: int | None,
     ) -> None:
-        """Write one step's metrics and samples (a line per sequence), and refresh the screen.
+        """Write one step's metrics and samples, and refresh the screen.
 
         Args:
             elapsed_s: seconds of training up to the end of this step, over all commands of the run.
-            decode: converts tokens to text.
+            samples: the groups to record.
+            decode: converts tokens to text, special ones included; called in another thread.
             untrained: group indices that "failed", were "filtered" or "dropped" since the previous step.
         """
         # The group indices allow an external check that every prompt is trained or reported exactly once.
@@ -173,36 +178,34 @@ class Reporter:
         group_indices |= {f"{outcome}_group_indices": list(some) for outcome, some in untrained.items()}
         times = {"time": round(time.time(), 3), "elapsed_s": round(elapsed_s, 3)}
         self._folder.metrics.append({"step": step, **times, **metrics, **group_indices})
-        for group in batch[: self._config.trainer.samples_per_step]:
-            for index, sample in enumerate(group.samples):
-                for sequence in sample.sequences:
-                    self._folder.samples.append(
-                        {
-                            "step": step,
-                            "group_index": group.group_index,
-                            "uid": group.uid,
-                            "sample": index,
-                            "prompt": decode(sequence.prompt_token_ids),
-                            "response": decode(sequence.response_ids),
-                            "reward": sample.reward,
-                            "stop_reason": sequence.stop_reason,
-                            "oldest_version": group.oldest_version,
-                        }
-                    )
+        if samples:
+            self._folder.samples.write("train", step, functools.partial(rows_of, "train", step, samples, decode))
         for tracker in self._trackers:
             tracker.log(step, metrics)
         if self._view is not None:
             failures = self._failures(int(metrics["async/failed"]), int(metrics["async/retries"]))
             self._view.update(step_report(step, metrics, checkpoint_step, failures))
 
-    def evaluated(self, step: int, row: Mapping[str, Any], metrics: Mapping[str, float], headline: str) -> None:
+    def evaluated(
+        self,
+        step: int,
+        row: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        headline: str,
+        *,
+        samples: Sequence[RecordedGroup] = (),
+        decode: Callable[[Sequence[int]], str] = str,
+    ) -> None:
         """Write the result of an evaluation under the step whose policy it measured.
 
         Args:
             row: the line of ``eval.jsonl``, without the step.
             headline: one line for the screen.
+            samples, decode: see :meth:`step`.
         """
         self._folder.evaluations.append({"step": step, **row})
+        if samples:
+            self._folder.samples.write("eval", step, functools.partial(rows_of, "eval", step, samples, decode))
         for tracker in self._trackers:
             tracker.log(step, metrics)
         self.note(headline)

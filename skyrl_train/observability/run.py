@@ -19,6 +19,7 @@ from skyrl_train.observability.run_folder import (
     read_config,
     read_jsonl,
 )
+from skyrl_train.observability.samples import read_samples
 from skyrl_train.observability.screen import RunSummary, summarize
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class Run:
 
     @cached_property
     def samples(self) -> pandas.DataFrame:
-        """One row per recorded sequence: step, group_index, prompt, response, reward, stop_reason, ..."""
-        return self._frame(SAMPLES)
+        """One row per recorded sequence of training and evaluation; ``docs/reference/samples.md`` describes the columns."""
+        return read_samples(self.path / SAMPLES).to_pandas()
 
     @cached_property
     def evaluations(self) -> pandas.DataFrame:

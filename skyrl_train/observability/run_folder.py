@@ -1,6 +1,6 @@
 """The folder of a run, and the choice of the folder that a command continues.
 
-<run>/config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  events/  checkpoints/  logs/  model/  finished.json  run.lock
+<run>/config.yaml  metrics.jsonl  samples/  eval.jsonl  events/  checkpoints/  logs/  model/  finished.json  run.lock
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from skyrl_train.config.compose import from_yaml, to_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.events.log import EVENTS, EventLog
+from skyrl_train.observability.samples import SampleWriter
 
-CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples.jsonl", "eval.jsonl"
+CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples", "eval.jsonl"
 FINISHED, LOCK = "finished.json", "run.lock"
 TRAINER_LOG = "trainer.log"  # in the folder of logs
 
@@ -70,7 +71,8 @@ class RunFolder:
         checkpoints: folder of ``global_step_N`` and ``latest``.
         logs: folder of the trackers' files and the logs of the processes.
         model: folder of the initial model, if the run builds one.
-        metrics, samples, evaluations: open files; a line per step, per sample, per evaluated policy.
+        metrics, evaluations: open files; a line per step, per evaluated policy.
+        samples: writes a file per step and per evaluated policy.
         events: the record of groups, requests, engines and activities, in ``events/``.
     """
 
@@ -92,14 +94,14 @@ class RunFolder:
         self._lock = _lock(path)
         replace_file(path / CONFIG, to_yaml(config))
         self.metrics = JsonlFile(path / METRICS)
-        self.samples = JsonlFile(path / SAMPLES)
+        self.samples = SampleWriter(path / SAMPLES)
         self.evaluations = JsonlFile(path / EVALUATIONS)
         self.events = EventLog(path / EVENTS, config.trainer.max_events_per_s)
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
         # The files before the lock: another process may open them as soon as it is released.
-        for file in (self.metrics, self.samples, self.evaluations, self.events):
+        for file in (self.metrics, self.evaluations, self.events, self.samples):
             file.close()
         self._lock.close()
         _locked_here.discard(self.path.resolve())

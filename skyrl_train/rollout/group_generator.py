@@ -232,6 +232,7 @@ class GroupGenerator:
             samples=to_samples(output, expected=self._n),
             submitted_version=version,
             metrics=_checked_metrics(output.get("rollout_metrics") or {}),
+            generation_s=self._clock() - attempt.since,
         )
         # A version from the future would make the group look fresher than it is, and break the staleness bound.
         if group.newest_version > self._client.policy_version:

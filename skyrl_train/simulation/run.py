@@ -205,7 +205,7 @@ def group_index_of(trajectory: TrajectoryID) -> int:
 class _Client(InferenceEngineClient):
     """Modelled tokens have no meaning: decoding returns an empty text."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return ""
 
 

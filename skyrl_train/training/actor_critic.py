@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, HalfStepError
-from skyrl_train.training.backend import CriticBackend, Minibatch, TrainingBackend, TrainingSequence
+from skyrl_train.training.backend import CriticBackend, Minibatch, TokenRecord, TrainingBackend, TrainingSequence
 from skyrl_train.training.state import REMEDY
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ class ActorCritic(TrainingBackend):
 
     def discard(self) -> None:
         self._run_both(self._critic.discard, self._policy.discard)
+
+    def take_records(self) -> dict[int, TokenRecord]:
+        return self._policy.take_records()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._policy.named_weights()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -51,6 +51,7 @@ class TrainingSequence:
     group_sequences: int = 1  # of its group
     values: torch.Tensor | None = None  # float32; None: there is no critic
     returns: torch.Tensor | None = None  # float32, the critic's target: advantages + values
+    record: int | None = None  # not None: the backend keeps its log-probs and weights under this key
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -71,6 +72,13 @@ class Minibatch:
     num_groups: int
     step: int  # t = 1, 2, ...
     kl_factor: float = 1.0  # of trainer.algorithm.kl_loss_coef in this step (trainer.algorithm.kl_ctrl)
+
+
+class TokenRecord(NamedTuple):
+    """Numbers of the trained tokens of a recorded sequence (those with loss mask True), in their order; float32, on the CPU."""
+
+    logprobs: torch.Tensor  # under the policy at the beginning of the step
+    weights: torch.Tensor  # importance weights of the loss, after truncation and rejection
 
 
 class Training(ABC):
@@ -162,6 +170,13 @@ class TrainingBackend(Training):
         """As :meth:`forward_logprobs`, under the initial policy of the run, by a backend that also holds it
         (``rollout.stages.reference.executor=colocated``)."""
         raise NotImplementedError(f"{type(self).__name__} holds no reference policy")
+
+    def take_records(self) -> dict[int, TokenRecord]:
+        """Return the records of the trained sequences that have a key (``TrainingSequence.record``), and forget them.
+
+        A backend may return none of them.
+        """
+        return {}
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

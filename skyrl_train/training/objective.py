@@ -127,15 +127,7 @@ class Objective:
             raise ValueError("this loss needs statistics of its whole minibatch, which a step in parts does not have")
         if self._kl is not None and fields.reference_logprobs is None:
             raise ValueError("a loss with a KL term needs reference_logprobs")
-        tokens = PolicyTokens(
-            logprobs,
-            self._proximal(fields, logprobs),
-            fields.behaviour_logprobs,
-            fields.advantages,
-            fields.sequence_index,
-            fields.num_sequences,
-            fields.minibatch,
-        )
+        tokens = self._tokens(logprobs, fields)
         losses, corrected = self._policy_loss(tokens, self._config), self._correct(tokens)
         # torch.where instead of a product with the mask: a rejected token may have an infinite loss.
         nothing = torch.zeros_like(logprobs)
@@ -159,6 +151,22 @@ class Objective:
             objective = objective - torch.where(corrected.kept, self._config.entropy_coef * entropy, nothing)
         statistics = TokenStatistics.of(len(logprobs), {**sums, **corrected.sums}, corrected.maxima)
         return (objective * fields.token_weights).sum(), statistics
+
+    def weights(self, logprobs: torch.Tensor, fields: TokenFields) -> torch.Tensor:
+        """Return the importance weight ``[N]`` of each token in :meth:`loss`: 0 for rejected tokens; without gradient."""
+        corrected = self._correct(self._tokens(logprobs.detach(), fields))
+        return torch.where(corrected.kept, corrected.weights, 0.0)
+
+    def _tokens(self, logprobs: torch.Tensor, fields: TokenFields) -> PolicyTokens:
+        return PolicyTokens(
+            logprobs,
+            self._proximal(fields, logprobs),
+            fields.behaviour_logprobs,
+            fields.advantages,
+            fields.sequence_index,
+            fields.num_sequences,
+            fields.minibatch,
+        )
 
     def _proximal(self, fields: TokenFields, current: torch.Tensor | None = None) -> torch.Tensor:
         """Return the proximal log-probs ``[N]``, without gradient; ``current`` takes the place of unknown ones."""

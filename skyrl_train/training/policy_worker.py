@@ -18,7 +18,7 @@ from skyrl_train.algorithms.tokens import MinibatchTokens, TokenStatistics
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import GeneratorOutputError
 from skyrl_train.models.folder import resolve_dtype
-from skyrl_train.training.backend import Minibatch, TrainingSequence
+from skyrl_train.training.backend import Minibatch, TokenRecord, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.collectives import Collectives
 from skyrl_train.training.gradient_accumulator import GradientAccumulator, StepPart
@@ -33,6 +33,7 @@ class PolicyMicroBatch:
 
     micro_batch: MicroBatch
     fields: TokenFields
+    records: tuple[int | None, ...]  # the key of each sequence, for take_records()
 
 
 class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
@@ -81,6 +82,7 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
             dtype=resolve_dtype(trainer_config.policy.dtype),
         )
         self._layout = self._scorer.layout
+        self._records: dict[int, TokenRecord] = {}
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         """See :meth:`TrainingBackend.forward_logprobs`."""
@@ -90,7 +92,24 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
         logprobs, entropies = self._scorer.logprobs_and_entropies(
             micro_batch.micro_batch, differentiate_entropy=self._objective.differentiates_entropy
         )
+        if any(record is not None for record in micro_batch.records):
+            self._keep(micro_batch, logprobs.detach())
         return self._objective.loss(logprobs, entropies, micro_batch.fields)
+
+    def _keep(self, micro_batch: PolicyMicroBatch, logprobs: torch.Tensor) -> None:
+        """Keep log-probs and weights of the recorded sequences."""
+        counts = micro_batch.micro_batch.counts.tolist()
+        weights = self._objective.weights(logprobs, micro_batch.fields)
+        columns = [numbers.float().cpu().split(counts) for numbers in (logprobs, weights)]
+        for record, of_logprobs, of_weights in zip(micro_batch.records, *columns, strict=True):
+            if record is not None:
+                # Of the first pass, before the step moves the policy. Copies: a part would keep the whole micro-batch.
+                self._records.setdefault(record, TokenRecord(of_logprobs.clone(), of_weights.clone()))
+
+    def take_records(self) -> dict[int, TokenRecord]:
+        """See :meth:`TrainingBackend.take_records`."""
+        records, self._records = self._records, {}
+        return records
 
     def _scores(self, micro_batch: MicroBatch) -> torch.Tensor:
         return self._scorer.logprobs_and_entropies(micro_batch, differentiate_entropy=False)[0]
@@ -143,7 +162,8 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
                     kl_factor=minibatch.kl_factor,
                     reference_logprobs=flat_tokens(reference, micro_batch).to(device) if reference else None,
                 )
-                micro_batches.append(PolicyMicroBatch(micro_batch, fields))
+                records = tuple(sequences[index].record for index in micro_batch.indices)
+                micro_batches.append(PolicyMicroBatch(micro_batch, fields, records))
         return StepPart(minibatch.step, micro_batches, [share.denominator for share in shares])
 
     def _with_minibatch_inputs(self, part: StepPart[PolicyMicroBatch]) -> StepPart[PolicyMicroBatch]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_worlds import NAMES, write_stand_in
+from recorded import samples_of
 
 from skyrl_train.rollout.stages.reward import GroupToReward
 
@@ -69,9 +70,8 @@ def outcome(folder: Path) -> Outcome:
         {name: value for name, value in row.items() if name.startswith(LEARNING) and TIMED not in name}
         for row in metrics
     ]
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     files = {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*.safetensors")}
-    return Outcome(steps, samples, files)
+    return Outcome(steps, samples_of(run), files)
 
 
 def assert_equal(one: Outcome, other: Outcome) -> None:

@@ -10,6 +10,7 @@ import pytest
 from checkpoint_worlds import DAMAGES, damage
 from forked_runs import ForkServer
 from harness import Harness
+from recorded import samples_of
 from safetensors.torch import load_file
 
 from skyrl_train.errors import CheckpointError
@@ -105,7 +106,7 @@ def test_the_run_ends_as_if_it_had_been_stopped_at_the_checkpoint_before(
     trained = [group_index for row in rows(run) for group_index in row["group_indices"]]  # type: ignore[attr-defined]
     assert len(trained) == len(set(trained)) == 2 * STEPS
     assert rows(run)[:4] == rows(whole)[:4]
-    sampled = [json.loads(text)["step"] for text in (run / "samples.jsonl").read_text().splitlines()]
+    sampled = [row["step"] for row in samples_of(run)]
     assert sampled == sorted(sampled) and set(sampled) == set(range(1, STEPS + 1))
     assert CheckpointStore(run / "checkpoints", 3).latest(pytest.fail) == run / "checkpoints" / "global_step_6"
     if kind == "sync":  # the same samples come again, so the same weights too

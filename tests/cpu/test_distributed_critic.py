@@ -116,6 +116,8 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
     at_start = both.forward_logprobs(sequences)
     for step in range(1, 4):
         batch = with_values(minibatch(step, step, LENGTHS), alone._critic)
+        keyed = [dataclasses.replace(sequence, record=key) for key, sequence in enumerate(batch.sequences)]
+        batch = dataclasses.replace(batch, sequences=keyed)
         if step == 2:  # part by part, while values are asked for
             both.accumulate(Minibatch(batch.sequences[:3], 2, step))
             both.submit_values(batch.sequences).result()
@@ -124,6 +126,10 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
         else:
             metrics = both.update(batch)
         assert metrics == pytest.approx(alone.update(batch), rel=1e-5, abs=1e-5)
+        records, expected = both.take_records(), alone.take_records()
+        assert records.keys() == expected.keys() and len(records) > 3
+        for key, record in records.items():
+            torch.testing.assert_close(record, expected[key], atol=1e-4, rtol=1e-4)
     assert apart(both._critic, alone._critic) < ROUNDING
     moved = [values.abs().max().item() for values in both.submit_values(batch.sequences).result()]
     assert max(moved) > 1e-3, "a comparison of critics that stand still compares nothing"

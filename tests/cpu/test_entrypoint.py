@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import samples_of
 
 from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig
@@ -211,7 +212,7 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     assert {path.name for path in folder.iterdir()} >= {
         "config.yaml",
         "metrics.jsonl",
-        "samples.jsonl",
+        "samples",
         "checkpoints",
         "logs",
         "model",
@@ -223,8 +224,8 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     log = (folder / "logs" / "trainer.log").read_text()
     for fact in ("start-up: engines and training backend took", "steps", "policy version 3 reached the engines"):
         assert fact in log
-    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    assert sample["prompt"].endswith("=")
+    sample = samples_of(folder)[0]
+    assert sample["prompt"].endswith("=") and sample["trainer_logprobs"] is not None
     assert json.loads((folder / "finished.json").read_text())["steps"] == 3
     code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]")
     assert code == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness_worlds import batch, harness
+from recorded import samples_of
 from scripted import EOS, ScriptedEngine
 
 from skyrl_train.config.compose import compose
@@ -76,8 +77,10 @@ def test_a_run_with_an_agent_can_be_repeated_bit_for_bit(tmp_path: Path) -> None
     for name in ("first", "second"):
         run = f"trainer.run_dir={tmp_path / name}"
         assert main([f"--config-name={FOLDER / 'guess.yaml'}", *settings, run]) == 0
-    for file in ("samples.jsonl", "policy/model.safetensors"):
-        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert samples_of(first) == samples_of(second) and samples_of(first)
+    weights = "policy/model.safetensors"
+    assert (first / weights).read_bytes() == (second / weights).read_bytes()
 
 
 def calls_the_tool(tokens: Sequence[int], seed: int) -> int:

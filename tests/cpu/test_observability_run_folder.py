@@ -204,8 +204,8 @@ def test_a_line_is_readable_as_soon_as_it_was_appended(tmp_path: Path) -> None:
         folder.metrics.append({"step": 1, "reward/mean": 0.5})
         assert list(read_jsonl(folder.metrics.path)) == [{"step": 1, "reward/mean": 0.5}]
         for response in ("ä\n", ""):
-            folder.samples.append({"step": 1, "response": response})
-        assert [row["response"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["ä\n", ""]
+            folder.evaluations.append({"step": 1, "response": response})
+        assert [row["response"] for row in read_jsonl(tmp_path / "eval.jsonl")] == ["ä\n", ""]
 
 
 def test_resuming_removes_the_steps_after_the_checkpoint_and_continues(tmp_path: Path) -> None:
@@ -213,17 +213,17 @@ def test_resuming_removes_the_steps_after_the_checkpoint_and_continues(tmp_path:
         for step in (1, 2, 3, 4):
             folder.metrics.append({"step": step, "loss/policy": 0.0})
             for response in ("a", "b"):
-                folder.samples.append({"step": step, "response": response})
+                folder.evaluations.append({"step": step, "response": response})
     with closing(RunFolder(tmp_path, RunConfig())) as folder:
         folder.metrics.truncate_after(2)
-        folder.samples.truncate_after(2)
+        folder.evaluations.truncate_after(2)
         folder.metrics.append({"step": 3, "loss/policy": 1.0})
         assert [(row["step"], row["loss/policy"]) for row in read_jsonl(folder.metrics.path)] == [
             (1, 0.0),
             (2, 0.0),
             (3, 1.0),
         ]
-        assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [1, 1, 2, 2]
+        assert [row["step"] for row in read_jsonl(tmp_path / "eval.jsonl")] == [1, 1, 2, 2]
 
 
 def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:

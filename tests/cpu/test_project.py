@@ -35,7 +35,7 @@ LEVELS = (
     {"build"},
     {"fully_async_trainer", "one_step_off_trainer", "partial_rollout_trainer"},
     {"trainer"},
-    {"checkpoint_saving", "colocation", "step_metrics"},
+    {"checkpoint_saving", "colocation", "step_metrics", "sample_recorder"},
     {"evaluation"},
     {"rollout"},
     {"observability"},

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import samples_of
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -66,18 +67,11 @@ def train(
             {k: v for k, v in row.items() if not any(t in k for t in timed)}
             for row in read_jsonl(run_folder.metrics.path)
         ]
-        samples = [*read(folder / "samples.jsonl")]
     return (
         metrics,
-        samples,
+        samples_of(folder),
         load_file(folder / "checkpoints" / f"global_step_{STEPS}" / "policy" / "policy.safetensors"),
     )
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    import json
-
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("quickstart", marks=pytest.mark.slow), "guess_number"])

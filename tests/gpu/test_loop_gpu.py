@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from skyrl_train.entrypoints.train import main
+from skyrl_train.observability.samples import read_samples
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -47,8 +49,8 @@ def test_bound_zero_repeats_the_synchronous_mode_bit_for_bit(tmp_path: Path, mon
     assert other_seed[0] != sync[0], "a comparison that cannot fail compares nothing"
 
 
-def train(run: Path, *overrides: str) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Train four steps; return the samples, a JSON line each, and the weights."""
+def train(run: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Train four steps; return the rows of the samples, and the weights."""
     steps = 4
     settings = [
         f"trainer.run_dir={run}",
@@ -64,4 +66,5 @@ def train(run: Path, *overrides: str) -> tuple[list[str], dict[str, torch.Tensor
     ]
     assert main(["--config-name=quickstart", *settings, *overrides]) == 0
     weights = run / "checkpoints" / f"global_step_{steps}" / "policy" / "policy.safetensors"
-    return (run / "samples.jsonl").read_text().splitlines(), load_file(weights)
+    rows = read_samples(run / "samples").drop_columns(["time", "generation_s"]).to_pylist()
+    return rows, load_file(weights)

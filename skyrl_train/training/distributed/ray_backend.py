@@ -15,7 +15,14 @@ import torch
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.place import is_local
-from skyrl_train.training.backend import CriticBackend, Minibatch, Training, TrainingBackend, TrainingSequence
+from skyrl_train.training.backend import (
+    CriticBackend,
+    Minibatch,
+    TokenRecord,
+    Training,
+    TrainingBackend,
+    TrainingSequence,
+)
 from skyrl_train.training.distributed.worker import ModelSettings, PackedSequences, Role
 from skyrl_train.training.distributed.worker_group import WorkerGroup
 
@@ -166,6 +173,10 @@ class RayBackend(RayTraining, TrainingBackend):
 
     def reference_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return self._score(Role.reference, sequences)
+
+    def take_records(self) -> dict[int, TokenRecord]:
+        of_ranks: list[dict[int, TokenRecord]] = self.group.call_alike("take_records", Role.policy)
+        return {record: numbers for of_rank in of_ranks for record, numbers in of_rank.items()}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; each weight is sent to this process when the iterator reaches it."""

@@ -31,7 +31,7 @@ from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transformers, resolve_device, resolve_dtype
 from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights, write_adapter
-from skyrl_train.training.backend import Minibatch, TrainingSequence
+from skyrl_train.training.backend import Minibatch, TokenRecord, TrainingSequence
 from skyrl_train.training.collectives import AgreedError, ProcessGroupCollectives
 from skyrl_train.training.critic_worker import CriticWorker, put_value_head
 from skyrl_train.training.distributed import checkpoint
@@ -56,7 +56,7 @@ _TENSOR_FIELDS = (
     "values",
     "returns",
 )
-_NUMBER_FIELDS = ("group_index", "counted_tokens", "group_tokens", "group_sequences")
+_NUMBER_FIELDS = ("group_index", "counted_tokens", "group_tokens", "group_sequences", "record")
 
 
 class Role(StrEnum):
@@ -226,6 +226,11 @@ class TrainingWorker:
     def finish(self, role: Role, step: int) -> dict[str, float]:
         """Make the step; return its metrics."""
         return self._held[role].worker.finish(step)
+
+    def take_records(self, role: Role) -> dict[int, TokenRecord]:
+        """Return the records of this rank's sequences."""
+        worker = self._held[role].worker
+        return worker.take_records() if isinstance(worker, PolicyWorker) else {}
 
     def discard(self, role: Role) -> None:
         """Discard the accumulated gradients."""
