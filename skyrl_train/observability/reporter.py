@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from skyrl_train.observability.screen import Failures, PlainView, StepReport, Te
 from skyrl_train.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
+
+SAMPLE_CHARACTERS = 40  # of a prompt and of a response on the screen
+LAGS = "staleness/histogram/"
 
 # Trackers ----------------------------------------------------------------------------------------------------------
 
@@ -123,6 +127,7 @@ class Reporter:
         self.start_step = 0
         self._failure_log = FailureLog(run_folder.logs)
         self._last_reason = ""  # of a failed attempt at a group
+        self._evaluation = self._sample = ""  # the newest ones, for the screen
         self._view: TerminalView | PlainView | None = None
         self._trackers: list[Tracker] = []
 
@@ -179,12 +184,25 @@ class Reporter:
         times = {"time": round(time.time(), 3), "elapsed_s": round(elapsed_s, 3)}
         self._folder.metrics.append({"step": step, **times, **metrics, **group_indices})
         if samples:
-            self._folder.samples.write("train", step, functools.partial(rows_of, "train", step, samples, decode))
+            self._folder.samples.write("train", step, functools.partial(self._rows, step, samples, decode))
         for tracker in self._trackers:
             tracker.log(step, metrics)
         if self._view is not None:
             failures = self._failures(int(metrics["async/failed"]), int(metrics["async/retries"]))
-            self._view.update(step_report(step, metrics, checkpoint_step, failures))
+            report = step_report(step, metrics, checkpoint_step, failures)
+            self._view.update(replace(report, evaluation=self._evaluation, sample=self._sample))
+
+    def _rows(
+        self, step: int, samples: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str]
+    ) -> list[dict[str, Any]]:
+        """Return the rows of a step's samples, and keep one for the screen. Runs in the thread of the samples."""
+        rows = rows_of("train", step, samples, decode)
+        if rows:
+            row = rows[0]
+            # The ends of a long prompt and of a long response say most.
+            prompt, response = row["prompt"][-SAMPLE_CHARACTERS:], row["response"][-SAMPLE_CHARACTERS:]
+            self._sample = f"{row['reward']:.2f}  lag {row['lag']}  {prompt!r} -> {response!r}"
+        return rows
 
     def evaluated(
         self,
@@ -208,6 +226,7 @@ class Reporter:
             self._folder.samples.write("eval", step, functools.partial(rows_of, "eval", step, samples, decode))
         for tracker in self._trackers:
             tracker.log(step, metrics)
+        self._evaluation = headline.removeprefix("evaluation of ")
         self.note(headline)
 
     @property
@@ -276,4 +295,13 @@ def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | 
         wait_for_policy=metrics["async/idle_fraction"],
         checkpoint_step=checkpoint_step,
         failures=failures,
+        reward_std=metrics.get("reward/std", math.nan),
+        entropy=metrics.get("loss/entropy", math.nan),
+        grad_norm=metrics.get("policy/grad_norm", math.nan),
+        ess=metrics.get("off_policy/ess", math.nan),
+        no_signal=metrics.get("reward/zero_variance_groups", math.nan),
+        truncated=metrics.get("generate/truncated", math.nan),
+        groups_by_lag={
+            int(name.removeprefix(LAGS)): int(number) for name, number in metrics.items() if name.startswith(LAGS)
+        },
     )

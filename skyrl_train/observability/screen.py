@@ -11,7 +11,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -29,8 +29,13 @@ PLAIN_INTERVAL_S = 5.0
 PLAIN_INTERVAL_MAX_S = 30.0
 PLAIN_SHARE = 0.1  # the next line is printed after this share of the elapsed time, within the two bounds above
 REASON_WIDTH = 160  # characters
+TREND_STEPS = 10
+LAG_WIDTH = 20  # characters of the bar of all groups
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-=+*#"
+
+# Figures beyond these are shown in red.
+LOW_ESS, HIGH_NO_SIGNAL, HIGH_TRUNCATED = 0.3, 0.5, 0.25
 
 REWARD = "reward/mean"
 ENDS = 0.05  # share of the steps over which the first and last rewards are averaged
@@ -69,6 +74,16 @@ class StepReport:
     wait_for_policy: float = 0.0  # share of the step in which generation waited for the next policy
     checkpoint_step: int | None = None  # the newest checkpoint on disk
     failures: Failures = Failures()
+    # In the panel only; NaN and empty where the run has none.
+    reward_std: float = math.nan
+    entropy: float = math.nan  # nats
+    grad_norm: float = math.nan
+    ess: float = math.nan  # effective sample size of the importance weights, in (0, 1]
+    no_signal: float = math.nan  # share of the groups whose samples have equal rewards
+    truncated: float = math.nan  # share of the samples that a length limit ended
+    groups_by_lag: Mapping[int, int] = field(default_factory=dict)
+    evaluation: str = ""  # the newest one, in one line
+    sample: str = ""  # a prompt and its response, in one line
 
 
 class Progress:
@@ -91,6 +106,14 @@ class Progress:
         standing = "no step yet" if self.step == self._start_step else f"no step since step {self.step}"
         failed = f", failed {failures}" if failures else ""
         return f"{standing}: {counted(in_flight, 'group', 'groups')} in flight{failed}"
+
+    @property
+    def trend(self) -> str:
+        """The change of the mean reward over the last ``TREND_STEPS`` steps; empty until there are twice as many."""
+        if len(self.rewards) < 2 * TREND_STEPS:
+            return ""
+        before, now = self.rewards[-2 * TREND_STEPS : -TREND_STEPS], self.rewards[-TREND_STEPS:]
+        return f"  {statistics.fmean(now) - statistics.fmean(before):+.3f} in {TREND_STEPS} steps"
 
     @property
     def elapsed_s(self) -> float:
@@ -219,14 +242,35 @@ class TerminalView:
         if report is None:
             text = "starting ..." if self._waiting is None else progress.waiting_line(*self._waiting)
             return Panel(Group(top, Text(text)), title=Text(self._title), title_align="left")
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="bold", no_wrap=True)
-        facts.add_column()
-        curve = sparkline(progress.rewards, 40, self._levels)
-        facts.add_row("reward", Text.assemble(f"{report.reward:.3f}  ", (curve, "green")))
-        for name, value in _facts(report, self._waiting):
-            facts.add_row(name, Text(value))
-        return Panel(Group(top, facts), title=Text(self._title), title_align="left")
+        lines = Table.grid(padding=(0, 2))
+        lines.add_column(style="bold", no_wrap=True, min_width=len("evaluation"))
+        # One line each, so that the panel keeps its height: what does not fit is cut.
+        lines.add_column(no_wrap=True, overflow="ellipsis")
+        spread = "" if math.isnan(report.reward_std) else f" ±{report.reward_std:.2f}"
+        curve = sparkline(progress.rewards, 30, self._levels)
+        lines.add_row("reward", Text.assemble(f"{report.reward:.3f}{spread}  ", (curve, "green"), progress.trend))
+        if report.evaluation:
+            lines.add_row("evaluation", Text(report.evaluation))
+        if health := _health(report):
+            lines.add_row("health", health)
+        facts = dict(_facts(report, self._waiting))
+        lines.add_row("lag", Text(f"{facts['lag']}  {self._lags(report.groups_by_lag)}"))
+        lines.add_row("groups", Text(f"{facts['groups']}  |  checkpoint: {facts['checkpoint']}"))
+        lines.add_row("tokens/s", Text(facts["tokens/s"]))
+        lines.add_row("waiting", Text(facts["waiting"]))
+        if "failed" in facts:
+            lines.add_row("failed", Text(facts["failed"], style="red"))
+        if report.sample:
+            lines.add_row("sample", Text(report.sample, style="dim"))
+        return Panel(Group(top, lines), title=Text(self._title), title_align="left")
+
+    def _lags(self, groups: Mapping[int, int]) -> str:
+        """Draw the shares of the groups by lag."""
+        total, full = sum(groups.values()), self._levels[-1]
+        return "  ".join(
+            f"{lag} {full * max(1, round(LAG_WIDTH * number / total))} {number / total:.0%}"
+            for lag, number in sorted(groups.items())
+        )
 
 
 def make_view(
@@ -262,6 +306,19 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _health(report: StepReport) -> Text:
+    """Return the figures that tell whether training is sane, with the alarming ones in colour."""
+    figures = [
+        ("entropy {:.2f}", report.entropy, False),
+        ("grad {:.2g}", report.grad_norm, not math.isfinite(report.grad_norm)),
+        ("ess {:.2f}", report.ess, report.ess < LOW_ESS),
+        ("no signal {:.0%}", report.no_signal, report.no_signal > HIGH_NO_SIGNAL),
+        ("truncated {:.0%}", report.truncated, report.truncated > HIGH_TRUNCATED),
+    ]
+    shown = [(form.format(value), "red" if alarms else "") for form, value, alarms in figures if not math.isnan(value)]
+    return Text("  ").join(Text(text, style=style) for text, style in shown)
 
 
 def _facts(report: StepReport, waiting: tuple[int, Failures] | None = None) -> list[tuple[str, str]]:

@@ -140,6 +140,36 @@ def test_every_fact_of_a_step_is_shown(terminal: bool) -> None:
         assert fact in shown, fact
 
 
+def test_the_panel_keeps_to_one_line_for_each_fact_and_shows_what_alarms_in_red() -> None:
+    console, raw = console_of(terminal=True)
+    console.width = 80
+    view = make_view(console, 300, "quickstart", clock=ManualClock())
+    for step in range(1, 20):
+        view._progress.update(StepReport(step=step, reward=step / 100))
+    report = dataclasses.replace(
+        REPORT,
+        reward_std=0.25,
+        entropy=1.5,
+        grad_norm=0.7,
+        ess=0.2,
+        no_signal=0.75,
+        truncated=0.1,
+        groups_by_lag={0: 1, 1: 3},
+        evaluation="version 100: pass@1 0.710, pass@8 0.900 (64 prompts x 8 samples, 0:02)",
+        sample="1.00  lag 1  'the prompt' -> '" + "response " * 20,
+    )
+    assert isinstance(view, TerminalView)
+    view.update(report)
+    view.close()
+    shown = raw.getvalue().decode()
+    for fact in ("0.512 ±0.25", "+0.131 in 10 steps", "version 100: pass@1", "entropy 1.50  grad 0.7", "0 █████ 25%"):
+        assert fact in shown, fact
+    assert "\x1b[31mess 0.20" in shown and "\x1b[31mno signal 75%" in shown and "\x1b[31mtruncated" not in shown
+    # Each frame of the live panel is drawn over the one before; the last one has no more lines than the first.
+    last = shown[shown.rindex("╭") :]
+    assert last.count("│") // 2 == 9 and "the prompt" in last and "…" in last
+
+
 def test_the_panel_draws_the_rewards_so_far() -> None:
     console, raw = console_of(terminal=True)
     view = make_view(console, 300, "quickstart", clock=ManualClock())
