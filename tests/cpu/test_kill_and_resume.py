@@ -171,8 +171,17 @@ class Lives:
         return self._server.run(self._output, arguments, **how)
 
 
-@pytest.mark.parametrize(("first", "ends"), [(0, 2), pytest.param(2, len(ENDS) - 2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES)
+# By default each trainer, what becomes of groups that are not trained, and the ways to overlap. All kinds of ends are among them.
+BY_DEFAULT = {"sync", "one_step_off", "partial_rollout", "drop", "filter", "streaming", "overlap"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "ends"),
+    [
+        *(pytest.param(mode, 0, 2, marks=() if mode in BY_DEFAULT else pytest.mark.slow) for mode in MODES),
+        *(pytest.param(mode, 2, len(ENDS) - 2, marks=pytest.mark.slow) for mode in MODES),
+    ],
+)
 def test_however_a_run_ends_every_prompt_is_trained_once_per_epoch(
     fork_server: ForkServer, tmp_path: Path, mode: str, first: int, ends: int
 ) -> None:
