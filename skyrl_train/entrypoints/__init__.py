@@ -1,0 +1,6 @@
+"""Commands, and ``skyrl_train.train``."""
+
+import os
+
+# numpy and torch read it when they are imported. The engines need the other cores, and a process with threads cannot be forked.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

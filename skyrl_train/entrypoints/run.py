@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import importlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -44,7 +45,7 @@ from skyrl_train.observability.run_folder import (
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
-from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_tuned
+from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
 
 if TYPE_CHECKING:
     from skyrl_train.rollout.data.streaming import StreamingPrompts
@@ -130,7 +131,6 @@ def load_inputs(config: RunConfig) -> RunInputs:
         ConfigError: a setting, or a combination of settings, cannot work.
         DataError: a data file is missing or broken.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it on import; the engines need the other cores
     dataset = open_prompts(config)
     evaluation_prompts = load_evaluation_prompts(config)
     if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
@@ -203,9 +203,12 @@ def train(
         raise ConfigError("A run is under way in this process. Wait for it, or start this one in another process.")
     with ExitStack() as stack:
         stack.callback(_running.release)
-        workers = stack.enter_context(engine_workers(config))  # first: their imports take as long as the ones here
+        stack.callback(gc.unfreeze)
         console.print("Starting: libraries, model, engines.", highlight=False)
-        check_implementations(config)
+        with gc_paused():
+            check_implementations(config)
+            workers = stack.enter_context(engine_workers(config))  # before the other imports: theirs run meanwhile
+            importlib.import_module("skyrl_train.build.trainer")
         abandoned = left_behind(config)  # before the folder of the new run exists
         choice = choose_run_folder(config)
         if choice.finished:
@@ -305,7 +308,7 @@ def engine_workers(config: RunConfig) -> Iterator[list[EngineProcess]]:
     engine = config.generator.inference_engine
     number = engine.num_engines + derive.num_evaluation_engines(config)
     wanted = number if (engine.backend, engine.executor) == ("embedded", "process") else 0
-    workers = [EngineProcess() for _ in range(wanted)]
+    workers = [EngineProcess(fork=engine.device == "cpu") for _ in range(wanted)]
     try:
         yield workers
     finally:

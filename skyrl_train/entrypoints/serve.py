@@ -32,7 +32,6 @@ DEFAULT_CONTEXT = 4096  # tokens, if the model has more positions: each batch sl
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, serve until a signal, and return the exit code."""
     options = _parser().parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; engines have their own threads
     console = Console()
     try:
         asyncio.run(_serve(options, _settings(options), console))

@@ -2,22 +2,33 @@
 
     driver: ProcessLink ──frames──> socket ──frames──> child: ``python -m skyrl_train.workers FD TARGET``, target(ParentChannel)
 
-A child is a new interpreter and not a ``multiprocessing`` one, which would import the caller's main module again and would
-outlive a parent that is killed. A frame is an 8-byte big-endian length and a pickled batch of messages. A pickle can run
-code: both ends of the socket are this program.
+A child is a new interpreter, or where that is allowed and safe a fork, which has its imports from its parent. It is not
+``multiprocessing``'s spawned one, which would import the caller's main module again and would outlive a parent that is killed.
+A frame is an 8-byte big-endian length and a pickled batch of messages. A pickle can run code: both ends of the socket are this
+program.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import multiprocessing
 import os
 import pickle
 import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import weakref
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import ClassVar
 
+from skyrl_train.config.import_path import import_name
+from skyrl_train.runtime.process import gc_paused
 from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
 from skyrl_train.workers.messages import Message
 
@@ -31,35 +42,100 @@ def encode(messages: list[Message]) -> bytes:
     return len(payload).to_bytes(HEADER_BYTES, "big") + payload
 
 
+def single_threaded() -> bool:
+    """Return whether this process can be forked: on Linux, with no thread of Python or of a library but this one.
+
+    A fork has none of the other threads, but the locks that they hold.
+    """
+    threads = Path("/proc/self/task")
+    return threads.is_dir() and len(list(threads.iterdir())) == 1
+
+
 class ChildProcess:
-    """A process with its own interpreter that calls ``target`` with a :class:`ParentChannel`.
+    """A process that calls ``target`` with a :class:`ParentChannel`.
 
     Args:
         target: import path ("module:function") of what serves the connection.
         num_threads: compute threads.
+        fork: import ``target`` here and fork, if this process has a single thread; what exists then is exempt from garbage
+            collection until ``gc.unfreeze()``. Not for a child that uses CUDA, which works in one process of a family only.
     """
 
-    def __init__(self, target: str, num_threads: int = 1) -> None:
+    # This process' ends of the connections to all children.
+    _ends: ClassVar[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+    def __init__(self, target: str, num_threads: int = 1, *, fork: bool = False) -> None:
         # The child holds the only other end: the parent sees the end of the socket when the child ends.
         self.connection, theirs = socket.socketpair()
+        self._ends.add(self.connection)
+        with theirs:
+            start = self._fork if fork and single_threaded() else self._spawn
+            self._process: BaseProcess | subprocess.Popen[bytes] = start(theirs, target, num_threads)
+        assert self._process.pid is not None, "it is started"
+        self.pid = self._process.pid
+
+    def _fork(self, theirs: socket.socket, target: str, num_threads: int) -> BaseProcess:
+        import_name(target, "target", "function")
+        # A collection writes to all objects that it looks at, and would copy their pages in each process.
+        gc.freeze()
+
+        def serve() -> None:
+            os.setsid()  # like a new interpreter's
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+            for end in list(self._ends):  # with a copy here, no child would see the end of its parent
+                end.close()
+            serve_parent(theirs, target)
+
+        process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
+        process.start()
+        return process
+
+    def _spawn(self, theirs: socket.socket, target: str, num_threads: int) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(num_threads)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl_train.workers", str(theirs.fileno()), target],
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches the parent only, even before the child ignores it
-            )
-        self.pid = self.process.pid
+        return subprocess.Popen(
+            [sys.executable, "-m", "skyrl_train.workers", str(theirs.fileno()), target],
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the parent only, even before the child ignores it
+        )
+
+    def wait(self, limit_s: float | None = None) -> int | None:
+        """Wait for the end of the process. Return its exit code (negative: a signal), or None if it still runs."""
+        if isinstance(self._process, BaseProcess):
+            self._process.join(limit_s)
+            return self._process.exitcode
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        return self._process.returncode
 
     def stop(self) -> None:
         """End the process and wait for it. Idempotent."""
         self.connection.close()
-        self.process.kill()  # it has nothing to save, and may be in the middle of something long
-        self.process.wait()
+        self._process.kill()  # it has nothing to save, and may be in the middle of something long
+        self.wait()
+
+
+def serve_parent(connection: socket.socket, target: str) -> None:
+    """In the child: call ``target`` with the channel to the parent. The process ends at once when the parent's end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the socket in its own time
+
+    def end_with_parent() -> None:
+        # The kernel also closes the parent's end when the parent is killed.
+        hang_up = select.poll()
+        hang_up.register(connection, 0)  # no event but the hang-up, which is always reported
+        hang_up.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
+    with suppress(EOFError):
+        # Imported late: the end of the parent must be noticed, and Ctrl-C ignored, during imports that take seconds.
+        with gc_paused():
+            function = import_name(target, "target", "function")
+        function(ParentChannel(connection))
 
 
 class ProcessLink(WorkerLink):
@@ -75,7 +151,7 @@ class ProcessLink(WorkerLink):
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
         if self.child is None:
             self.child = await asyncio.to_thread(ChildProcess, self._target, self._num_threads)
-        process = self.child.process
+        child = self.child
         reader, self._writer = await asyncio.open_connection(sock=self.child.connection)
 
         async def read() -> None:
@@ -85,9 +161,8 @@ class ProcessLink(WorkerLink):
                     size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
                     on_messages(pickle.loads(await reader.readexactly(size)))
             except (asyncio.IncompleteReadError, OSError):
-                with suppress(subprocess.TimeoutExpired):
-                    await asyncio.to_thread(process.wait, EXIT_LIMIT_S)
-                on_gone(f"its process ended with exit code {process.returncode}")  # negative: a signal; None: it runs
+                code = await asyncio.to_thread(child.wait, EXIT_LIMIT_S)
+                on_gone(f"its process ended with exit code {code}")  # negative: a signal; None: it runs
 
         self._reading = asyncio.create_task(read(), name="worker-reader")
 

@@ -51,11 +51,11 @@ class EngineProcess(ChildProcess):
     """A child process that imports what an engine needs, and then waits for an engine's settings.
 
     Most of an engine's start-up is these imports. A program that creates the process before its own imports has both run
-    at the same time.
+    at the same time, or with ``fork`` makes them once.
     """
 
-    def __init__(self, num_threads: int = 1) -> None:
-        super().__init__(f"{ENGINE_LOOP}:serve_in_process", num_threads)
+    def __init__(self, num_threads: int = 1, *, fork: bool = False) -> None:
+        super().__init__(f"{ENGINE_LOOP}:serve_in_process", num_threads, fork=fork)
 
 
 class EmbeddedEngine(HostedEngine):

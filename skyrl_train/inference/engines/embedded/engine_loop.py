@@ -13,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from skyrl_train.errors import EngineError, RequestError, SkyRLError
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore, build_core
@@ -38,10 +41,7 @@ def serve(channel: Channel) -> None:
 
 def serve_in_process(channel: Channel) -> None:
     """Serve an engine in the main thread of a child process."""
-    import transformers
-
-    # These imports take seconds. They run before the settings come, while the parent makes its own imports.
-    _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # transformers imports by use
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a forked child has those of its parent
 
     def build(settings: EngineSettings) -> EmbeddedEngineCore:
         if settings.log_file is not None:
