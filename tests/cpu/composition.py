@@ -1,5 +1,5 @@
-"""Composes a recipe of the library once in a process, and parses an override once. Hydra's own function then applies the
-overrides of each call.
+"""Composes a recipe of the library once in a process, and parses an override and a run's configuration once. Hydra's own
+function then applies the overrides of each call.
 
 Most of the time that Hydra takes for a call is the same work each time, and the tests compose a thousand times.
 """
@@ -18,7 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from skyrl_train.config.compose import RECIPES
+from skyrl_train.config.compose import RECIPES, from_yaml
+from skyrl_train.config.schema import RunConfig
 
 if TYPE_CHECKING:
     import pytest
@@ -48,7 +49,19 @@ def compose(name: str, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
+@functools.cache
+def read_once(text: str, where: str) -> RunConfig:
+    return from_yaml(text, where)
+
+
+def read(text: str, where: str) -> RunConfig:
+    """What ``from_yaml`` returns."""
+    return copy.deepcopy(read_once(text, where))
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Configurations are composed here from now on."""
     patch.setattr(hydra, "compose", compose)
     patch.setattr(OverridesParser, "parse_override", lambda _, text: parsed(text))
+    for module in ("observability.run_folder", "training.remote_checkpoint"):
+        patch.setattr(f"skyrl_train.{module}.from_yaml", read)

@@ -12,10 +12,6 @@ from forked_runs import ForkServer
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # A command line, and a part of what it prints when it has measured.
 QUICK = [
-    (
-        "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies local",
-        "beside training blocks",
-    ),
     ("checkpoint_checksums --megabytes 2 --rounds 1", "read from disk"),
     ("driver_cost --groups 20 --samples 1 --tokens 16 --policies accept", "| `accept` | **"),
     ("embedded_engine --requests 1 --tokens 2", "1  "),
@@ -25,10 +21,14 @@ QUICK = [
         "staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 1 --width 2 --futures 2",
         "| balanced | 2 | 1 |",
     ),
-    ("token_budget --updates 1", "packed               16384"),
-    ("weight_sync --updates 2 --requests 2", "recompute: pause + load + resume"),
 ]
 SLOW = [
+    ("weight_sync --updates 2 --requests 2", "recompute: pause + load + resume"),
+    ("token_budget --updates 1", "packed               16384"),
+    (
+        "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies local",
+        "beside training blocks",
+    ),
     ("modes --steps 2 --cases 2", "| fully_async, streaming | 3 + 1 |"),
     ("staleness_price throughput --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
     ("staleness_price depth --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | `drop` |"),

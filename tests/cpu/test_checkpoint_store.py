@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import zlib
@@ -259,6 +260,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(
     assert "could not be removed" in caplog.text
 
 
+# Crashes by default: at steps from the one that was fallen back to, to the one after the damaged one.
+QUICK = ((4, 1, True), (5, 2, True), (6, 1, False), (7, 2, True))
+
+
 class TestDamage:
     """Damage that a disk does to a checkpoint after it was written."""
 
@@ -292,12 +297,15 @@ class TestDamage:
             "The run resumes from global_step_2 instead."
         ]
 
-    def test_of_any_bit_is_found(self, store: CheckpointStore, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "every", [7, pytest.param(1, marks=pytest.mark.slow)]
+    )  # 7: each byte, and each place in a byte
+    def test_of_any_bit_is_found(self, store: CheckpointStore, tmp_path: Path, every: int) -> None:
         folder = tmp_path / "global_step_6"
         assert find_damage(folder) is None
         for name in self.FILES:
             data = (folder / name).read_bytes()
-            for bit in range(8 * len(data)):
+            for bit in range(0, 8 * len(data), every):
                 changed = bytearray(data)
                 changed[bit // 8] ^= 1 << bit % 8
                 (folder / name).write_bytes(changed)
@@ -337,9 +345,13 @@ class TestDamage:
         assert all(find_damage(tmp_path / name) is None for name in kept)
         assert content(CheckpointStore(tmp_path, 2).latest(pytest.fail)) == "new"
 
-    @pytest.mark.parametrize("midway", [False, True])
-    @pytest.mark.parametrize("max_to_keep", [1, 2])
-    @pytest.mark.parametrize("step", [4, 5, 6, 7])
+    @pytest.mark.parametrize(
+        ("step", "max_to_keep", "midway"),
+        [
+            case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product((4, 5, 6, 7), (1, 2), (False, True))
+        ],
+    )
     def test_a_crash_after_the_fall_back_leaves_the_old_or_the_new_checkpoint(
         self, tmp_path: Path, step: int, max_to_keep: int, midway: bool
     ) -> None:

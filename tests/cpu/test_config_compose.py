@@ -179,8 +179,8 @@ def test_yaml_round_trip(name: str) -> None:
     assert from_yaml(to_yaml(config)) == config
 
 
-@settings(max_examples=10)  # of forty texts each, because reading takes 0.1 s
-@given(st.lists(st.text("$\\{}:a ", max_size=8) | st.text("1e-.", max_size=4), min_size=40, max_size=40))
+@settings(max_examples=4)  # of a hundred texts each, because reading takes 0.1 s
+@given(st.lists(st.text("$\\{}:a ", max_size=8) | st.text("1e-.", max_size=4), min_size=100, max_size=100))
 def test_any_text_survives_yaml(texts: list[str]) -> None:
     config = RunConfig()
     config.trainer.run_name = texts[0]
@@ -194,12 +194,20 @@ def test_yaml_of_something_else_is_refused(text: str) -> None:
         from_yaml(text)
 
 
+@pytest.fixture
+def composed_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in other files, for tests that only compare configurations."""
+    composition.install(monkeypatch)
+
+
+@pytest.mark.usefixtures("composed_in_short")
 def test_the_same_run_may_live_elsewhere_and_be_watched_differently() -> None:
     ours = compose("quickstart")
     moved = compose("quickstart", ["trainer.run_dir=/x", "trainer.ckpt_interval=1", "trainer.trackers=[]"])
     assert not differences(ours, moved)
 
 
+@pytest.mark.usefixtures("composed_in_short")
 @pytest.mark.parametrize(
     "override",
     [
@@ -215,11 +223,13 @@ def test_a_run_resumes_with_changed_settings_that_do_not_change_learning(overrid
     assert not differences(compose("quickstart"), compose("quickstart", [override]))
 
 
+@pytest.mark.usefixtures("composed_in_short")
 @pytest.mark.parametrize("key", ["trainer.device", "trainer.critic.device", "rollout.stages.reference.device"])
 def test_a_run_on_another_device_is_the_same_run(key: str) -> None:
     assert not differences(compose("quickstart"), compose("quickstart", [f"{key}=cuda:1"]))
 
 
+@pytest.mark.usefixtures("composed_in_short")
 @pytest.mark.parametrize(
     "override", ["trainer.seed=1", "trainer.max_steps=2", "environment.kwargs.a=1", "data.train_data=[x]"]
 )

@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from forked_runs import ForkServer
@@ -26,9 +27,26 @@ def script() -> ModuleType:
     return module
 
 
-def test_one_file_has_the_figures_of_all_sections(fork_server: ForkServer, tmp_path: Path) -> None:
-    output = tmp_path / "output.log"
-    assert fork_server.run(output, ["--dry", "--only", "doctor,training"], script=SCRIPT) == 0, output.read_text()
+@pytest.fixture
+def run(
+    script: ModuleType, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
+    """The command in this process and in the folder of the test; its sections in processes that are forked."""
+
+    def main(*arguments: str) -> int:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+        return script.main()
+
+    forking = SimpleNamespace(
+        run=subprocess.run, Popen=fork_server.forks.Popen, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    monkeypatch.setattr(script, "subprocess", forking)
+    return main
+
+
+def test_one_file_has_the_figures_of_all_sections(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--dry", "--only", "doctor,training") == 0
     result = json.loads((tmp_path / "first_gpu_run.json").read_text())
     assert all(result[key] for key in ("date", "commit", "python", "command")) and result["versions"]["torch"]
     assert [(name, section["status"]) for name, section in result["sections"].items()] == [
@@ -43,17 +61,18 @@ def test_one_file_has_the_figures_of_all_sections(fork_server: ForkServer, tmp_p
     assert [path.name for path in tmp_path.glob("first_gpu_run.json*")] == ["first_gpu_run.json"]
 
 
-def test_a_failed_section_is_reported_and_does_not_stop_the_next(tmp_path: Path) -> None:
-    # Without --dry nothing can run here: there is no GPU.
-    command = [sys.executable, str(SCRIPT), "--only", "doctor,training"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=NO_GPU)
-    assert done.returncode == 1
+def test_a_failed_section_is_reported_and_does_not_stop_the_next(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # without --dry nothing can run: there is no GPU
+    assert run("--only", "doctor,training") == 1
     sections = json.loads((tmp_path / "first_gpu_run.json").read_text())["sections"]
     assert list(sections) == ["doctor", "training"]
     for section in sections.values():
         assert section["status"] == "FAIL"
         assert "torch sees no CUDA device" in section["failures"]["section"]
-    assert "doctor     FAIL" in done.stdout and "training   FAIL" in done.stdout
+    printed = capsys.readouterr().out
+    assert "doctor     FAIL" in printed and "training   FAIL" in printed
 
 
 def test_a_section_beyond_its_limit_is_ended_and_keeps_its_figures(script: ModuleType, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_run_with_an_agent_can_be_repeated_bit_for_bit(tmp_path: Path) -> None
         "trainer.max_steps=2",
         "trainer.policy_mini_batch_size=2",
         "trainer.trackers=[]",
-        "generator.n_samples_per_prompt=4",
+        "generator.n_samples_per_prompt=2",
         "generator.inference_engine.executor=thread",
         "generator.inference_engine.batch_invariant=true",
         "generator.inference_engine.max_num_seqs=8",

@@ -215,11 +215,11 @@ def test_a_run_that_hangs_fails_with_the_stacks_of_its_threads_and_tasks(
 def test_a_killed_synchronous_run_ends_with_the_weights_of_an_uninterrupted_one(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    steps, whole = 12, tmp_path / "whole"
+    steps, whole = 8, tmp_path / "whole"
     assert fork_server.run(tmp_path / "whole.log", command(whole, "sync", steps)) == 0, (
         tmp_path / "whole.log"
     ).read_text()
-    for run in kill_and_finish(fork_server, tmp_path, "sync", steps, kills=3, seed=1):
+    for run in kill_and_finish(fork_server, tmp_path, "sync", steps, kills=2, seed=1):
         assert history(run, steps) == history(whole, steps)
         expected, got = (
             load_file(f / "checkpoints" / f"global_step_{steps}" / "policy" / "policy.safetensors")

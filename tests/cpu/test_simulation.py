@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import scripted_update
 
@@ -78,6 +78,7 @@ def test_a_deadlock_is_an_error_at_once_and_so_is_work_on_the_loop() -> None:
 
 
 @pytest.mark.parametrize("kind", [log_normal, pareto])
+@settings(max_examples=20)  # each finds the shape of a distribution
 @given(tail=st.floats(2, 20), seed=st.integers(0, 3))
 def test_lengths_have_the_mean_and_the_tail_that_they_say(kind: Callable[..., Lengths], tail: float, seed: int) -> None:
     lengths = kind(2000, 100, tail, seed)
@@ -261,7 +262,15 @@ def test_a_run_is_the_same_each_time() -> None:
     )
 
 
-@pytest.mark.parametrize(("policy", "ratio"), [("accept", 0.6), ("accept", 1.0), ("accept", 1.5), ("mask", 1.0)])
+@pytest.mark.parametrize(
+    ("policy", "ratio"),
+    [
+        ("accept", 0.6),
+        ("accept", 1.5),
+        pytest.param("accept", 1.0, marks=pytest.mark.slow),
+        pytest.param("mask", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_the_slower_of_generation_and_training_hardly_waits(policy: str, ratio: float) -> None:
     lengths = log_normal(16 * 60, 32, 8, 0)
     outcome = simulate(work(lengths, ratio=ratio), *bounded(policy, 2, 2), edge=10)
