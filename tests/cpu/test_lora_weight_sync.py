@@ -72,10 +72,12 @@ def trainer_logprobs(trainer: LocalBackend, tokens: list[int]) -> list[float]:
     return trainer.forward_logprobs([sequence])[0][len(PROMPT) :].tolist()
 
 
-async def sync_weights(
-    engine: InferenceEngineInterface, update: WeightUpdate, mode: PauseMode = PauseMode.KEEP
-) -> None:
+async def sync_weights(engine: InferenceEngineInterface, update: WeightUpdate) -> None:
     await engine.receive_weights(update)
+    await load_weights(engine, update, PauseMode.KEEP)
+
+
+async def load_weights(engine: InferenceEngineInterface, update: WeightUpdate, mode: PauseMode) -> None:
     await engine.pause(mode)
     try:
         await engine.load_weights(update)
@@ -92,7 +94,12 @@ def agree(trainer: LocalBackend, output: InferenceEngineOutput, version: int, to
 # ---- embedded
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+SLOW = {"disk", "gloo"}  # other tests send whole models by them
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TRANSPORTS]
+)
 async def test_an_embedded_engine_serves_the_trainers_policy(folder: str, tmp_path: Path, name: str) -> None:
     trainer, transport = policy(folder, 1), TRANSPORTS[name](str(tmp_path), "float32")
     whole = sum(p.nbytes for p in trainer.model.parameters())
@@ -205,15 +212,17 @@ async def test_vllm_swaps_adapters_in_flight(folder: str, vllm_adapter: VLLMEngi
     with pytest.raises(EngineError, match="no power of 2"):  # the trainer's scale here is 1.5
         await served_checksum(engine, update)
     # A request under way: each of its tokens is of the version that it names, and has its log-prob.
-    flying = asyncio.create_task(engine.generate(request(max_tokens=400)))
+    update = second.stage(transport, 1)
+    await engine.receive_weights(update)
+    flying = asyncio.create_task(engine.generate(request(max_tokens=150)))
     async with asyncio.timeout(300):
         before = (await engine.health()).generated_tokens
         while (await engine.health()).generated_tokens - before < 20:
             pass
-    await sync_weights(engine, second.stage(transport, 1), PauseMode.RECOMPUTE)
+    await load_weights(engine, update, PauseMode.RECOMPUTE)
     output = await flying
     tokens, versions = output["response_ids"][0], output["response_versions"][0]
-    assert (len(tokens), set(versions), versions) == (400, {0, 1}, sorted(versions))
+    assert (len(tokens), set(versions), versions) == (150, {0, 1}, sorted(versions))
     by_version = [trainer_logprobs(trainer, tokens) for trainer in (first, second)]
     expected = [by_version[version][index] for index, version in enumerate(versions)]
     assert output["response_logprobs"][0] == pytest.approx(expected, abs=TOLERANCE)

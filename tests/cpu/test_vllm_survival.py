@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from test_vllm_continuation import check, client_of
-from vllm_engines import PROMPT, Served, request, tiny_model
+from vllm_engines import PROMPT, Served, request, save_folder, tiny_model
 
 from skyrl_train.errors import EngineDeadError
 from skyrl_train.types import PauseMode
@@ -110,10 +110,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_killed_host_leaves_no_process_of_vllms(tmp_path, vllm: Served) -> None:
+def test_a_killed_host_leaves_no_process_of_vllms(tmp_path) -> None:
     script = tmp_path / "host.py"
     script.write_text(HOST)
-    host = subprocess.Popen([sys.executable, script, vllm.folder], stdout=subprocess.PIPE)
+    host = subprocess.Popen([sys.executable, script, save_folder(tmp_path / "model")], stdout=subprocess.PIPE)
     pid = next(int(line.split()[1]) for line in host.stdout if line.startswith(b"worker "))
     worker = os.pidfd_open(pid)
     host.kill()
