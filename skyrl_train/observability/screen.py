@@ -242,10 +242,10 @@ class TerminalView:
         if report is None:
             text = "starting ..." if self._waiting is None else progress.waiting_line(*self._waiting)
             return Panel(Group(top, Text(text)), title=Text(self._title), title_align="left")
-        lines = Table.grid(padding=(0, 2))
+        lines = Table.grid(expand=True, padding=(0, 2))
         lines.add_column(style="bold", no_wrap=True, min_width=len("evaluation"))
         # One line each, so that the panel keeps its height: what does not fit is cut.
-        lines.add_column(no_wrap=True, overflow="ellipsis")
+        lines.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         spread = "" if math.isnan(report.reward_std) else f" ±{report.reward_std:.2f}"
         curve = sparkline(progress.rewards, 30, self._levels)
         lines.add_row("reward", Text.assemble(f"{report.reward:.3f}{spread}  ", (curve, "green"), progress.trend))
