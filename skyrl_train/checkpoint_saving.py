@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.events.log import EventLog
 from skyrl_train.inference.replay import SessionSnapshot
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.checkpoint import write_rollout_state
@@ -39,6 +40,7 @@ class CheckpointSaving:
         snapshot: copies the backend's state, off the event loop.
         collect: returns the rollout side; called without an ``await`` after the backend's state is copied.
         changed: notified when a checkpoint is written or has failed.
+        events: the record of the run.
 
     Attributes:
         step: step of the newest checkpoint on disk; None: there is none.
@@ -52,12 +54,14 @@ class CheckpointSaving:
         snapshot: Callable[[], Awaitable[dict[str, object]]],
         collect: Callable[[], RolloutSnapshot],
         changed: Signal,
+        events: EventLog,
     ) -> None:
         self._store = store
         self._backend = backend
         self._snapshot = snapshot
         self._collect = collect
         self._changed = changed
+        self._events = events
         self._task: asyncio.Task[Path] | None = None
         self.step: int | None = None
 
@@ -96,7 +100,16 @@ class CheckpointSaving:
                 f"{POLICY_FOLDER}/{name}": checksum for name, checksum in checksums.items()
             }
 
-        self._task = asyncio.create_task(asyncio.to_thread(self._store.write, rollout.step, write), name="checkpoint")
+        def publish() -> Path:
+            began, ok = self._events.now(), False
+            try:
+                path = self._store.write(rollout.step, write)
+                ok = True
+                return path
+            finally:
+                self._events.record("checkpoint", step=rollout.step, t0=began, t1=self._events.now(), ok=ok)
+
+        self._task = asyncio.create_task(asyncio.to_thread(publish), name="checkpoint")
         # A failed write must wake a trainer that waits for groups.
         self._task.add_done_callback(lambda saved: self._changed.notify())
 

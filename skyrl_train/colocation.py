@@ -80,7 +80,8 @@ class Colocation:
         # An engine that is being restarted takes memory: it must be up and asleep first.
         if not self._client.serving:
             await self._client.wait_for_engine()
-        await interrupt(self._client, self._config)
+        with self._client.events.span("sleep"):
+            await interrupt(self._client, self._config)
         self.turn = DeviceTurn.training
         times = {"time/sleep": self._clock() - began}
         if self._offloads:
@@ -112,7 +113,8 @@ class Colocation:
         elif torch.cuda.is_initialized() and self._client.capabilities.sleep:
             torch.cuda.empty_cache()  # the engines may wake on the trainer's device: it needs less than while it trained
         began = self._clock()
-        await self._client.wake_up(["weights"])
+        with self._client.events.span("wake_up", version):
+            await self._client.wake_up(["weights"])
         if not self._client.serving:  # all died in their sleep
             await self._client.wait_for_engine()
         woken_s = self._clock() - began
@@ -122,7 +124,8 @@ class Colocation:
             gone = await asyncio.to_thread(self._syncer.release)
             self._client.restage = self._restage if gone else None
         began = self._clock()
-        await self._client.wake_up(["kv_cache"])
+        with self._client.events.span("wake_up", version):
+            await self._client.wake_up(["kv_cache"])
         await self._client.resume_generation()
         self.turn = DeviceTurn.generation
         return {**times, "time/wake_up": woken_s + self._clock() - began}

@@ -53,7 +53,8 @@ class FullyAsyncTrainer(PPOTrainer):
         # Each part adds gradients as soon as it is there; the optimizer steps once the batch is complete.
         while (missing := self.plan.policy_mini_batch_size - len(batch)) > 0:
             waiting_since = clock()
-            chosen = await self.wait_for_groups(committed=batch, at_least=min(min_groups, missing))
+            with self.components.events.span("wait_for_batch", self.global_step + 1):
+                chosen = await self.wait_for_groups(committed=batch, at_least=min(min_groups, missing))
             if chosen is None:  # drop the gradients; the groups are still in the buffer
                 await self.training.run(self.components.backend.discard)
                 self.samples.discard()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, NonFiniteStepsError, StalenessError
 from skyrl_train.evaluation.engines import EvaluationEngines, SharedEngines
 from skyrl_train.evaluation.runner import Evaluation
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.observability.reporter import Reporter
@@ -79,6 +81,7 @@ class TrainerComponents:
     spill_folder: Path | None = None  # for finished groups beyond rollout.buffer_memory_bytes
     export_folder: Path | None = None  # for the final policy, in the format of transformers
     clock: Callable[[], float] = field(default=time.perf_counter)
+    events: EventLog = NO_EVENTS  # the record of the run
 
 
 class PPOTrainer:
@@ -106,7 +109,7 @@ class PPOTrainer:
         failures = config.trainer.failures
         self.phase = Phase(components.clock, "starts")
         self.watchdog = Watchdog(failures.stuck_after_s, components.clock, self.describe, self._report)
-        self.training = TrainingThread()
+        self.training = TrainingThread(components.events)
         self.colocation: Colocation | None = None
         if config.trainer.placement.colocate_all or self.always_colocated:
             self.colocation = Colocation(
@@ -132,6 +135,7 @@ class PPOTrainer:
             on_group_end=self.watchdog.progress,
             on_attempt_failed=components.reporter.attempt_failed,
             clock=components.clock,
+            events=components.events,
         )
         self.evaluation = Evaluation(
             config,
@@ -143,6 +147,7 @@ class PPOTrainer:
             score=next((stage.run for stage in components.stages if isinstance(stage, RewardStage)), None),
             on_progress=self.watchdog.progress,
             clock=components.clock,
+            events=components.events,
         )
         # The snapshot is taken in the training thread: no update may change the weights while they are copied.
         self.saving = CheckpointSaving(
@@ -151,6 +156,7 @@ class PPOTrainer:
             snapshot=lambda: self.training.run(components.backend.snapshot),
             collect=self.rollout_snapshot,
             changed=self.changed,
+            events=components.events,
         )
         self.samples = SampleRecorder(config.trainer.samples_per_step)
         self.reports = StepReports(components.reporter, components.client, self.rollout, components.clock)
@@ -189,6 +195,7 @@ class PPOTrainer:
                 await self._save_finished_steps(error)
                 raise
             finally:
+                self._record_end()
                 close_errors = await self.close()
             # Reached only if training succeeded: an error of closing must not replace the error of the run.
             if close_errors:
@@ -219,6 +226,11 @@ class PPOTrainer:
             await self.serve_policy()
         with start_up("generator and data"):
             await self.rollout.start()
+        steps = {"step": self.global_step, "total_steps": self.plan.total_steps}
+        if folder is None:
+            self.components.events.record("run", **steps)
+        else:
+            self.components.events.record("resume", **steps)
         self.components.reporter.begin(self.global_step)
         await self.evaluation.start(self.global_step, self.components.reporter.evaluated_steps)
         self.reports.begin()
@@ -242,7 +254,8 @@ class PPOTrainer:
         clock = self.components.clock
         waiting_since = clock()
         self.phase.enter(f"waits for the groups of step {self.global_step + 1}")
-        chosen = await self.next_batch()
+        with self.components.events.span("wait_for_batch", self.global_step + 1):
+            chosen = await self.next_batch()
         if chosen is None:
             return None
         turn = {}
@@ -498,6 +511,12 @@ class PPOTrainer:
         failure = self._failure()
         if failure is not None:
             raise failure
+
+    def _record_end(self) -> None:
+        error = sys.exception()
+        reason = "failed" if error is not None else "finished" if self.finished else "stopped"
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        self.components.events.record("end", step=self.global_step, reason=reason, error=text)
 
     async def close(self) -> list[Exception]:
         """Stop generation and engines and wait for a checkpoint that is being written.

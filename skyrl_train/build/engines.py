@@ -18,6 +18,7 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import InferenceEngineConfig, RunConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
@@ -40,12 +41,14 @@ def build_client(
     numbers: Sequence[int],
     workers: Sequence[EngineProcess] = (),
     logs: Path | None = None,
+    events: EventLog = NO_EVENTS,
 ) -> InferenceEngineClient:
     """Build a client with the engines of these numbers. Nothing is started.
 
     Args:
         workers: processes for the first embedded engines that were started earlier.
         logs: folder for the output of embedded engines' processes; None: they write to this process's streams.
+        events: the record of the run.
     """
     engine, chat = config.generator.inference_engine, config.generator.chat
     return InferenceEngineClient(
@@ -62,6 +65,7 @@ def build_client(
         tool_parser=chat.tool_parser,
         reasoning_parser=chat.reasoning_parser,
         replay=config.rollout.replay,
+        events=events,
     )
 
 

@@ -24,6 +24,7 @@ from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.evaluation.engines import OwnEngines
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
@@ -68,13 +69,14 @@ async def build_trainer(
         model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
         tokenizer = load_tokenizer(model_path)
     number, of_evaluation = config.generator.inference_engine.num_engines, derive.num_evaluation_engines(config)
-    logs = run_folder.logs
-    run = _engine_group(config, plan, tokenizer, model_path, range(number), workers, logs)
+    logs, events = run_folder.logs, run_folder.events
+    run = _engine_group(config, plan, tokenizer, model_path, range(number), workers, logs, events)
     evaluation = None
     if of_evaluation:
         # Numbers continue after the run's engines, so that seeds, remote URLs and started processes are not shared.
         numbers = range(number, number + of_evaluation)
-        evaluation = _engine_group(config, plan, tokenizer, model_path, numbers, workers, logs)
+        # Its requests and pauses would look like the run's, so they are not recorded.
+        evaluation = _engine_group(config, plan, tokenizer, model_path, numbers, workers, logs, NO_EVENTS)
     stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed)
     pause_mode = PauseMode(config.generator.pause_mode)
     clients = [group.client for group in (run, evaluation) if group is not None]
@@ -91,7 +93,7 @@ async def build_trainer(
             client=run.client,
             generator=run.generator,
             backend=backend,
-            syncer=WeightSyncer(run.client, run.transport, backend.stage, pause_mode),
+            syncer=WeightSyncer(run.client, run.transport, backend.stage, pause_mode, events=events),
             dataset=dataset,
             checkpoints=checkpoints,
             reporter=reporter,
@@ -100,6 +102,7 @@ async def build_trainer(
             evaluation_prompts=evaluation_prompts,
             spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
             export_folder=run_folder.path / "policy",
+            events=events,
         )
         return trainer_class(config.trainer.mode)(config, plan, parts)
     except BaseException:
@@ -124,9 +127,10 @@ def _engine_group(
     numbers: Sequence[int],
     workers: Sequence[EngineProcess],
     logs: Path,
+    events: EventLog,
 ) -> _EngineGroup:
     """Build the group of the engines with these numbers. Nothing is started."""
-    client = build_client(config, plan, tokenizer, model_path, numbers, workers, logs)
+    client = build_client(config, plan, tokenizer, model_path, numbers, workers, logs, events)
     generator = build_generator(config, plan, client, tokenizer, model_path, logs)
     return _EngineGroup(client, generator, build_transport(config))
 

@@ -8,19 +8,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import logging
+import os
+import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+import skyrl_train
 from skyrl_train.config import derive
 from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
 from skyrl_train.config.plan import Plan, resolve
@@ -33,6 +39,7 @@ from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import (
+    CONFIG,
     FINISHED,
     METRICS,
     TRAINER_LOG,
@@ -53,6 +60,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+GIT_LIMIT_S = 5.0
+MAX_WARNING = 2000  # characters of a warning in the record
 SCREEN_INTERVAL_S = 1.0  # how often the screen is told about the work between two steps
 
 _running = threading.Lock()  # held while a run trains in this process
@@ -219,6 +228,7 @@ def train(
         # The folder stays locked over all restarts.
         run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
         stack.enter_context(log_file(run_folder.logs / TRAINER_LOG))
+        stack.enter_context(recorded_process(run_folder))
         logger.info("%s the run in %s", "resuming" if choice.resuming else "starting", run_folder.path)
         logger.info("start-up: libraries, data and checks took %.1f s", time.monotonic() - began)
         logger.info("the plan:\n%s", inputs.plan.describe())
@@ -330,9 +340,47 @@ def log_file(path: Path) -> Iterator[None]:
         handler.close()
 
 
+@contextmanager
+def recorded_process(run_folder: RunFolder) -> Iterator[None]:
+    """Record this process, and during the block this library's warnings and errors, as events."""
+    git = None
+    with suppress(OSError, subprocess.SubprocessError):
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, check=True, text=True, timeout=GIT_LIMIT_S
+        ).stdout.strip()
+    run_folder.events.record(
+        "process",
+        host=platform.node(),
+        pid=os.getpid(),
+        version=skyrl_train.__version__,
+        python=platform.python_version(),
+        config=hashlib.sha256((run_folder.path / CONFIG).read_bytes()).hexdigest(),
+        git=git,
+        command=sys.argv,
+    )
+
+    class Warnings(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()[:MAX_WARNING]
+            run_folder.events.record("warning", level=record.levelname, source=record.name, text=text)
+
+    handler = Warnings(logging.WARNING)
+    logging.getLogger("skyrl_train").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("skyrl_train").removeHandler(handler)
+
+
 @asynccontextmanager
 async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None]:
-    """Tell the screen every second what ``trainer`` is busy with, so that a run without finished steps shows why."""
+    """Every second, tell the screen what ``trainer`` is busy with (so that a run without finished steps shows why), and record
+    the state of its engines."""
+
+    async def record() -> None:
+        while True:
+            await asyncio.sleep(SCREEN_INTERVAL_S)
+            await trainer.components.client.record_engines(SCREEN_INTERVAL_S)
 
     async def watch() -> None:
         while True:
@@ -340,12 +388,13 @@ async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None
             counts = trainer.rollout.staleness.counts
             reporter.waiting(counts.running, counts.failed, trainer.rollout.group_generator.retries)
 
-    watching = asyncio.create_task(watch(), name="screen")
+    watching = [asyncio.create_task(watch(), name="screen"), asyncio.create_task(record(), name="engine-states")]
     try:
         yield
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
 
 async def _train(

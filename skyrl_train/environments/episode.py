@@ -18,15 +18,19 @@ from typing import Any, Self, TypeVar
 
 from skyrl_train.environments.base import Environment, EnvironmentFactory, EnvironmentStep
 from skyrl_train.errors import RolloutError
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.runtime.process import DaemonThreadPool
 from skyrl_train.types import ConversationType
 
 logger = logging.getLogger(__name__)
+SHORTEST_RECORDED_S = 0.001  # shorter calls are no events: no picture shows them
 T = TypeVar("T")
 
 
 class Episode:
     """``async with Episode(factory, extras, uid)`` makes the environment, and closes it however the body ends.
+
+    Each call of a millisecond or more is recorded in ``events`` under the sample ``session``.
 
     If the body raised, the environment is closed in the background (it may hang) and a failing ``close`` is only logged.
     Otherwise ``close`` is awaited and its failure raised.
@@ -35,10 +39,20 @@ class Episode:
     prompt, with the original as its cause.
     """
 
-    def __init__(self, factory: EnvironmentFactory, extras: Mapping[str, Any], uid: str) -> None:
+    def __init__(
+        self,
+        factory: EnvironmentFactory,
+        extras: Mapping[str, Any],
+        uid: str,
+        *,
+        events: EventLog = NO_EVENTS,
+        session: str | None = None,
+    ) -> None:
         self._factory = factory
         self._extras = extras
         self._uid = uid
+        self._events = events
+        self._session = session
         self._thread: DaemonThreadPool | None = None
         self._environment: Any = None  # see EnvironmentFactory.make
 
@@ -52,7 +66,7 @@ class Episode:
             self._environment = self._factory.make(self._extras)
 
         try:
-            await self._call(make)
+            await self._call("make", make)
         except BaseException:
             self._abandon()
             raise
@@ -65,7 +79,7 @@ class Episode:
             self._abandon()
             return
         try:
-            await self._call(self._close)
+            await self._call("close", self._close)
         except asyncio.CancelledError:
             # Perhaps before the thread took the call. If not, this second close does nothing.
             self._abandon()
@@ -83,7 +97,7 @@ class Episode:
             )
             return answer
 
-        return await self._call(init)
+        return await self._call("init", init)
 
     async def step(self, action: str, stop_reason: str) -> EnvironmentStep:
         """Take the policy's text, which ended for ``stop_reason``, and return the checked result."""
@@ -94,16 +108,25 @@ class Episode:
                 self._environment.observe_stop(stop_reason)
             return _checked(self._environment.step(action))
 
-        return await self._call(step)
+        return await self._call("step", step)
 
     async def get_metrics(self) -> dict[str, Any]:
         """Return the environment's numbers about the episode."""
-        return await self._call(lambda: dict(self._environment.get_metrics()))
+        return await self._call("get_metrics", lambda: dict(self._environment.get_metrics()))
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        if self._thread is None:
-            return self._run(function)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function)
+    async def _call(self, call: str, function: Callable[[], T]) -> T:
+        began, ok = self._events.now(), False
+        try:
+            if self._thread is None:
+                result = self._run(function)
+            else:
+                result = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function)
+            ok = True
+            return result
+        finally:
+            times = {"t0": began, "t1": self._events.now()}
+            if times["t1"] - began >= SHORTEST_RECORDED_S and self._events.wants(self._session):
+                self._events.detail("environment", self._session, name=self._factory.name, call=call, **times, ok=ok)
 
     def _run(self, function: Callable[[], T]) -> T:
         try:

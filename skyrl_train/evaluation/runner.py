@@ -29,6 +29,7 @@ from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.evaluation.engines import EvaluationEngines
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult
 from skyrl_train.evaluation.rollouts import PromptRunner, Score
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.runtime.concurrency import Signal, gather_or_cancel
 from skyrl_train.weight_sync.syncer import StagedWeights
@@ -90,6 +91,7 @@ class Evaluation:
         changed: notified when an evaluation begins, has its weights, or ends.
         score: the run's reward function, if it has one apart from its generator.
         on_progress: called when all samples of a prompt have ended.
+        events: the record of the run.
 
     Attributes:
         error: the first error that ends the run.
@@ -107,6 +109,7 @@ class Evaluation:
         score: Score | None = None,
         on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
+        events: EventLog = NO_EVENTS,
     ) -> None:
         settings = config.trainer.eval
         self._schedule = EvaluationSchedule(settings.interval, settings.before_train)
@@ -118,6 +121,7 @@ class Evaluation:
         self._changed = changed
         self._on_progress = on_progress
         self._clock = clock
+        self._events = events
         self.error: BaseException | None = None
         self.cancelled = False
         self._tasks: set[asyncio.Task[None]] = set()  # the running and the pending evaluation
@@ -160,7 +164,8 @@ class Evaluation:
         """
         waits, started = self._engines.shared and bool(self._tasks), self._clock()
         if waits:
-            await self._changed.wait_until(lambda: not self._tasks)
+            with self._events.span("wait_for_evaluation"):
+                await self._changed.wait_until(lambda: not self._tasks)
         if self.error is not None:
             raise self.error
         return {"time/wait_for_evaluation": self._clock() - started} if waits else {}
@@ -244,6 +249,7 @@ class Evaluation:
     async def _run(self, version: int, staged: StagedWeights | None) -> None:
         await self._changed.wait_until(lambda: self._running is None)
         self._running = progress = _EvaluationProgress(version, self._clock())
+        began = self._events.now()
         try:
             await self._engines.load(version, staged)
             self._pending = None
@@ -266,6 +272,7 @@ class Evaluation:
                 samples=result.recorded,
                 decode=functools.partial(self._engines.client.decode, special_tokens=True),
             )
+            self._events.record("evaluation", version=version, t0=began, t1=self._events.now(), metrics=result.metrics)
         finally:
             self._running = None
             if self._pending == version:

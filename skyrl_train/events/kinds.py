@@ -83,9 +83,9 @@ _KINDS: Sequence[EventKind] = (
         ),
     ),
     # Groups
-    EventKind("admitted", "groups got a batch slot, and their generation begins", (
+    EventKind("admitted", "groups got batch slots, and their generation begins", (
         _GROUPS,
-        _F("versions", "list", "version", "of each group: the policy version at its admission"),
+        _F("versions", "list", "version", "of each group: the policy version, or the oldest one of its replayed tokens"),
     )),
     EventKind("restored", "finished groups came from a checkpoint; they are not generated again", (
         _GROUPS,
@@ -120,7 +120,7 @@ _KINDS: Sequence[EventKind] = (
     EventKind("trained", "an optimizer step on these groups has ended", (
         _F("step", "int", "", "the step"),
         _GROUPS,
-        _F("lags", "list", "steps", "of each group: the step's policy version minus the oldest version of its tokens"),
+        _F("lags", "list", "steps", "of each group: step - 1 minus the oldest version of its tokens"),
         _F("masked", "list", "tokens", "of each group: sampled tokens that did not train because they were too old"),
     )),
     EventKind("failed", "a group has failed for good", (
@@ -140,9 +140,9 @@ _KINDS: Sequence[EventKind] = (
         _F("stop", "str", "", "stop | length | cancelled | error"),
         _F("replayed", "int", "tokens", "tokens from a checkpoint, which no segment contains"),
         _F("segments", "list", "", "[version, tokens, t0, t1, engine] for each run of tokens of one version and engine request"),
-        _F("seams", "list", "", "between two segments: update | engine left | aborted | restart"),
+        _F("seams", "list", "", "between two segments: engine lost | moved (it was alive) | update | aborted (and sent again)"),
     ), sampled=True),
-    EventKind("environment", "a call of an environment has ended", (
+    EventKind("environment", "a call of an environment that took a millisecond or more has ended", (
         *_SAMPLE,
         _F("name", "str", "", "of the environment"),
         _F("call", "str", "", "make | init | step | get_metrics | close"),
@@ -150,7 +150,7 @@ _KINDS: Sequence[EventKind] = (
         _T1,
         _OK,
     ), sampled=True),
-    EventKind("agent", "the agent of a sample has ended", (
+    EventKind("agent", "the agent of a sample (generator=harness) has ended", (
         *_SAMPLE,
         _F("turns", "int", "", "responses that it got"),
         _T0,
@@ -209,7 +209,7 @@ SPANS = {
     "wait_for_batch": "training waits for groups",
     "update_policy": "one optimizer step: scores, forward and backward passes, optimizer",
     "accumulate": "forward and backward passes of a part of a step (streaming_min_groups)",
-    "finish": "the optimizer step after the last part",
+    "finish_update": "the optimizer step after the last part",
     "discard": "gradients of an unfinished step are dropped",
     "forward_logprobs": "log-probs of finished groups under the current policy",
     "reference_logprobs": "log-probs under the initial policy, in the training thread",
@@ -218,6 +218,8 @@ SPANS = {
     "export_hf": "the final policy is exported",
     "offload_states": "the training state leaves the device",
     "reload_states": "the training state comes back to the device",
+    "sleep": "engines are paused and leave the device",
+    "wake_up": "engines come back to the device: for the weights, then for the KV cache",
     "gather": "weights are copied to the staging copy",
     "transfer": "engines receive the weights while they serve",
     "pause": "engines are paused: no token is sampled",

@@ -15,10 +15,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -32,16 +32,6 @@ SEGMENT_BYTES = 4 << 20
 QUEUE_EVENTS = 65_536
 CLOSE_LIMIT_S = 10.0  # a disk that does not answer must not keep a finished run from ending
 _NAMED_GROUPS = 10_000  # in one ``lost`` event
-
-
-class _Event(NamedTuple):
-    """An event in the queue. ``group`` is the sampler's name of its group; empty: not sampled."""
-
-    kind: str
-    t: float
-    m: float
-    group: str
-    fields: dict[str, Any]
 
 
 class EventLog:
@@ -68,7 +58,7 @@ class EventLog:
     ) -> None:
         self.now = clock
         self._folder = folder
-        self._queue: deque[_Event] = deque()
+        self._queue: deque[dict[str, Any]] = deque()
         self._queue_events = queue_events
         self._segment_bytes = segment_bytes
         self._sampler = GroupSampler(max_per_s)
@@ -93,7 +83,18 @@ class EventLog:
     def record(self, kind: str, **fields: Any) -> None:
         """Record an event. ``fields`` are JSON-able and do not change afterwards."""
         if not self._closed:
-            self._put(_Event(kind, time.time(), self.now(), "", fields))
+            # Into the dict of the call, and in one place: this runs on the control loop, a few times per group.
+            fields["kind"], fields["t"], fields["m"] = kind, time.time(), self.now()
+            self._put(fields)
+
+    @contextlib.contextmanager
+    def span(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Record the block as an activity of the trainer (``SPANS``), however it ends."""
+        t0 = self.now()
+        try:
+            yield
+        finally:
+            self.record("span", name=name, step=step, t0=t0, t1=self.now())
 
     def wants(self, session: str | None) -> bool:
         """Count a coming detail event of a sample, and return whether it will be recorded (with :meth:`detail`)."""
@@ -108,16 +109,15 @@ class EventLog:
         name = group_name(session)
         if self._closed or not self._sampler.chosen(name):
             return
-        group, sample = sample_of(session)
         # Details leave room in the queue for the life of groups, which is never sampled.
         if len(self._queue) >= self._queue_events // 2:
             self._overflowed += 1
             self._sampler.give_up(name)
             return
-        named = {"session": session or "", "group": group, "sample": sample, **fields}
-        self._put(_Event(kind, time.time(), self.now(), name, named))
+        group, sample = sample_of(session)
+        self.record(kind, session=session or "", group=group, sample=sample, **fields)
 
-    def _put(self, event: _Event) -> None:
+    def _put(self, event: dict[str, Any]) -> None:
         if len(self._queue) >= self._queue_events:
             self._overflowed += 1
             self._overflowed_groups.extend(_groups_of(event))
@@ -164,9 +164,9 @@ class EventLog:
         self._number = max(segment_paths(self._folder), default=0)
         return self._number
 
-    def _write(self, batch: Sequence[_Event]) -> None:
+    def _write(self, batch: Sequence[dict[str, Any]]) -> None:
         """Append a batch and what was lost since the last one. A disk that is full or gone loses the batch."""
-        lines = [encode({"kind": event.kind, "t": event.t, "m": event.m, **event.fields}) for event in batch]
+        lines = [encode(event) for event in batch]
         lost = self._lost_event()
         if lost is not None:
             lines.append(encode(lost))
@@ -260,10 +260,10 @@ def _group_of(name: str) -> int | str:
     return int(group) if "@" in name and group.isdecimal() else name
 
 
-def _groups_of(event: _Event) -> list[int | str]:
-    if event.group:
-        return [_group_of(event.group)]
-    return [event.fields["group"]] if "group" in event.fields else list(event.fields.get("groups", ()))
+def _groups_of(event: dict[str, Any]) -> list[int | str]:
+    if "session" in event:
+        return [_group_of(group_name(event["session"]))]
+    return [event["group"]] if "group" in event else list(event.get("groups", ()))
 
 
 def encode(event: dict[str, Any]) -> bytes:
@@ -300,11 +300,11 @@ def segment_paths(folder: Path) -> dict[int, Path]:
 
 def compress_closed(folder: Path, last: int) -> None:
     """Compress the plain segments up to number ``last``, also those of a killed process. A failure leaves them plain."""
-    import pyarrow  # 0.1 s
-
     for number, path in segment_paths(folder).items():
         if number > last or path.suffix == ".zst":
             continue
+        import pyarrow  # 0.1 s, which the start of a run does not need
+
         unfinished = path.with_name(f"{path.name}.zst.tmp")
         try:
             with pyarrow.CompressedOutputStream(str(unfinished), "zstd") as stream:

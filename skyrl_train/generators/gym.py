@@ -131,7 +131,8 @@ class GymGenerator(GeneratorInterface):
         seed: int | None,
     ) -> _Trajectory:
         """Let policy and environment take turns until the environment, ``max_turns`` or the context ends the episode."""
-        async with Episode(factory, extras, trajectory_id.instance_id) as episode:
+        session, events = trajectory_id.to_string(), self._client.events
+        async with Episode(factory, extras, trajectory_id.instance_id, events=events, session=session) as episode:
             messages, _ = await episode.init(prompt)
             input_ids = self._renderer.render(messages)
             trajectory = _Trajectory(input_ids)
@@ -152,7 +153,7 @@ class GymGenerator(GeneratorInterface):
                         min_tokens=min(sampling.min_tokens, budget),
                         seed=sampling.seed if seed is None else derive_seed(seed, trajectory.turns),
                     ),
-                    session_ids=[trajectory_id.to_string()],
+                    session_ids=[session],
                     detokenize=False,  # decoded below, because the environment's text includes a matched stop string
                 )
                 # Tokens of observations have version -1.

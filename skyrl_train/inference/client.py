@@ -21,6 +21,7 @@ A weight update (:class:`~skyrl_train.inference.pool.updates.FleetUpdates`) and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import time
@@ -30,6 +31,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import ConfigError, RequestError
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.continuation import Continuation, Segment
@@ -55,6 +57,7 @@ from skyrl_train.inference.pool.fleet import EngineState, FleetLimits
 from skyrl_train.inference.pool.supervisor import FleetSupervisor
 from skyrl_train.inference.pool.updates import FleetUpdates
 from skyrl_train.inference.replay import ReplayCache
+from skyrl_train.inference.request_trace import RequestTrace
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.inference.response_text import ResponseText, text_of
 from skyrl_train.runtime.concurrency import close_all, gather_or_cancel
@@ -66,6 +69,13 @@ if TYPE_CHECKING:
 _LARGEST_CHUNK = 64
 # When an engine dies, a response that is not read in pieces loses at most this many tokens.
 _KEPT_TOKENS = 64
+# Fields of an engine's event, and where they come from.
+_HEALTH_FIELDS = {
+    "version": "policy_version",
+    **{
+        name: name for name in ("running", "waiting", "paused", "cache", "generated_tokens", "prefill_tokens", "busy_s")
+    },
+}
 
 
 class RequestClient(GenerationService):
@@ -79,10 +89,12 @@ class RequestClient(GenerationService):
     Attributes:
         tokenizer: the model's tokenizer.
         renderer: renders and parses conversations for the model that the engines serve.
+        events: the record of the run; in a rollout actor, nothing is recorded.
     """
 
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
+    events: EventLog = NO_EVENTS
 
     @property
     @abstractmethod
@@ -192,6 +204,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         probe_interval_s: seconds between two health probes of an engine.
         tool_parser, reasoning_parser: see :class:`ChatRenderer`.
         replay: whether sessions can be recorded and replayed; see :attr:`replay_cache`.
+        events: the record of the run.
     """
 
     def __init__(
@@ -207,6 +220,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         replay: bool = True,
+        events: EventLog = NO_EVENTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not engines:
@@ -218,7 +232,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             limits=limits,
             clock=clock,
         )
-        super().__init__(pool, phase_timeout_s=pause_timeout_s, clock=clock)
+        super().__init__(pool, phase_timeout_s=pause_timeout_s, events=events, clock=clock)
         self.supervisor = FleetSupervisor(pool, self.catch_up, probe_interval_s=probe_interval_s, clock=clock)
         self.tokenizer = tokenizer
         self.renderer = ChatRenderer(tokenizer, model_path, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
@@ -307,6 +321,27 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             if not health.alive:
                 self._pool.died(number, "its process ended")
         return [health for health in healths if health.alive]
+
+    async def record_engines(self, limit_s: float) -> None:
+        """Record the state of each engine. One that does not answer within ``limit_s`` seconds has no figures."""
+        records = dict(self._pool.fleet.records)
+
+        async def snapshot(number: int) -> EngineHealth | None:
+            if records[number].state not in (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE):
+                return None
+            with contextlib.suppress(Exception):  # an engine may raise anything
+                async with asyncio.timeout(limit_s):
+                    return await self._pool.engines[number].health()
+            return None
+
+        healths = await asyncio.gather(*(snapshot(number) for number in records))
+        for (number, record), health in zip(records.items(), healths, strict=True):
+            self.events.record(
+                "engine",
+                engine=number,
+                state=str(record.state),
+                **{field: None if health is None else getattr(health, of) for field, of in _HEALTH_FIELDS.items()},
+            )
 
     async def add_engine(self, engine: InferenceEngineInterface) -> int:
         """Start a further engine, bring it to the current weights and route it. Returns its number.
@@ -430,23 +465,28 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         self, response: Continuation, request: GenerationRequest, on_progress: Callable[[], None] | None
     ) -> None:
         """Take what the replay cache has of the response, then run segments until the response has ended."""
-        with self.replay_cache.recorded(request, response) as recorded:
+        with (
+            RequestTrace(self.events, request, response, self._pauses) as trace,
+            self.replay_cache.recorded(request, response) as recorded,
+        ):
             for chunk in recorded:
                 response.resume_from(chunk)
                 if on_progress is not None:
                     on_progress()
                 await asyncio.sleep(0)  # a long replay must not block the event loop
             # Replayed tokens were counted by the run that sampled them.
-            replayed = len(response.token_ids)
+            trace.replayed = replayed = len(response.token_ids)
             while (segment := response.next_segment()) is not None:
                 await self.gate.wait_open()
                 # Waiting for an engine can take long, so the gate is checked once more below.
                 slot = await self._pool.acquire(request.session_id)
                 try:
                     if self.gate.is_open:
-                        await self._pool.run(
-                            slot, self._run_segment(slot.engine, segment, response, request, on_progress)
+                        trace.begin(slot.engine)
+                        stayed = await self._pool.run(
+                            slot, self._run_segment(slot.engine, segment, response, request, on_progress, trace)
                         )
+                        trace.end(None if stayed else self._pool.fleet.records[slot.engine].state)
                     else:  # it closed while this task waited for an engine
                         response.segments -= 1
                 except RequestError:
@@ -464,6 +504,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         response: Continuation,
         request: GenerationRequest,
         on_progress: Callable[[], None] | None,
+        trace: RequestTrace,
     ) -> None:
         """Sample one segment on engine ``number``; ``on_progress`` is called after each piece.
 
@@ -492,6 +533,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         try:
             async for chunk in stream:
                 response.add(chunk, segment.number)
+                trace.progress()
                 if on_progress is not None:
                     on_progress()
                 if response.stop_reason is not None:

@@ -262,6 +262,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Show a line on the screen."""
+        self._folder.events.record("note", text=text)
         if self._view is not None:
             self._view.note(text)
         else:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from skyrl_train.config.schema import FailureConfig, FailurePolicy
 from skyrl_train.errors import RolloutError
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.observability.metrics import SlotTimeIntegral
 from skyrl_train.rollout.buffer import RolloutBuffer
 from skyrl_train.rollout.data.loader import PromptLoader
@@ -43,6 +44,7 @@ class Dispatcher:
         changed: notified when a group has ended, when the prompts are exhausted, and when ``error`` is set.
         signal_filter: decides which finished groups keep their slot; None: all do.
         on_group_end: called when a group has ended with any outcome.
+        events: the record of the run.
 
     Attributes:
         error: the error that stopped the dispatcher.
@@ -64,6 +66,7 @@ class Dispatcher:
         changed: Signal,
         signal_filter: SignalFilter | None = None,
         on_group_end: Callable[[], None] = lambda: None,
+        events: EventLog = NO_EVENTS,
     ) -> None:
         self._group_generator = group_generator
         self._prompts = prompts
@@ -73,6 +76,7 @@ class Dispatcher:
         self._admission_version = admission_version
         self._filter = signal_filter
         self._on_group_end = on_group_end
+        self._events = events
         self.changed = changed
         self.error: BaseException | None = None
         self.exhausted = False
@@ -154,20 +158,27 @@ class Dispatcher:
             self._admit_all()
 
     def _admit_all(self) -> None:
-        while self._can_admit:
-            # An error (a broken row, a failed sampler) ends the admission task and stops the run.
-            group_index = self._prompts.issue()
-            if group_index is None:
-                self.exhausted = True
-                self.changed.notify()
-                return
-            # From here to the end of the loop body there is no await: the counts include the group before its task runs.
-            self._staleness.admit(group_index, self._admission_version(group_index))
-            task = asyncio.create_task(self._run_group(group_index), name=f"group-{group_index}")
-            self._tasks[task] = group_index
-            self._running[group_index] = task
-            task.add_done_callback(self._group_ended)
-        self.slots.set_busy(len(self._running))
+        admitted: dict[int, int] = {}  # group index -> version
+        try:
+            while self._can_admit:
+                # An error (a broken row, a failed sampler) ends the admission task and stops the run.
+                group_index = self._prompts.issue()
+                if group_index is None:
+                    self.exhausted = True
+                    self.changed.notify()
+                    return
+                # From here to the end of the loop body there is no await: the counts include the group before its task runs.
+                version = self._admission_version(group_index)
+                self._staleness.admit(group_index, version)
+                admitted[group_index] = version
+                task = asyncio.create_task(self._run_group(group_index), name=f"group-{group_index}")
+                self._tasks[task] = group_index
+                self._running[group_index] = task
+                task.add_done_callback(self._group_ended)
+            self.slots.set_busy(len(self._running))
+        finally:
+            if admitted:
+                self._events.record("admitted", groups=list(admitted), versions=list(admitted.values()))
 
     # Groups -----------------------------------------------------------------------------------------------------------
 
@@ -183,6 +194,7 @@ class Dispatcher:
                 del self._running[group_index]
                 self._prompts.settle([group_index], "filtered", [group])
                 self._staleness.release(group_index, "filtered")
+                self._events.record("filtered", group=group_index)
                 self._filter.check()
         # Every outcome is progress for the watchdog, a failure too.
         self._on_group_end()
@@ -192,12 +204,18 @@ class Dispatcher:
         del self._running[group.group_index]
         self._buffer.put(group)
         self._staleness.finish(group.group_index, group.oldest_version)
+        rewards = [sample.reward for sample in group.samples if sample.sequences]
+        self._events.record(
+            "buffered", group=group.group_index, reward=sum(rewards) / len(rewards) if rewards else None
+        )
 
     def _record_failure(self, group_index: int, error: RolloutError) -> None:
         policy = self._failures.on_rollout_failure
+        masked = policy is FailurePolicy["mask"]
+        self._events.record("failed", group=group_index, reason=str(error), masked=masked)
         if policy is FailurePolicy["raise"]:
             raise error
-        if policy is FailurePolicy["mask"]:
+        if masked:
             # The slot stays taken, so the minibatch keeps its size; the group trains nothing.
             self.failed_and_masked += 1
             self._put_in_buffer(self._group_generator.failed_group(group_index))
@@ -254,6 +272,7 @@ class Dispatcher:
             self._prompts.settle([group_index], "dropped")
             self._staleness.release(group_index, "dropped")
         if dropped:
+            self._events.record("dropped", groups=dropped)
             logger.info("dropped groups %s: they would exceed max_staleness_steps", dropped)
             self.slots.set_busy(len(self._running))
             self.changed.notify()

@@ -31,6 +31,7 @@ from skyrl_train.errors import (
     StageError,
     TrainingWorkerError,
 )
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.base import GeneratorInterface, run_generator
 from skyrl_train.generators.validation import is_finite, to_samples
 from skyrl_train.inference.client import InferenceEngineClient
@@ -84,6 +85,7 @@ class GroupGenerator:
             one was raised.
         clock: for latencies and :meth:`describe`, in seconds.
         cancel_grace_s: time limit for a cancelled attempt to end.
+        events: the record of the run.
 
     Attributes:
         retries: attempts beyond the first.
@@ -106,6 +108,7 @@ class GroupGenerator:
         on_failure: OnFailure = lambda name, reason, error: None,
         clock: Callable[[], float] = time.monotonic,
         cancel_grace_s: float = CANCEL_GRACE_S,
+        events: EventLog = NO_EVENTS,
     ) -> None:
         self._generator = generator
         self._prompts = prompts
@@ -120,6 +123,7 @@ class GroupGenerator:
         self._on_failure = on_failure
         self._clock = clock
         self._cancel_grace_s = cancel_grace_s
+        self._events = events
         self._running: dict[int, _Attempt] = {}
         self._abandoned: dict[asyncio.Task[RolloutGroup], _Attempt] = {}
         self._latencies_s: list[float] = []  # of the groups that finished since the metrics were taken
@@ -155,6 +159,15 @@ class GroupGenerator:
                     self._prepare_retry(attempt, failure)
             # A group that a stage rejects has failed for good: it is not generated again.
             attempt.generated = True
+            self._events.record(
+                "finished",
+                group=group_index,
+                uid=group.uid,
+                attempt=attempt.number,
+                oldest=group.oldest_version,
+                newest=group.newest_version,
+                tokens=sum(sequence.num_sampled for sample in group.samples for sequence in sample.sequences),
+            )
             group = await self.stages.run(group, attempt.record)
         except (EngineError, GeneratorOutputError, StageError, TrainingWorkerError):
             # These stop the run and are no outcome of the group. Its recorded tokens stay for the last checkpoint.
@@ -258,6 +271,7 @@ class GroupGenerator:
                 f"the rollout of prompt {attempt.record.uid!r} failed {attempt.number} times; the last time: {reason}"
             ) from cause
         logger.warning("group %d: attempt %d failed (%s), retrying", attempt.group_index, attempt.number, reason)
+        self._events.record("retried", group=attempt.group_index, attempt=attempt.number, reason=reason)
         self.retries += 1
         if same:
             attempt.lost_actor = True

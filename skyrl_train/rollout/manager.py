@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.events.log import EventLog
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.observability.failures import OnFailure
@@ -47,6 +48,7 @@ class RolloutManager:
         changed: see :class:`Dispatcher`.
         on_group_end: called when a group has ended with any outcome.
         on_attempt_failed: see :class:`GroupGenerator`.
+        events: the record of the run.
 
     Attributes:
         prompts: the data loader, with the ledger of all group indices.
@@ -71,11 +73,13 @@ class RolloutManager:
         on_group_end: Callable[[], None],
         on_attempt_failed: OnFailure,
         clock: Callable[[], float],
+        events: EventLog,
     ) -> None:
         trainer = config.trainer
         self._generator = generator
         self._client = client
         self._changed = changed
+        self._events = events
         self._batch_groups = plan.policy_mini_batch_size
         self.prompts = build_loader(dataset, config.data, trainer.seed)
         self.staleness = StalenessManager(
@@ -89,7 +93,7 @@ class RolloutManager:
             overlap=plan.overlap_weight_sync,
         )
         self.buffer = RolloutBuffer(config.rollout.buffer_memory_bytes, spill_folder)
-        self.stages = StagePipeline(stages)
+        self.stages = StagePipeline(stages, events=events)
         self.group_generator = GroupGenerator(
             generator,
             self.prompts.source,
@@ -102,6 +106,7 @@ class RolloutManager:
             replay_cache=client.replay_cache,
             stages=self.stages,
             on_failure=on_attempt_failed,
+            events=events,
             clock=clock,
         )
         self.dispatcher = Dispatcher(
@@ -114,6 +119,7 @@ class RolloutManager:
             changed=changed,
             signal_filter=make_filter(trainer.algorithm, trainer.policy_mini_batch_size),
             on_group_end=on_group_end,
+            events=events,
         )
 
     async def start(self) -> None:
@@ -149,6 +155,19 @@ class RolloutManager:
     def mark_trained(self, batch: Sequence[RolloutGroup]) -> None:
         """Record that the policy was updated with ``batch``, and remove it from the buffer."""
         self.buffer.take(batch)
+        step, oldest = self.staleness.step, self.staleness.oldest_trained_version or 0
+        self._events.record(
+            "trained",
+            step=step,
+            groups=[group.group_index for group in batch],
+            lags=[group.lag(step) for group in batch],
+            masked=[
+                sum(int((sample.sampled_versions < oldest).sum()) for sample in group.samples)
+                if group.oldest_version < oldest
+                else 0
+                for group in batch
+            ],
+        )
         self.staleness.train(batch)
         self.prompts.settle([group.group_index for group in batch], "trained", batch)
 
@@ -207,6 +226,8 @@ class RolloutManager:
         self.group_generator.retries = state.get("retries", 0)  # absent in checkpoints of earlier versions
         self.staleness.load_state_dict(state["counts"], next_step, self.buffer)
         self.dispatcher.slots.set_capacity(self.staleness.max_running)
+        restored = {group.group_index: group.oldest_version for group in self.buffer}
+        self._events.record("restored", groups=list(restored), versions=list(restored.values()))
         # The bound may be smaller than the one of the interrupted run.
         self.dispatcher.drop_overdue()
 
@@ -229,6 +250,7 @@ class RolloutManager:
         if recorded is None:
             return now
         if self.staleness.may_admit(recorded):
+            self._events.record("replayed", group=group_index, oldest=recorded)
             return recorded
         replay_cache.end(group_index)  # the recorded tokens are too old to train: the group starts from scratch
         return now

@@ -17,6 +17,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient, RequestClient
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
@@ -226,8 +227,8 @@ class StepLog(Reporter):
         self.records.append(StepRecord(step, self._clock(), time.process_time(), lags, dict(metrics)))
 
 
-def simulate(workload: Workload, *overrides: str, edge: int = 0) -> Outcome:
-    """Train ``workload.steps`` steps with the trainer and settings given by ``overrides``.
+def simulate(workload: Workload, *overrides: str, edge: int = 0, events: EventLog = NO_EVENTS) -> Outcome:
+    """Train ``workload.steps`` steps with the trainer and settings given by ``overrides``; record them in ``events``.
 
     Raises:
         ConfigError: the settings cannot work.
@@ -244,14 +245,20 @@ def simulate(workload: Workload, *overrides: str, edge: int = 0) -> Outcome:
         ]
         config = compose("quickstart", [*settings, *overrides])
         plan = resolve(config, _PROMPTS)
-        return run_in_virtual_time(lambda loop: _simulate(workload, config, plan, Path(folder), loop, edge))
+        return run_in_virtual_time(lambda loop: _simulate(workload, config, plan, Path(folder), loop, edge, events))
 
 
 async def _simulate(
-    workload: Workload, config: RunConfig, plan: Plan, folder: Path, loop: VirtualTimeLoop, edge: int
+    workload: Workload,
+    config: RunConfig,
+    plan: Plan,
+    folder: Path,
+    loop: VirtualTimeLoop,
+    edge: int,
+    events: EventLog,
 ) -> Outcome:
     engines = [ModelledEngine(workload.engine) for _ in range(workload.engines)]
-    client = _Client(engines, character_tokenizer("0123456789"), **CLIENT_SETTINGS, clock=loop.time)
+    client = _Client(engines, character_tokenizer("0123456789"), **CLIENT_SETTINGS, events=events, clock=loop.time)
     backend = ModelledBackend(workload.training, loop.spend)
     log = await train_in_virtual_time(
         config,
@@ -263,6 +270,7 @@ async def _simulate(
         backend,
         ModelledTransport(workload.training.gather_s, loop.spend),
         loop,
+        events,
     )
     busy_slot_s = sum(engine.busy_slot_s for engine in engines)
     return Outcome(log.records, backend.steps, log.began_s, edge, workload, plan, busy_slot_s)
@@ -288,6 +296,7 @@ async def train_in_virtual_time(
     backend: TrainingBackend,
     transport: WeightTransport,
     loop: VirtualTimeLoop,
+    events: EventLog = NO_EVENTS,
 ) -> StepLog:
     """Train with the real trainer on the running ``loop``; return the record of each step, and close ``folder``."""
     log = StepLog(config, folder, plan.total_steps, loop.time)
@@ -296,11 +305,12 @@ async def train_in_virtual_time(
         client=client,
         generator=generator,
         backend=backend,
-        syncer=WeightSyncer(client, transport, backend.stage, pause_mode, clock=loop.time),
+        syncer=WeightSyncer(client, transport, backend.stage, pause_mode, clock=loop.time, events=events),
         dataset=dataset,
         checkpoints=CheckpointStore(folder.checkpoints, max_to_keep=1),
         reporter=log,
         clock=loop.time,
+        events=events,
     )
     try:
         await client.start()

@@ -23,6 +23,7 @@ import torch
 
 from skyrl_train.algorithms.reductions import SequenceCounts
 from skyrl_train.errors import ConfigError, GeneratorOutputError, StalenessError
+from skyrl_train.events.log import NO_EVENTS, EventLog
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
@@ -220,13 +221,20 @@ class TrainingThread:
         weights_in_doubt: an update began and did not succeed. Such weights must not be saved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: EventLog = NO_EVENTS) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
+        self._events = events
         self.weights_in_doubt = False
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run a call that does not move the policy."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+        def call() -> T:
+            # In the thread: the wait for earlier calls is not part of the activity.
+            with self._events.span(getattr(function, "__name__", type(function).__name__)):
+                return function(*args)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def update(self, function: Callable[..., T], *args: Any) -> T:
         """Run a call that may move the policy; the weights are in doubt until it succeeds.

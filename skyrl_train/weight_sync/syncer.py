@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
@@ -66,6 +67,7 @@ class WeightSyncer:
         transport: how the bytes travel. The syncer closes it.
         source: gathers the trainer's current weights. They must not change while it runs.
         pause_mode: what happens to running requests during the load.
+        events: the record of the run.
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class WeightSyncer:
         source: WeightSource,
         pause_mode: PauseMode,
         clock: Callable[[], float] = time.perf_counter,
+        events: EventLog = NO_EVENTS,
     ) -> None:
         self._client = client
         self._transport = transport
         self._source = source
         self._pause_mode = pause_mode
         self._clock = clock
+        self._events = events
         self._task: asyncio.Task[dict[str, float]] | None = None  # the sync that ``begin`` started
 
     async def sync(self, version: int) -> dict[str, float]:
@@ -143,7 +147,8 @@ class WeightSyncer:
             return {}
         started = self._clock()
         # A failure leaves the task in place, so that ``error`` still shows it.
-        times = await self._task
+        with self._events.span("wait_for_weight_sync"):
+            times = await self._task
         self._task = None
         return {**times, "time/wait_for_weight_sync": self._clock() - started}
 
@@ -164,7 +169,8 @@ class WeightSyncer:
         started = self._clock()
         try:
             # In a thread, because copying a large model takes seconds and rollouts run on this loop.
-            update = await asyncio.to_thread(self._source, self._transport, version)
+            with self._events.span("gather", version):
+                update = await asyncio.to_thread(self._source, self._transport, version)
         except (OSError, RuntimeError) as error:  # out of shared memory, or of the device's memory
             raise WeightSyncError(f"the weights of version {version} cannot be copied: {error}") from error
         return StagedWeights(update, self._clock() - started)
@@ -173,7 +179,8 @@ class WeightSyncer:
         """Transfer a staged version and load it. Returns and raises as :meth:`sync`."""
         update = staged.update
         started = self._clock()
-        await self._client.receive_weights(update)
+        with self._events.span("transfer", update.version):
+            await self._client.receive_weights(update)
         transferred = self._clock()
         paused_s = await self._client.load_weights(update, self._pause_mode)
         times = {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}

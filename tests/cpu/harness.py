@@ -165,12 +165,13 @@ class Harness:
         dataset = load_dataset(self.config.data, self.config.environment)
         self.plan = resolve(self.config, len(dataset))
         self.engine = engine or ScriptedEngine(free_running=True)
-        self.client = InferenceEngineClient([self.engine], TOKENIZER, replay=self.config.rollout.replay)
+        self.run_folder = RunFolder(folder, self.config)
+        events = self.run_folder.events
+        self.client = InferenceEngineClient([self.engine], TOKENIZER, replay=self.config.rollout.replay, events=events)
         self.generator = EchoGenerator(self.client)
         self.backend = ScriptedBackend()
         self.evaluation_engines = self._own_engines() if self.config.trainer.eval.num_engines else None
         self.screen = StringIO()
-        self.run_folder = RunFolder(folder, self.config)
         reporter = Reporter(self.config, self.run_folder, Console(file=self.screen), self.plan.total_steps)
         backend = self.backend if critic is None else ActorCritic(self.backend, critic)
         rewarded = self.config.rollout.stages.reward.function is not None
@@ -181,8 +182,13 @@ class Harness:
             generator=self.generator,
             backend=backend,
             syncer=WeightSyncer(
-                self.client, ScriptedTransport(), backend.stage, PauseMode(self.config.generator.pause_mode)
+                self.client,
+                ScriptedTransport(),
+                backend.stage,
+                PauseMode(self.config.generator.pause_mode),
+                events=events,
             ),
+            events=events,
             dataset=dataset,
             checkpoints=CheckpointStore(self.run_folder.checkpoints, self.config.trainer.max_ckpts_to_keep),
             reporter=reporter,

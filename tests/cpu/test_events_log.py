@@ -94,7 +94,7 @@ def test_what_a_follower_reads_piece_by_piece_is_the_whole(batches: list[list[st
 
 
 def event_of(text: str, group: int = 0) -> Any:
-    return log_module._Event("note", 1.0, 2.0, "", {"text": text, "group": group})
+    return {"kind": "note", "t": 1.0, "m": 2.0, "text": text, "group": group}
 
 
 def test_a_follower_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from kept_events import KeptEvents, assert_declared
 from scripted import settle
 
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingConfig
@@ -30,6 +31,7 @@ class ScriptedClient:
     def __init__(self, script: Callable[[str, int | None], str]) -> None:
         self.script = script
         self.requests: list[InferenceEngineInput] = []
+        self.events = KeptEvents()
 
     async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
         self.requests.append(engine_input)
@@ -163,6 +165,32 @@ async def test_several_turns_are_one_response_with_the_observations_masked_out()
         (input_ids,) = request["prompt_token_ids"] or []
         assert list(input_ids) == whole[: len(input_ids)], "token in, token out"
     assert [request.get("priority") for request in client.requests] == [None, 1, 1], "the oldest version it is made of"
+
+
+@pytest.mark.parametrize("env_class", [LEDGER, QUICK])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_each_call_of_an_environment_is_recorded_under_its_sample(env_class: str, fails: bool) -> None:
+    client = ScriptedClient(lambda text, seed: "ab.")
+    request = batch(env_class, [{"fails": fails}], trajectory_ids=[TrajectoryID("p@7", 3)])
+    running = generator(client, env_class).generate(request)
+    if fails:
+        with pytest.raises(RolloutError, match="sandbox gone"):
+            await running
+    else:
+        await running
+    events = client.events.of("environment")
+    for event in events:
+        assert_declared(event)
+    ends = [("step", False)] if fails else [("step", True), ("get_metrics", True), ("close", True)]
+    assert [(event["call"], event["ok"]) for event in events] == [("make", True), ("init", True), *ends]
+    assert {(event["session"], event["group"], event["sample"]) for event in events} == {("p@7_3", 7, 3)}
+
+
+async def test_a_call_too_short_to_show_is_not_recorded() -> None:
+    client = ScriptedClient(lambda text, seed: "ab.")
+    client.events.now = lambda: 5.0
+    await generator(client, QUICK).generate(batch(QUICK, [{}]))
+    assert client.events.kept == []
 
 
 async def test_each_turn_has_its_reward_on_its_own_last_token_and_max_turns_ends_it() -> None:

@@ -92,6 +92,7 @@ class HarnessGenerator(GeneratorInterface):
         if failure_reward is not None and not math.isfinite(failure_reward):
             raise ConfigError(f"generator.kwargs.failure_reward={failure_reward}: must be a finite number, or null.")
         self._config = generator_config
+        self._events = client.events
         self._timeout_s = timeout_s
         self._failure_reward = failure_reward
         # Separate for each phase: evaluation agents that queue behind training agents would only time out.
@@ -232,9 +233,14 @@ class HarnessGenerator(GeneratorInterface):
         session_id = opened.session.id
         # Registered before the agent gets the key, so that no request passes unchanged.
         sampling = self._sampling.sessions[session_id] = SessionSampling(run, seed, trajectory)
+        wanted, began, ok = self._events.wants(trajectory), self._events.now(), False
         try:
             yield opened, sampling
+            ok = True
         finally:
+            if wanted:
+                turns, ended = opened.session.statistics().turns, self._events.now()
+                self._events.detail("agent", trajectory, turns=turns, t0=began, t1=ended, ok=ok)
             del self._sampling.sessions[session_id]
             self._store.close(session_id)
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, WeightSyncError
+from skyrl_train.events.log import EventLog
 from skyrl_train.inference.interface import InferenceEngineInterface
 from skyrl_train.inference.pool.engine_pool import EnginePool
 from skyrl_train.inference.pool.fleet import EngineState
@@ -21,6 +22,7 @@ from skyrl_train.runtime.concurrency import Gate
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightUpdate
 
+_KEPT_PAUSES = 1024  # a request that more updates interrupt has coarse times of its earliest segments
 PhaseCall = Callable[[InferenceEngineInterface], Awaitable[None]]
 
 
@@ -47,8 +49,13 @@ class FleetUpdates:
         phase_timeout_s: limit of each phase on each engine, in seconds.
     """
 
-    def __init__(self, pool: EnginePool, *, phase_timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pool: EnginePool, *, phase_timeout_s: float, events: EventLog, clock: Callable[[], float]
+    ) -> None:
         self.gate = Gate()
+        self.events = events
+        self._paused_at = 0.0
+        self._pauses: dict[int, tuple[float, float]] = {}  # version -> when engines paused for it and when they resumed
         self._pool = pool
         self._phase_timeout_s = phase_timeout_s
         self._clock = clock
@@ -89,6 +96,7 @@ class FleetUpdates:
 
         # New requests wait from here on; those that arrived before are paused inside the engines.
         self.gate.close()
+        self._paused_at = self.events.now()
         self._paused_mode = mode
         try:
             # Recorded before the call: an engine that paused but did not answer must be resumed too.
@@ -110,6 +118,12 @@ class FleetUpdates:
                 # An engine that stays paused would keep its requests forever, even if no other one resumed.
                 self._settle("resume", outcome, stale_if_none=outcome.alive_but_failed)
         finally:
+            if not self.gate.is_open:
+                version, now = self._pool.policy_version, self.events.now()
+                self.events.record("span", name="pause", step=version, t0=self._paused_at, t1=now)
+                self._pauses.setdefault(version, (self._paused_at, now))
+                if len(self._pauses) > _KEPT_PAUSES:
+                    del self._pauses[next(iter(self._pauses))]
             self.gate.open()
 
     async def sleep(self, level: int = 1) -> None:
@@ -203,7 +217,8 @@ class FleetUpdates:
             if not is_paused:
                 await self.pause_generation(mode)
             try:
-                outcome = await self._on_each("load", lambda engine: engine.load_weights(update))
+                with self.events.span("load_weights", update.version):
+                    outcome = await self._on_each("load", lambda engine: engine.load_weights(update))
                 if outcome.succeeded:
                     # One success decides: the fleet holds the new version, and every other engine is stale.
                     self._current, self._pool.policy_version = update, update.version

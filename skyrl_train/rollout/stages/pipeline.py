@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import RolloutError, StageError, TrainingWorkerError
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.observability.metrics import SlotTimeIntegral
 from skyrl_train.types import RolloutGroup
 from skyrl_train.workers.executors import Executor
@@ -115,10 +116,18 @@ class StagePipeline:
 
     Args:
         clock: for metrics and descriptions, in seconds.
+        events: the record of the run.
     """
 
-    def __init__(self, stages: Sequence[Stage] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        events: EventLog = NO_EVENTS,
+    ) -> None:
         self._clock = clock
+        self._events = events
         self._lanes = [_Lane(stage, clock) for stage in stages]
 
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
@@ -130,13 +139,16 @@ class StagePipeline:
             TrainingWorkerError: a worker process of a sharded policy or reference, in which a stage computes, is gone.
         """
         for lane in self._lanes:
+            group_index, asked, ok = group.group_index, self._events.now(), False
             # By deadline: the trainer needs the oldest groups first.
             await lane.semaphore.acquire((group.oldest_version, group.group_index))
+            entered = self._events.now()
             began = lane.inside[group.group_index] = self._clock()
             lane.slots.set_busy(len(lane.inside))
             try:
                 group = await lane.stage.run(group, record)
                 lane.seconds.append(self._clock() - began)
+                ok = True
             except (RolloutError, StageError, TrainingWorkerError):  # a TrainingWorkerError may restart the run
                 raise
             except Exception as error:
@@ -145,6 +157,8 @@ class StagePipeline:
                 del lane.inside[group.group_index]
                 lane.slots.set_busy(len(lane.inside))
                 lane.semaphore.release()
+                times = {"t_queue": asked, "t0": entered, "t1": self._events.now()}
+                self._events.record("stage", group=group_index, name=lane.stage.name, **times, ok=ok)
         return group
 
     def take_metrics(self) -> dict[str, float]:

@@ -1,0 +1,153 @@
+"""The event of one response: which engine sampled which of its tokens, by which policy version, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from skyrl_train.events.log import EventLog
+from skyrl_train.inference.pool.fleet import EngineState
+
+if TYPE_CHECKING:
+    from skyrl_train.inference.continuation import Continuation
+    from skyrl_train.inference.requests import GenerationRequest
+
+# Reasons of a seam. Of several between two segments, the first one here is named.
+SEAMS = ("engine lost", "moved", "update", "aborted")
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A request to an engine. ``before``: tokens that the response had when it was sent. ``left``: why it was abandoned."""
+
+    engine: int
+    before: int
+    restarts: int
+    began: float
+    ended: float | None = None
+    left: str | None = None
+
+
+class RequestTrace:
+    """Follows a response in a ``with`` block, at whose end it records the event. Most calls do nothing if the group is not
+    sampled.
+
+    Args:
+        pauses: for each version, when the engines were paused for it and when they sampled again.
+    """
+
+    __slots__ = (
+        "_events",
+        "_first",
+        "_pauses",
+        "_request",
+        "_requests",
+        "_response",
+        "_submitted",
+        "replayed",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        events: EventLog,
+        request: GenerationRequest,
+        response: Continuation,
+        pauses: Mapping[int, tuple[float, float]],
+    ) -> None:
+        self.wanted = events.wants(request.session_id)
+        if self.wanted:
+            self._events, self._request, self._response, self._pauses = events, request, response, pauses
+            self._submitted = events.now()
+            self._first: float | None = None
+            self._requests: list[EngineRequest] = []
+            self.replayed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.wanted:
+            return
+        response, now = self._response, self._events.now()
+        stop = response.stop_reason
+        if kind is not None or stop is None:
+            stop_text = "cancelled" if kind in (asyncio.CancelledError, GeneratorExit) else "error"
+        else:
+            stop_text = str(stop)
+        kept = [request for request in self._requests if request.restarts == response.restarts]
+        segments, seams = segments_of(kept, response.versions, self._pauses, now)
+        self._events.detail(
+            "request",
+            self._request.session_id,
+            prompt_tokens=len(response.prompt_token_ids),
+            t_submit=self._submitted,
+            t_first=self._first,
+            t_end=now,
+            stop=stop_text,
+            replayed=self.replayed if not response.restarts else 0,
+            segments=segments,
+            seams=seams,
+        )
+
+    def begin(self, engine: int) -> None:
+        """A request is sent to ``engine``."""
+        if self.wanted:
+            tokens, restarts = len(self._response.token_ids), self._response.restarts
+            self._requests.append(EngineRequest(engine, tokens, restarts, self._events.now()))
+
+    def progress(self) -> None:
+        """Tokens have come in a stream."""
+        if self.wanted and self._first is None:
+            self._first = self._events.now()
+
+    def end(self, left: EngineState | None) -> None:
+        """The request has ended; ``left`` is the state of its engine if it left the routing."""
+        if self.wanted:
+            request = self._requests[-1]
+            request.ended = self._events.now()
+            if left is not None:
+                request.left = "engine lost" if left in (EngineState.DEAD, EngineState.STARTING) else "moved"
+
+
+def segments_of(
+    requests: Sequence[EngineRequest],
+    versions: Sequence[int],
+    pauses: Mapping[int, tuple[float, float]],
+    now: float,
+) -> tuple[list[list[Any]], list[str]]:
+    """Return ``[version, tokens, t0, t1, engine]`` of each segment, and the reason of the seam before all but the first. Pure.
+
+    A segment is a run of tokens that one request to an engine sampled by one version. Together they are the tokens of the
+    response that were not replayed.
+
+    Args:
+        versions: of each token of the response. They never decrease within a request to an engine.
+        pauses: see :class:`RequestTrace`.
+        now: the end of a request that was cancelled or failed.
+    """
+    segments: list[list[Any]] = []
+    seams: list[str] = []
+    reasons: set[str] = set()  # of the breaks since the last segment
+    for index, request in enumerate(requests):
+        # What the engine sent until the next request was made: not counted earlier, because the last piece may come late.
+        end = requests[index + 1].before if index + 1 < len(requests) else len(versions)
+        at, t0 = request.before, request.began
+        while at < end:
+            version = versions[at]
+            until = end if versions[end - 1] == version else bisect_right(versions, version, at, end)
+            t1 = resumed = now if request.ended is None else request.ended
+            if until < end:
+                t1, resumed = pauses.get(versions[until], (t1, resumed))
+            if segments:
+                if segments[-1][0] != version:
+                    reasons.add("update")
+                seams.append(next(reason for reason in SEAMS if reason in reasons))
+            segments.append([version, until - at, t0, max(t0, t1), request.engine])
+            reasons.clear()
+            at, t0 = until, max(t0, resumed)
+        reasons.add(request.left or "aborted")
+    return segments, seams
