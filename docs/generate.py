@@ -71,6 +71,7 @@ trains now, from any machine that sees the folder.
   last line, which readers skip. No event ever changes.
 - **Resumes.** Steps that are lost with their weights stay in the record: after `resume` with `step` 40, the steps above 40
   come again. In frames, `attempt` counts `run` and `resume`.
+- **Lines.** Each one begins with `{"kind":"<kind>",`, so that a reader can leave out kinds without parsing them.
 - **Order.** Lines are in the order in which events were recorded: at the end of what they describe. A group that trains has
   `admitted` (or `restored`), `finished`, `buffered` and `trained`, in this order.
 - **Times.** All times within an event are on the clock of its `m`, which never jumps; `t - m` of the same event makes Unix

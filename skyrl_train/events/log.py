@@ -267,11 +267,16 @@ def _groups_of(event: dict[str, Any]) -> list[int | str]:
 
 
 def encode(event: dict[str, Any]) -> bytes:
-    """Encode an event on one line. NaN and infinities become null; values that JSON lacks become their text."""
+    """Encode an event on one line that begins with its kind, which is taken out of ``event``.
+
+    NaN and infinities become null, and values that JSON lacks their text.
+    """
+    kind = event.pop("kind")
     try:
-        return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+        line = orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # text that is not valid Unicode, integers above 64 bits
-        return orjson.dumps(_plain(event), default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+        line = orjson.dumps(_plain(event), default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    return b'{"kind":"%b",%b' % (kind.encode(), line[1:])
 
 
 def _plain(value: Any) -> Any:

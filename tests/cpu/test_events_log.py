@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.events import log as log_module
 from skyrl_train.events.log import NO_EVENTS, EventLog, group_name, sample_of, segment_paths
-from skyrl_train.events.reader import EventReader, Events
+from skyrl_train.events.reader import EventReader, Events, segment_content
 from skyrl_train.events.sampling import BURST_S, GroupSampler
 
 TEXTS = st.text(max_size=30)
@@ -112,6 +112,14 @@ def test_values_that_json_lacks_are_written(tmp_path: Path) -> None:
     (event,) = EventReader(tmp_path).poll()
     shown = {name: event[name] for name in ("text", "number", "large", "path")}
     assert shown == {"text": "half ?", "number": None, "large": str(1 << 70), "path": "x"}
+
+
+def test_a_line_begins_with_its_kind(tmp_path: Path) -> None:
+    with closing(EventLog(tmp_path, segment_bytes=1 << 20)) as log:
+        log.record("note", text="a")
+        log.record("note", text="b")
+    lines = segment_content(next(iter(segment_paths(tmp_path).values()))).splitlines()
+    assert [line.partition(b",")[0] for line in lines] == [b'{"kind":"note"'] * 2
 
 
 def test_a_log_without_a_folder_and_a_closed_one_record_nothing(tmp_path: Path) -> None:
