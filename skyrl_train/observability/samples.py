@@ -82,6 +82,9 @@ def rows_of(
         decode: converts tokens to text, special tokens included.
     """
     rows = []
+    sequences = (each for entry in recorded for sample in entry.group.samples for each in sample.sequences)
+    # Each token is decoded once: a file has far fewer different ones.
+    pieces = {token: decode([token]) for token in {token for each in sequences for token in each.response_ids}}
     for entry in recorded:
         group, trained = entry.group, iter(entry.trained)
         for number, sample in enumerate(group.samples):
@@ -111,6 +114,7 @@ def rows_of(
                         "time": time.time(),
                         "prompt_token_ids": sequence.token_array[: sequence.num_prompt_tokens],
                         "response_token_ids": sequence.token_array[sequence.num_prompt_tokens :],
+                        "response_pieces": [pieces[token] for token in sequence.response_ids],
                         "sampled": sequence.sampled,
                         "versions": sequence.version_array,
                         "token_rewards": sequence.reward_array,
@@ -169,7 +173,8 @@ def schema() -> pyarrow.Schema:
     facts = {"reward": pa.float64(), "stop_reason": pa.string(), "lag": pa.int64(), "oldest_version": pa.int64()}
     facts |= {"newest_version": pa.int64(), "submitted_version": pa.int64()}
     facts |= {"generation_s": pa.float64(), "time": pa.float64()}
-    tokens = {"prompt_token_ids": ids, "response_token_ids": ids, "sampled": flags, "versions": ids}
+    tokens = {"prompt_token_ids": ids, "response_token_ids": ids, "response_pieces": pa.list_(pa.string())}
+    tokens |= {"sampled": flags, "versions": ids}
     tokens |= dict.fromkeys(("token_rewards", "behaviour_logprobs", "reference_logprobs", "values"), floats)
     tokens |= {"loss_mask": flags, **dict.fromkeys(("advantages", "trainer_logprobs", "importance_weights"), floats)}
     return pa.schema(of_group | texts | facts | tokens)

@@ -6,9 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
+
 from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.events.log import EVENTS, SEGMENT_BYTES, compress_closed, encode
-from skyrl_train.observability.run_folder import CONFIG, METRICS, JsonlFile
+from skyrl_train.observability.run_folder import CONFIG, METRICS, SAMPLES, JsonlFile
+from skyrl_train.observability.samples import schema
 
 BEGAN = 1_800_000_000.0  # Unix time
 UNIX = BEGAN - 5000.0  # the recording process's clock does not begin at 0
@@ -34,6 +37,7 @@ class RecordedRun:
         self._add(0.0, "run", step=0, total_steps=steps)
         for step in range(1, steps + 1):
             self._step(step, range((step - 1) * groups, step * groups), samples)
+            self._samples(step, range((step - 1) * groups, step * groups), samples)
             metrics.append(self._metrics(step, groups * samples))
         self._add(steps + 0.1, "end", step=steps, reason="finished", error=None)
         metrics.close()
@@ -139,6 +143,34 @@ class RecordedRun:
             "step": step, "time": BEGAN + step, "elapsed_s": float(step), "loss/entropy": 2 / step, "policy/tokens": samples,
             **spread, **staleness, **{f"time/{name}": value for name, value in times.items()}, **speeds, **generated,
         }  # fmt: skip
+
+    def _samples(self, step: int, groups: range, samples: int) -> None:
+        """Two groups of each step: a prompt of 4 tokens, and a response whose versions change in the middle."""
+        rows = []
+        for group in list(groups)[:2]:
+            for sample in range(samples):
+                length = 6 + (group + sample) % 7
+                noise = [self._random.random() for _ in range(length)]
+                response = [3 + (sample + place) % 16 for place in range(length)]
+                rows.append({
+                    "step": step, "phase": "train", "group_index": group, "uid": f"u{group % 8}", "data_source": "numbers",
+                    "chosen": "first" if group == groups[0] else "stalest", "sample": sample, "sequence": 0,
+                    "prompt": "<|user|>07c=", "response": "".join(f"{token:x}"[-1] for token in response),
+                    "messages": [{"role": "user", "content": "07c=", "tool_calls": []},
+                                 {"role": "assistant", "content": "c" * length, "tool_calls": ['{"name": "look"}']}],
+                    "reward": noise[0], "stop_reason": "stop" if sample % 3 else "length", "lag": 1, "oldest_version": step - 2,
+                    "newest_version": step - 1, "submitted_version": step - 2, "generation_s": 0.4, "time": BEGAN + step,
+                    "prompt_token_ids": [1, 4, 11, 16], "response_token_ids": response,
+                    "response_pieces": [chr(0x60 + token) for token in response],
+                    "sampled": [place != 2 for place in range(length)],
+                    "versions": [step - 2 + (place > length // 2) for place in range(length)],
+                    "token_rewards": [0.0] * (length - 1) + [noise[0]], "behaviour_logprobs": [-one for one in noise],
+                    "trainer_logprobs": [-one * 1.05 for one in noise], "advantages": [noise[0] - 0.5] * length,
+                    "importance_weights": [1.0] * length, "loss_mask": [place != 2 for place in range(length)],
+                })  # fmt: skip
+        (self.path / SAMPLES).mkdir(exist_ok=True)
+        table = pyarrow.Table.from_pylist(rows, schema())
+        pyarrow.parquet.write_table(table, self.path / SAMPLES / f"step_{step:06}.parquet")
 
     def _write(self, segment_bytes: int) -> None:
         folder = self.path / EVENTS

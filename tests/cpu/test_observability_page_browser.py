@@ -76,6 +76,11 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
         await browser.open(f"{of_first}/timeline")
         await browser.until(painted(".lanes canvas"))
         await shot(browser, "timeline")
+        await browser.open(f"{of_first}/samples?phase=train&step=3&row=1")
+        await browser.until("document.querySelectorAll('.tokens [data-i]').length > 5")
+        await browser.value("document.querySelector('.tokens [data-i]').click()")
+        await browser.until("document.querySelector('.facts').innerText.includes('log-prob')")
+        await shot(browser, "samples")
         await browser.open(f"{of_first}/metrics")
         await browser.until("document.querySelectorAll('.uplot canvas').length >= 10")
         await browser.open(f"{of_first}/config")
@@ -102,14 +107,14 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
 
         # Narrow and dark: nothing sticks out.
         await browser.size(390, 844, dark=True)
-        for view in ("overview", "timeline", "engines", "failures", "metrics", "config"):
+        for view in ("overview", "timeline", "samples?step=3&row=1", "engines", "failures", "metrics", "config"):
             await browser.open(f"{of_first}/{view}")
             await browser.until(
                 "document.querySelector('main').innerText.length > 40 && !document.querySelector('.empty')"
             )
-            await shot(browser, f"narrow_{view}")
+            await shot(browser, f"narrow_{view.partition('?')[0]}")
             assert await browser.value("document.documentElement.scrollWidth") <= 390, view
-        for view in ("overview", "timeline", "evaluations", "engines", "failures", "metrics", "config"):
+        for view in ("overview", "timeline", "samples", "evaluations", "engines", "failures", "metrics", "config"):
             await browser.open(f"{url}#/run/hostile/{view}")
             await browser.until("document.querySelector('nav [aria-current]')")
         await browser.until("document.querySelector('.ctl')")

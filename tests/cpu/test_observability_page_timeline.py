@@ -96,7 +96,8 @@ def test_without_times_the_window_has_the_last_steps(tmp_path: Path) -> None:
 
 
 def test_only_the_segments_around_a_window_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RecordedRun(tmp_path / "run", steps=40, groups=2, samples=2, segment_bytes=4000)
+    # A segment has the events of four steps or so, and no group lives longer than three.
+    run = RecordedRun(tmp_path / "run", steps=80, groups=2, samples=2, segment_bytes=8000)
     segments = segment_paths(run.path / EVENTS)
     assert len(segments) > 10
     read: list[int] = []
@@ -114,7 +115,7 @@ def test_only_the_segments_around_a_window_are_read(tmp_path: Path, monkeypatch:
     before = len(read)
     assert store.window(BEGAN + 20.0, BEGAN + 20.5) == first
     assert len(read) <= before + 2, "what is parsed stays; only the open segment is looked at again"
-    whole = EventStore(RecordedRun(tmp_path / "whole", steps=40, groups=2, samples=2).path / EVENTS)
+    whole = EventStore(RecordedRun(tmp_path / "whole", steps=80, groups=2, samples=2).path / EVENTS)
     same = whole.window(BEGAN + 20.0, BEGAN + 20.5)
     assert first is not None and same is not None
     assert all(first[part] == same[part] for part in ("spans", "steps", "groups"))
@@ -216,6 +217,17 @@ def test_a_group_of_a_killed_process_ends_with_it_and_begins_again_in_the_next_o
     first, again = [group for group in window["groups"] if group["group"] == 0]
     assert (first["process"], first["state"], again["process"], again["state"]) == (0, "trained", 1, "running")
     assert (again["begin"], again["end"]) == (later + 1.0, later + 2.0)
+
+
+def test_passes_belong_to_the_step_that_ends_next_and_fields_that_may_lack_are_null(tmp_path: Path) -> None:
+    window = window_of([
+        event("span", 1.0, name="update_policy", t0=0.5, t1=1.0),
+        event("span", 1.0, name="wait_for_weight_sync", step=None, t0=0.5, t1=1.0),
+        event("trained", 1.1, step=7, groups=[], lags=[], masked=[]),
+        event("engine", 2.0, engine=0, state="dead"),
+    ], tmp_path)  # fmt: skip
+    assert window["spans"] == [["update_policy", 7, 0.5, 1.0], ["wait_for_weight_sync", None, 0.5, 1.0]]
+    assert window["engines"] == {0: [[2.0, "dead", None, None, None, None, None, None]]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 90), st.floats(0.01, 30)), min_size=1, max_size=20))

@@ -146,6 +146,7 @@ def test_a_row_has_every_token_with_its_numbers(tmp_path: Path) -> None:
     row, sampled = rows[2], of_group.samples[0].sequences[0]
     assert row["prompt_token_ids"] == sampled.prompt_token_ids and row["response_token_ids"] == sampled.response_ids
     assert row["prompt"] == decode(sampled.prompt_token_ids) and row["response"] == decode(sampled.response_ids)
+    assert row["response_pieces"] == [decode([token]) for token in sampled.response_ids]
     assert row["versions"] == [6, 6, -1, -1, 6, 6] and row["sampled"] == [True, True, False, False, True, True]
     assert row["behaviour_logprobs"] == pytest.approx(sampled.logprobs) and row["token_rewards"][-1] == 0.5
     assert row["loss_mask"] == [False] * 5 + [True] and row["advantages"] == [0, 1, 2, 3, 4, 5]

@@ -30,10 +30,11 @@ from skyrl_train.observability.metrics import spec_of
 from skyrl_train.observability.page.comparison import AXES, compared
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
 from skyrl_train.observability.page.incidents import incidents, log_end, log_files
+from skyrl_train.observability.page.samples import prompt_rows, step_rows, whole_sequence
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
 from skyrl_train.observability.page.timeline import EventStore
-from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS, read_jsonl
+from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS, SAMPLES, read_jsonl
 
 _Reader = TypeVar("_Reader", MetricTable, EventStore)
 
@@ -73,6 +74,9 @@ def create_page(root: Path, token: str | None = None) -> Starlette:
         "incidents": page.incidents,
         "log": page.log,
         "timeline": page.timeline,
+        "samples": page.samples,
+        "sample": page.sample,
+        "prompt": page.prompt,
     }
     return Starlette(
         routes=[
@@ -150,6 +154,22 @@ class _Page:
 
     def log(self, query: QueryParams) -> Any:
         return {"text": log_end(self._runs.file(_text(query, "run"), LOGS), _text(query, "file"))}
+
+    def samples(self, query: QueryParams) -> Any:
+        return step_rows(self._sampled(query), query.get("phase", "train"), _number(query, "step"))
+
+    def sample(self, query: QueryParams) -> Any:
+        return whole_sequence(
+            self._sampled(query), _text(query, "phase"), _number(query, "step"), _number(query, "row")
+        )
+
+    def prompt(self, query: QueryParams) -> Any:
+        return prompt_rows(self._sampled(query), _text(query, "uid"))
+
+    def _sampled(self, query: QueryParams) -> Path:
+        """Return the folder of a run whose samples are below the root."""
+        name = _text(query, "run")
+        return self._runs.file(name, SAMPLES).parent
 
     async def live(self, request: Request) -> Response:
         """Stream the fingerprints of the parts of a run that changed."""

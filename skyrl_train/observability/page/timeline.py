@@ -62,6 +62,9 @@ _FIELDS = {
     for name, kind in KINDS.items()
 }
 
+# Fields that an event may lack.
+_EMPTY = {name: {field.name: None for field in kind.fields if "null" in field.type} for name, kind in KINDS.items()}
+
 
 @dataclass
 class Segment:
@@ -90,6 +93,7 @@ class Segment:
             try:
                 event = orjson.loads(line)
                 fields, times = _FIELDS[event["kind"]]
+                event = {**_EMPTY[event["kind"]], **event}
                 if not all(isinstance(event[name], types) for name, types in fields):
                     continue
                 event["at"], event["process"] = event["m"] + self.offset, self.process
@@ -233,10 +237,11 @@ def _drawn(segments: Sequence[Segment], t0: float, t1: float) -> dict[str, Any]:
     last = {segment.process: segment.last for segment in segments}  # the last one of each process
     groups = [group for group in _groups(of, last) if group["end"] >= t0 and group["begin"] <= t1]
     groups.sort(key=lambda group: (group["begin"], group["group"]))
+    trained = list(of("trained"))
     requests = sum(len(group["requests"]) for group in groups)
     answer: dict[str, Any] = {
-        "spans": [[e["name"], e.get("step"), e["t0"], e["t1"]] for e in _longest(spans, MAX_SPANS)],
-        "steps": [[e["step"], e["at"], e["groups"]] for e in of("trained") if t0 <= e["at"] <= t1],
+        "spans": [[e["name"], _step_of(e, trained), e["t0"], e["t1"]] for e in _longest(spans, MAX_SPANS)],
+        "steps": [[e["step"], e["at"], e["groups"]] for e in trained if t0 <= e["at"] <= t1],
         "engines": _engines(of("engine"), t0, t1),
         "evaluations": [[e["version"], e["t0"], e["t1"]] for e in of("evaluation") if e["t1"] >= t0 and e["t0"] <= t1],
         "processes": [e["at"] for e in of("process") if t0 <= e["at"] <= t1],
@@ -249,6 +254,13 @@ def _drawn(segments: Sequence[Segment], t0: float, t1: float) -> dict[str, Any]:
         groups = sorted(longest, key=lambda group: (group["begin"], group["group"]))
     answer["groups"] = groups
     return answer
+
+
+def _step_of(span: dict[str, Any], trained: Sequence[dict[str, Any]]) -> Any:
+    """Return the step of an activity, or None. Passes of the trainer, which have none, belong to the step that ends next."""
+    if span["step"] is None and span["name"] in ("update_policy", "accumulate", "finish"):
+        return next((event["step"] for event in trained if event["at"] >= span["t1"]), None)
+    return span["step"]
 
 
 def _longest(spans: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -248,7 +248,7 @@ export class Lanes {
         c.fillStyle = ACTIVITY[name] ?? "#8a94ab";
         c.fillRect(left, top + 2, Math.max(1, right - left - 0.5), ROW - 4);
       }
-      const text = name === "update_policy" || name === "finish" ? `step ${step}` : name.replaceAll("_", " ");
+      const text = (name === "update_policy" || name === "finish") && step !== null ? `step ${step}` : name.replaceAll("_", " ");
       if (right - left > 40 && c.measureText(text).width < right - left - 6) {
         c.fillStyle = wait ? this.ink.soft : "#fff";
         c.textAlign = "left";

@@ -3,13 +3,14 @@ import { html, render, useEffect, useState } from "./vendor/preact.js";
 import { Compare } from "./compare.js";
 import { Metrics, Overview } from "./overview.js";
 import { Runs } from "./runs.js";
+import { Samples } from "./samples.js";
 import { Settings } from "./settings.js";
 import { Engines, Evaluations, Failures } from "./tables.js";
 import { Timeline } from "./timeline.js";
 import { ago, duration, get, number, plain, useAnswer, useLive } from "./util.js";
 
 const VIEWS = {
-  overview: ["Overview", Overview], timeline: ["Timeline", Timeline],
+  overview: ["Overview", Overview], timeline: ["Timeline", Timeline], samples: ["Samples", Samples],
   evaluations: ["Evaluations", Evaluations], engines: ["Engines", Engines], failures: ["Failures", Failures],
   metrics: ["Metrics", Metrics], config: ["Configuration", Settings],
 };
