@@ -170,7 +170,9 @@ class World:
             clock=lambda: self.now,
         )
 
-    def evaluated(self, step: int, row: Mapping[str, Any], metrics: Mapping[str, float], headline: str) -> None:
+    def evaluated(
+        self, step: int, row: Mapping[str, Any], metrics: Mapping[str, float], headline: str, **recorded: object
+    ) -> None:
         self.results.append((step, row))
 
     def note(self, text: str) -> None:

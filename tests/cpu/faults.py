@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCRIPTED = "scripted fault"
+HANGS = "scripted fault: it hangs"
 TRAINERS_TASKS = re.compile(r"train|admission|watchdog|checkpoint|weight-sync-\d+|group-\d+(-\d+)?")
 DISK = ("make_folder", "write_text", "sync", "rename", "remove_tree", "remove_file")
 
@@ -49,6 +50,7 @@ class Fault:
 
     def _happen(self) -> None:
         if self.action == "hang":
+            print(HANGS, flush=True)  # noqa: T201 - for the test that waits for it
             threading.Event().wait()
         elif self.action != "raise":
             os.kill(os.getpid(), signal.Signals[self.action])

@@ -484,7 +484,7 @@ async def test_after_a_resume_only_versions_without_a_row_are_evaluated_again(
 async def test_a_result_that_cannot_be_written_ends_the_run() -> None:
     world = World()
 
-    def full(*result: object) -> None:
+    def full(*result: object, **recorded: object) -> None:
         raise OSError("scripted: the disk is full")
 
     world.evaluation._reporter.evaluated = full  # type: ignore[method-assign]

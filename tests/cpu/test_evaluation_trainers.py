@@ -80,7 +80,8 @@ async def test_a_reward_that_fails_in_an_evaluation_is_named_by_its_row(tmp_path
     await h.train()
     (failed,) = [line for line in h.screen.getvalue().splitlines() if "an attempt failed" in line]
     prompt = "row 1 (counted from 0, prompt 'asked') of data source 'held_out'"
-    assert failed.startswith(f"evaluation of version 8, {prompt}: an attempt failed: its reward function failed")
+    assert failed.startswith(f"evaluation of version 8, {prompt}: an attempt failed at ")
+    assert "in rewards_training_only: its reward function failed" in failed
 
 
 async def test_with_rare_weight_sync_the_last_policy_is_published_to_be_measured(tmp_path: Path) -> None:

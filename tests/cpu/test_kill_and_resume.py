@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import SCRIPTED, Fault
+from faults import HANGS, SCRIPTED, Fault
 from forked_runs import RAISED, ForkServer
 from safetensors.torch import load_file
 
@@ -207,7 +207,7 @@ def test_a_forked_run_has_its_libraries_imported(fork_server: ForkServer, tmp_pa
 def test_a_run_that_hangs_fails_with_the_stacks_of_its_threads_and_tasks(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    hangs: dict[str, Any] = {"fault": Fault("update", "hang", 2), "once_printed": "step 1/", "limit_s": 0.5}
+    hangs: dict[str, Any] = {"fault": Fault("update", "hang", 2), "once_printed": HANGS, "limit_s": 0}
     with pytest.raises(AssertionError, match=r"(?s)in _happen.*trainer\.py:\d+ train_step"):
         fork_server.run(tmp_path / "run.log", command(tmp_path / "run", "sync", steps=2), **hangs)
 
