@@ -6,10 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow.parquet
 
 from skyrl_train.config.compose import compose, to_yaml
-from skyrl_train.events.log import EVENTS, SEGMENT_BYTES, compress_closed, encode
+from skyrl_train.events.log import EVENTS, SEGMENT_BYTES, compress_closed
 from skyrl_train.observability.run_folder import CONFIG, METRICS, SAMPLES, JsonlFile
 from skyrl_train.observability.samples import schema
 
@@ -177,7 +178,7 @@ class RecordedRun:
         folder.mkdir()
         number, content = 1, bytearray()
         for _, event in sorted(self._events, key=lambda pair: pair[0]):
-            content += encode(event) + b"\n"
+            content += orjson.dumps(event) + b"\n"
             if len(content) >= segment_bytes:
                 (folder / f"{number:06}.jsonl").write_bytes(content)
                 number, content = number + 1, bytearray()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded_runs import BEGAN, RecordedRun
 from starlette.testclient import TestClient
 
-from skyrl_train.events.log import EVENTS, compress_closed, encode, segment_paths
+from skyrl_train.events.log import EVENTS, compress_closed, segment_paths
 from skyrl_train.observability.page import timeline
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.page.timeline import EventStore
@@ -33,7 +34,7 @@ def window_of(events: list[dict[str, Any]], tmp_path: Path, t0: float = 0.0, t1:
         "config": "",
         "git": None,
     }
-    lines = [encode(event) for event in [{**begun, "command": []}, *events]]
+    lines = [orjson.dumps(event) for event in [{**begun, "command": []}, *events]]
     (folder / "000001.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     window = EventStore(folder).window(t0, t1)
     assert window is not None
@@ -143,14 +144,14 @@ def test_a_store_follows_a_segment_that_grows_is_compressed_or_torn(tmp_path: Pa
         return {group["group"]: group["state"] for group in window["groups"]}
 
     assert states() == {0: "running"}
-    line = encode(event("buffered", 2.0, group=0, reward=None)) + b"\n"
+    line = orjson.dumps(event("buffered", 2.0, group=0, reward=None)) + b"\n"
     with path.open("ab") as file:
         file.write(line[:20])
     assert states() == {0: "running"}
     with path.open("ab") as file:
         file.write(line[20:])
     assert states() == {0: "buffered"}
-    (folder / "000002.jsonl").write_bytes(encode(admitted(3.0, 1)) + b"\n")
+    (folder / "000002.jsonl").write_bytes(orjson.dumps(admitted(3.0, 1)) + b"\n")
     compress_closed(folder, 1)
     assert not path.exists()
     assert states() == {0: "buffered", 1: "running"}
@@ -211,7 +212,7 @@ def test_a_group_of_a_killed_process_ends_with_it_and_begins_again_in_the_next_o
         {"kind": "admitted", "t": later + 1, "m": 1.0, "groups": [0], "versions": [0]},
         {"kind": "note", "t": later - 500, "m": 2.0, "text": "the clock of the wall was set back"},
     ]
-    (folder / "000002.jsonl").write_bytes(b"\n".join(encode(entry) for entry in second) + b"\n")
+    (folder / "000002.jsonl").write_bytes(b"\n".join(orjson.dumps(entry) for entry in second) + b"\n")
     window = EventStore(folder).window(BEGAN, later + 10)
     assert window is not None
     first, again = [group for group in window["groups"] if group["group"] == 0]

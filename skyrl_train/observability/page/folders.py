@@ -179,7 +179,16 @@ def read_settings(path: Path) -> dict[str, Any]:
     Nothing is interpolated: a foreign file would otherwise show environment variables of this machine.
     """
     try:
-        if path.stat().st_size > _CONFIG_BYTES:
+        stat = path.stat()
+    except OSError:
+        return {}
+    return _settings_of(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(1000)
+def _settings_of(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    try:
+        if size > _CONFIG_BYTES:
             return {}
         text = path.read_text(encoding="utf-8", errors="replace")
         # Aliases could make a small file enormous; this library writes none.

@@ -43,7 +43,7 @@ MAX_ENGINE_POINTS = 400
 _KEPT_SEGMENTS = 16  # in memory
 _FIRST_BYTES = 1 << 16
 MAX_SCANNED = 100  # segments in which failures are looked for
-_RARE = re.compile(rb'\{"kind":"(failed|retried|warning|process|run|resume|end|lost)"')
+_RARE = re.compile(rb'"kind":"(failed|retried|warning|process|run|resume|end|lost)"')
 _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
 
 
@@ -166,7 +166,7 @@ class EventStore:
                     content = segment_content(paths[number])[segment.read :]
                     content = content[: content.rfind(b"\n") + 1]
                     before = segment.read
-                    segment.parse(b"".join(line for line in content.splitlines(keepends=True) if _RARE.match(line)))
+                    segment.parse(b"".join(line for line in content.splitlines(keepends=True) if _RARE.search(line)))
                     segment.read = before + len(content)
             found = [event for segment in self._rare.values() for events in segment.events.values() for event in events]
         return sorted(found, key=lambda event: (event["process"], event["at"])) if paths else None
@@ -235,7 +235,7 @@ def _drawn(segments: Sequence[Segment], t0: float, t1: float) -> dict[str, Any]:
 
     spans = [event for event in of("span") if event["t1"] >= t0 and event["t0"] <= t1]
     last = {segment.process: segment.last for segment in segments}  # the last one of each process
-    groups = [group for group in _groups(of, last) if group["end"] >= t0 and group["begin"] <= t1]
+    groups = [group for group in _groups(of, last, t0, t1) if group["end"] >= t0 and group["begin"] <= t1]
     groups.sort(key=lambda group: (group["begin"], group["group"]))
     trained = list(of("trained"))
     requests = sum(len(group["requests"]) for group in groups)
@@ -269,11 +269,14 @@ def _longest(spans: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     return sorted(sorted(spans, key=lambda span: span["t0"] - span["t1"])[:count], key=lambda span: span["t0"])
 
 
-def _groups(of: Callable[[str], Iterable[dict[str, Any]]], last: Mapping[int, float]) -> list[Group]:
+def _groups(
+    of: Callable[[str], Iterable[dict[str, Any]]], last: Mapping[int, float], t0: float, t1: float
+) -> list[Group]:
     """Return the lives of the groups, each from its admission to its end as far as the events tell.
 
     Args:
         last: time of the last event of each process, until which its unfinished groups lived.
+        t0, t1: groups that do not touch this window have no responses.
     """
     groups: dict[tuple[int, int], Group] = {}
 
@@ -321,15 +324,20 @@ def _groups(of: Callable[[str], Iterable[dict[str, Any]]], last: Mapping[int, fl
         for index, lag, masked in zip(event["groups"], event["lags"], event["masked"], strict=False):
             trained = {"state": "trained", "ended": event["at"], "step": event["step"], "lag": lag, "masked": masked}
             group_of(event, index).update(trained)
+    for group in groups.values():
+        if group["state"] in ("running", "generated", "buffered"):
+            group["end"] = last[group["process"]]
+    # Most events are of responses; those of groups outside of the window are left alone.
+    outside = {
+        key for key, group in groups.items() if group["end"] < t0 or ("version" in group and group["begin"] > t1)
+    }
     for kind, name in (("request", "requests"), ("environment", "environments")):
         for event in of(kind):
-            if event["group"] is not None:
+            if event["group"] is not None and (event["process"], event["group"]) not in outside:
                 group_of(event, event["group"])[name].append(
                     _request(event) if kind == "request" else _environment(event)
                 )
     for group in groups.values():
-        if group["state"] in ("running", "generated", "buffered"):
-            group["end"] = last[group["process"]]
         if group["requests"]:
             group["begin"] = min(group["begin"], min(request[1] for request in group["requests"]))
     return list(groups.values())

@@ -310,6 +310,15 @@ export class Lanes {
       c.fillRect(this.x(generated), top, right - this.x(generated), height);
       c.globalAlpha = faded ? 0.25 : 1;
     }
+    if (!group.requests.length) {
+      c.strokeStyle = this.ink.soft;
+      c.setLineDash([1, 4]);
+      c.beginPath();
+      c.moveTo(left + 3, top + height / 2);
+      c.lineTo(Math.max(left + 3, this.x(generated) - 2), top + height / 2);
+      c.stroke();
+      c.setLineDash([]);
+    }
     const strip = Math.max(1, (height - 2) / group.samples), thick = Math.max(1, strip > 2.5 ? strip - 1 : strip);
     for (const [sample, submitted, , , stop, , segments] of group.requests) {
       const y = top + 1 + (sample ?? 0) * strip;
