@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_train.observability.samples import RecordedGroup, TrainedTokens
+from skyrl_train.observability.samples import RecordedGroup, TrainedSequence
 from skyrl_train.training.backend import Minibatch, TokenRecord, TrainingBackend
 from skyrl_train.types import RolloutGroup
 
@@ -112,13 +112,13 @@ class SampleRecorder:
         )
 
 
-def _trained(record: TokenRecord | None, mask: np.ndarray, advantages: np.ndarray) -> TrainedTokens:
+def _trained(record: TokenRecord | None, mask: np.ndarray, advantages: np.ndarray) -> TrainedSequence:
     if record is None and mask.any():
-        return TrainedTokens(mask, advantages, None, None)
+        return TrainedSequence(mask, advantages, None, None)
     logprobs, weights = np.zeros(len(mask), np.float32), np.zeros(len(mask), np.float32)
     if record is not None:
         logprobs[mask], weights[mask] = record.logprobs.numpy(), record.weights.numpy()
-    return TrainedTokens(mask, advantages, logprobs, weights)
+    return TrainedSequence(mask, advantages, logprobs, weights)
 
 
 def _reward(group: RolloutGroup) -> float:

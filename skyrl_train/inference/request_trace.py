@@ -20,7 +20,7 @@ SEAMS = ("engine lost", "moved", "update", "aborted")
 
 
 @dataclass(slots=True)
-class EngineRequest:
+class TracedRequest:
     """A request to an engine. ``before``: tokens that the response had when it was sent. ``left``: why it was abandoned."""
 
     engine: int
@@ -63,7 +63,7 @@ class RequestTrace:
             self._events, self._request, self._response, self._pauses = events, request, response, pauses
             self._submitted = events.now()
             self._first: float | None = None
-            self._requests: list[EngineRequest] = []
+            self._requests: list[TracedRequest] = []
             self.replayed = 0
 
     def __enter__(self) -> Self:
@@ -97,7 +97,7 @@ class RequestTrace:
         """A request is sent to ``engine``."""
         if self.wanted:
             tokens, restarts = len(self._response.token_ids), self._response.restarts
-            self._requests.append(EngineRequest(engine, tokens, restarts, self._events.now()))
+            self._requests.append(TracedRequest(engine, tokens, restarts, self._events.now()))
 
     def progress(self) -> None:
         """Tokens have come in a stream."""
@@ -114,7 +114,7 @@ class RequestTrace:
 
 
 def segments_of(
-    requests: Sequence[EngineRequest],
+    requests: Sequence[TracedRequest],
     versions: Sequence[int],
     pauses: Mapping[int, tuple[float, float]],
     now: float,

@@ -41,7 +41,7 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class TrainedTokens:
+class TrainedSequence:
     """What training computed for the ``T`` response tokens of a sequence; 0 on tokens that are not trained.
 
     Attributes:
@@ -68,7 +68,7 @@ class RecordedGroup:
 
     group: RolloutGroup
     chosen: str
-    trained: tuple[TrainedTokens, ...] = ()
+    trained: tuple[TrainedSequence, ...] = ()
 
 
 def rows_of(

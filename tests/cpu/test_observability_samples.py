@@ -18,7 +18,7 @@ from skyrl_train.observability.run import Run
 from skyrl_train.observability.samples import (
     RecordedGroup,
     SampleWriter,
-    TrainedTokens,
+    TrainedSequence,
     messages_of,
     read_samples,
     rows_of,
@@ -131,7 +131,7 @@ def test_one_group_may_be_chosen_for_several_reasons_and_a_failed_one_for_none()
 
 def test_a_row_has_every_token_with_its_numbers(tmp_path: Path) -> None:
     of_group = group(3, [0.5, 2.0], version=6)
-    tokens = TrainedTokens(np.array([False] * 5 + [True]), np.arange(6.0), np.full(6, -1.0), None)
+    tokens = TrainedSequence(np.array([False] * 5 + [True]), np.arange(6.0), np.full(6, -1.0), None)
     folder = tmp_path / "samples"
     with closing(SampleWriter(folder)) as writer:
         writer.write("train", 8, lambda: rows_of("train", 8, [RecordedGroup(of_group, "first", (tokens,))], decode))

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,12 @@ def test_imports_run_one_way() -> None:
         if level_of(other) < level_of(module)
     ]
     assert backwards == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    classes = [node.name for tree in modules().values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    twice = {name for name, number in Counter(classes).items() if number > 1 and not name.startswith("_")}
+    assert not twice
 
 
 def test_the_package_does_not_print() -> None:

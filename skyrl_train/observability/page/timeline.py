@@ -1,6 +1,6 @@
 """The timeline: what ran when, and which policy version sampled it, for a window of time.
 
-    events/000007.jsonl.zst ──> Segment (parsed once) ──> EventStore.window(t0, t1) ──> groups, activities, engines
+    events/000007.jsonl.zst ──> EventSegment (parsed once) ──> EventStore.window(t0, t1) ──> groups, activities, engines
 
 Only the segments around a window are read, so that the record of a long run costs no more than the record of a short one.
 """
@@ -67,7 +67,7 @@ _EMPTY = {name: {field.name: None for field in kind.fields if "null" in field.ty
 
 
 @dataclass
-class Segment:
+class EventSegment:
     """A part of the record. All times are Unix times in seconds, by the clock of the process that never jumps.
 
     Attributes:
@@ -123,9 +123,9 @@ class EventStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._index: dict[int, Segment] = {}  # without events: begin, clock and process of each
-        self._parsed: OrderedDict[int, Segment] = OrderedDict()
-        self._rare: dict[int, Segment] = {}
+        self._index: dict[int, EventSegment] = {}  # without events: begin, clock and process of each
+        self._parsed: OrderedDict[int, EventSegment] = OrderedDict()
+        self._rare: dict[int, EventSegment] = {}
 
     def window(self, t0: float | None, t1: float | None, steps: int = 6) -> dict[str, Any] | None:
         """Return what happened between two Unix times; without them, during the last ``steps`` steps.
@@ -161,7 +161,7 @@ class EventStore:
             paths = self._indexed()
             for number in list(paths)[-MAX_SCANNED:]:
                 known = self._index[number]
-                segment = self._rare.setdefault(number, Segment(known.process, known.offset, known.begins))
+                segment = self._rare.setdefault(number, EventSegment(known.process, known.offset, known.begins))
                 if not segment.read or number == max(paths):
                     content = segment_content(paths[number])[segment.read :]
                     content = content[: content.rfind(b"\n") + 1]
@@ -196,17 +196,17 @@ class EventStore:
             before = max((other for other in self._index if other < number), default=None)
             if before is None or begun:
                 process = 0 if before is None else self._index[before].process + 1
-                self._index[number] = Segment(process, t - m, t)
+                self._index[number] = EventSegment(process, t - m, t)
             else:
                 same = self._index[before]
-                self._index[number] = Segment(same.process, same.offset, m + same.offset)
+                self._index[number] = EventSegment(same.process, same.offset, m + same.offset)
         return {number: path for number, path in paths.items() if number in self._index}
 
-    def _read(self, paths: dict[int, Path], numbers: Sequence[int]) -> list[Segment]:
+    def _read(self, paths: dict[int, Path], numbers: Sequence[int]) -> list[EventSegment]:
         for number in numbers:
             known = self._index[number]
             segment = self._parsed.setdefault(
-                number, Segment(known.process, known.offset, known.begins, last=known.begins)
+                number, EventSegment(known.process, known.offset, known.begins, last=known.begins)
             )
             self._parsed.move_to_end(number)
             # A segment is complete once there is a later one.
@@ -218,7 +218,7 @@ class EventStore:
         return found
 
 
-def _last_steps(segments: Sequence[Segment], steps: int) -> tuple[float, float]:
+def _last_steps(segments: Sequence[EventSegment], steps: int) -> tuple[float, float]:
     """Return the times between which the last steps were trained."""
     end = max(segment.last for segment in segments)
     ends = [event["at"] for segment in segments for event in segment.events.get("trained", ())]
@@ -229,7 +229,7 @@ def _last_steps(segments: Sequence[Segment], steps: int) -> tuple[float, float]:
     return begin, max(end, begin) + 0.02 * (end - begin)
 
 
-def _drawn(segments: Sequence[Segment], t0: float, t1: float) -> dict[str, Any]:
+def _drawn(segments: Sequence[EventSegment], t0: float, t1: float) -> dict[str, Any]:
     def of(kind: str) -> Iterable[dict[str, Any]]:
         return (event for segment in segments for event in segment.events.get(kind, ()))
 
