@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from skyrl_train.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from skyrl_train.algorithms.advantages import register_advantage_estimator
     from skyrl_train.algorithms.kl import register_kl_estimator
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from skyrl_train.rollout.staleness.policies import StalenessPolicy, register_staleness_policy
     from skyrl_train.trainer import PPOTrainer
     from skyrl_train.types import BatchMetadata, ConversationType, GeneratorInput, GeneratorOutput, TrajectoryID
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BatchMetadata",

@@ -101,13 +101,8 @@ class CheckpointSaving:
             }
 
         def publish() -> Path:
-            began, ok = self._events.now(), False
-            try:
-                path = self._store.write(rollout.step, write)
-                ok = True
-                return path
-            finally:
-                self._events.record("checkpoint", step=rollout.step, t0=began, t1=self._events.now(), ok=ok)
+            with self._events.timed("checkpoint", step=rollout.step):
+                return self._store.write(rollout.step, write)
 
         self._task = asyncio.create_task(asyncio.to_thread(publish), name="checkpoint")
         # A failed write must wake a trainer that waits for groups.

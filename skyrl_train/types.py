@@ -6,7 +6,7 @@ Imports nothing of this package.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -213,6 +213,14 @@ class RolloutSequence:
         """Rewards per token of the response, [T]."""
         rewards: list[float] = self.reward_array.tolist()
         return rewards
+
+    def response_runs(self) -> Iterator[tuple[bool, list[int]]]:
+        """Yield the longest runs of response tokens that are all sampled or all not, with whether they are sampled."""
+        ids, start = self.response_ids, 0
+        ends = [*(np.flatnonzero(np.diff(self.sampled)) + 1).tolist(), len(ids)] if ids else []
+        for end in ends:
+            yield bool(self.sampled[start]), ids[start:end]
+            start = end
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,16 +9,18 @@ Exit codes: 0 stopped by SIGTERM or Ctrl-C; 2 no such folder, or the address is 
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 from rich.console import Console
+
+from skyrl_train.endpoint.server.settings import is_loopback
+from skyrl_train.errors import ConfigError
+from skyrl_train.runtime.listening import bind
 
 MODULE = "skyrl_train.entrypoints.page"
 TOKEN_VARIABLE = "SKYRL_PAGE_TOKEN"
@@ -30,22 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not options.runs_dir.is_dir():
         return _refuse(f"{options.runs_dir} is no folder. Name a folder of runs, or the folder of one run.")
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener, url = bind(options.host, options.port)
+    except ConfigError as error:
+        return _refuse(f"{error}. Choose another --port; 0 takes a free one.")
     with listener:
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((options.host.strip("[]"), options.port))
-        except (OSError, OverflowError) as error:
-            where = f"{options.host}:{options.port}"
-            reason = error.strerror if isinstance(error, OSError) else "a port is at most 65535"
-            return _refuse(f"Cannot listen on {where}: {reason}. Choose another --port; 0 takes a free one.")
         from skyrl_train.observability.page.app import create_page
 
-        token = os.environ.get(TOKEN_VARIABLE) or (None if _is_loopback(options.host) else secrets.token_urlsafe(24))
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        shown = f"{url}?token={token}" if token else url
+        token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(options.host) else secrets.token_urlsafe(24))
+        shown = f"{url}/?token={token}" if token else f"{url}/"
         console.print(f"runs of {options.runs_dir} at {shown}", markup=False, highlight=False, soft_wrap=True)
         config = uvicorn.Config(
             create_page(options.runs_dir, token),
@@ -72,13 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="the address to listen on; default: this machine only")
     add("--port", type=int, default=7860, help="0 takes a free one; default: 7860")
     return parser
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _refuse(text: str) -> int:

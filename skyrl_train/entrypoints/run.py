@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-import skyrl_train
 from skyrl_train.config import derive
 from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
 from skyrl_train.config.plan import Plan, resolve
@@ -53,6 +52,7 @@ from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
 from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
+from skyrl_train.version import __version__
 
 if TYPE_CHECKING:
     from skyrl_train.rollout.data.streaming import StreamingPrompts
@@ -352,7 +352,7 @@ def recorded_process(run_folder: RunFolder) -> Iterator[None]:
         "process",
         host=platform.node(),
         pid=os.getpid(),
-        version=skyrl_train.__version__,
+        version=__version__,
         python=platform.python_version(),
         config=hashlib.sha256((run_folder.path / CONFIG).read_bytes()).hexdigest(),
         git=git,

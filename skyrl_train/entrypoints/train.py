@@ -28,20 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, train, and return the exit code."""
     started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Trains a policy as a recipe says.")
-    parser.add_argument(
-        "--config-name",
-        default="quickstart",
-        help=f"a recipe ({', '.join(recipe_names())}) or a yaml file; default: quickstart",
-    )
-    parser.add_argument("--config-dir", help="a folder with recipes of your own")
+    parser = recipe_parser(MODULE, "Trains a policy as a recipe says.")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
     parser.add_argument(
         "--strict",
         action="store_true",
         help="stop if a setting has no effect, or if this machine's memory does not suffice, instead of warning",
     )
-    parser.add_argument("overrides", nargs="*", help="settings as key=value")
     options = parser.parse_intermixed_args(arguments)
     console = Console()
     forget_files()
@@ -61,9 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console(stderr=True).print("interrupted before training began; give the same command again")
         return 130
     except SkyRLError as error:
-        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
+        print_error(error)
+        return exit_code(error)
     if result.was_finished:
         line = (
             f"{result.path} has finished training; nothing is left to do. Give another trainer.run_dir to train again."
@@ -80,6 +72,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def recipe_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of a recipe and its overrides (``config_name``, ``config_dir``, ``overrides``), for intermixed arguments.
+
+    Args:
+        module: the command, as in ``python -m``.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument(
+        "--config-name",
+        default="quickstart",
+        help=f"a recipe ({', '.join(recipe_names())}) or a yaml file; default: quickstart",
+    )
+    parser.add_argument("--config-dir", help="a folder with recipes of your own")
+    parser.add_argument("overrides", nargs="*", help="settings as key=value")
+    return parser
+
+
+def print_error(error: SkyRLError) -> None:
+    """Print an error and its notes to standard error."""
+    text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def exit_code(error: SkyRLError) -> int:
+    """Return 2 for a wrong setting or input, else 1."""
+    return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
 
 
 if __name__ == "__main__":

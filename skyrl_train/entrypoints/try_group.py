@@ -8,12 +8,11 @@ Exit codes: 0 shown; 1 the group failed; 2 a setting or an input is wrong; 130 i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from skyrl_train.config import derive
-from skyrl_train.config.compose import compose, recipe_names
+from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
-from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.entrypoints.train import exit_code, print_error, recipe_parser
+from skyrl_train.errors import ConfigError, DataError, SkyRLError
 from skyrl_train.rollout.data.loader import build_loader
 from skyrl_train.runtime.concurrency import close_all
 
@@ -44,20 +44,12 @@ SAMPLED, GIVEN = "bold green", "dim"  # styles of tokens with loss mask 1 and 0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, generate and show one group, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Generates the rollout group of one prompt and shows all of it. Nothing is trained or written.",
+    parser = recipe_parser(
+        MODULE, "Generates the rollout group of one prompt and shows all of it. Nothing is trained or written."
     )
-    parser.add_argument(
-        "--config-name",
-        default="quickstart",
-        help=f"a recipe ({', '.join(recipe_names())}) or a yaml file; default: quickstart",
-    )
-    parser.add_argument("--config-dir", help="a folder with recipes of your own")
     parser.add_argument("-n", "--samples", type=int, help="samples of the prompt; default: as the recipe says")
     parser.add_argument("--prompt", type=int, default=0, help="which prompt, in the order of the run; default: 0")
     parser.add_argument("--tokens", action="store_true", help="also list every token with its log-prob and reward")
-    parser.add_argument("overrides", nargs="*", help="settings as key=value")
     options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     console = Console()
     forget_files()
@@ -65,8 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.prompt < 0 or (options.samples is not None and options.samples < 1):
             raise ConfigError("--prompt counts from 0, and --samples from 1")
         config = compose(options.config_name, options.overrides, options.config_dir)
+        if options.samples is not None:
+            config = replace(config, generator=replace(config.generator, n_samples_per_prompt=options.samples))
         check_implementations(config)
-        inputs = load_inputs(config if options.samples is None else with_samples(config, options.samples))
+        inputs = load_inputs(config)
         print_warnings(inputs, console, strict=False)
         with tempfile.TemporaryDirectory() as folder:
             record, group, tokenizer = asyncio.run(
@@ -76,23 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except SkyRLError as error:
-        wrong_input = isinstance(error, ConfigError | DataError | ModelError)
-        cause: BaseException = error
-        while cause.__cause__ is not None:
+        code, cause = exit_code(error), error.__cause__
+        while cause is not None and cause.__cause__ is not None:
             cause = cause.__cause__
-        if cause is not error and not wrong_input:
+        if cause is not None and code == 1:
             # The code that failed is at the end of the chain; what passed its error on would only hide it.
             trace = "".join(traceback.format_exception(cause, chain=False))
             console.print(trace, markup=False, highlight=False, soft_wrap=True)
-        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-        return 2 if wrong_input else 1
+        print_error(error)
+        return code
     return 0
-
-
-def with_samples(config: RunConfig, number: int) -> RunConfig:
-    """Return ``config`` with another number of samples per prompt."""
-    return replace(config, generator=replace(config.generator, n_samples_per_prompt=number))
 
 
 def for_one_group(config: RunConfig) -> RunConfig:
@@ -222,8 +209,8 @@ def show(
                 f", {given} given" if given else ""
             )
             console.print(Text(f"{which}{counts}, ended by {sequence.stop_reason}", style="italic"), soft_wrap=True)
-            text = Text()
-            for is_sampled, ids in spans(sequence):
+            text = Text(visible(str(tokenizer.decode(sequence.prompt_token_ids))), style=GIVEN)
+            for is_sampled, ids in sequence.response_runs():
                 text.append(visible(str(tokenizer.decode(ids))), style=SAMPLED if is_sampled else GIVEN)
             console.print(text, soft_wrap=True)
             if tokens:
@@ -234,16 +221,6 @@ def show(
     console.print(Text.assemble(("sampled by the policy", SAMPLED), ", ", ("given to it", GIVEN)))
     for problem in problems(group):
         console.print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
-
-
-def spans(sequence: RolloutSequence) -> Iterator[tuple[bool, list[int]]]:
-    """Yield the prompt and the parts of the response, each with whether the policy sampled it."""
-    yield False, sequence.prompt_token_ids
-    ids, mask, start = sequence.response_ids, sequence.loss_mask, 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or mask[end] != mask[start]:
-            yield bool(mask[start]), ids[start:end]
-            start = end
 
 
 def token_table(sequence: RolloutSequence, tokenizer: PreTrainedTokenizerBase) -> Table:

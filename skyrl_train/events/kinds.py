@@ -1,4 +1,4 @@
-"""Every kind of event in the record of a run, with its fields. ``docs/reference/run_folder.md`` is made from this table."""
+"""Every kind of event in the record of a run, with its fields. ``docs/generate.py`` makes docs/reference/events.md from them."""
 
 from __future__ import annotations
 
@@ -171,7 +171,6 @@ _KINDS: Sequence[EventKind] = (
         _F("running", "int | null", "requests", "that it samples"),
         _F("waiting", "int | null", "requests", "that wait in it"),
         _F("paused", "bool | null", "", "whether it is paused"),
-        _F("cache", "float | null", "share", "of its KV cache in use; null: it does not report this"),
         _F("generated_tokens", "int | null", "tokens", "sampled since it started"),
         _F("prefill_tokens", "int | null", "tokens", "of prompts computed since it started"),
         _F("busy_s", "float | null", "s", "time with requests, neither paused nor asleep, since it started"),

@@ -96,6 +96,16 @@ class EventLog:
         finally:
             self.record("span", name=name, step=step, t0=t0, t1=self.now())
 
+    @contextlib.contextmanager
+    def timed(self, kind: str, **fields: Any) -> Iterator[None]:
+        """Record the block as an event of ``kind`` with ``t0``, ``t1`` and ``ok``, however it ends."""
+        t0, ok = self.now(), False
+        try:
+            yield
+            ok = True
+        finally:
+            self.record(kind, **fields, t0=t0, t1=self.now(), ok=ok)
+
     def wants(self, session: str | None) -> bool:
         """Count a coming detail event of a sample, and return whether it will be recorded (with :meth:`detail`)."""
         return not self._closed and self._sampler.wants(group_name(session), self.now())
@@ -146,7 +156,8 @@ class EventLog:
 
     def _run(self) -> None:
         assert self._folder is not None, "a log without a folder records nothing"
-        compress_closed(self._folder, self._folder_number())
+        self._number = max(segment_paths(self._folder), default=0)  # continue after the segments that are there
+        compress_closed(self._folder, self._number)
         closed = False
         while not closed:
             self._wake.wait(FLUSH_S)
@@ -157,12 +168,6 @@ class EventLog:
                 batch.append(self._queue.popleft())
             self._write(batch)
         self._close_segment()
-
-    def _folder_number(self) -> int:
-        """Continue after the segments that are there."""
-        assert self._folder is not None
-        self._number = max(segment_paths(self._folder), default=0)
-        return self._number
 
     def _write(self, batch: Sequence[dict[str, Any]]) -> None:
         """Append a batch and what was lost since the last one. A disk that is full or gone loses the batch."""
@@ -275,18 +280,19 @@ def encode(event: dict[str, Any]) -> bytes:
     try:
         line = orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # text that is not valid Unicode, integers above 64 bits
-        line = orjson.dumps(_plain(event), default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+        line = orjson.dumps(encodable(event), default=str, option=orjson.OPT_SERIALIZE_NUMPY)
     return b'{"kind":"%b",%b' % (kind.encode(), line[1:])
 
 
-def _plain(value: Any) -> Any:
+def encodable(value: Any) -> Any:
+    """Return plain data that orjson encodes: text without lone surrogates, and integers above 64 bits as text."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return str(value)
     if isinstance(value, dict):
-        return {_plain(str(key)): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {encodable(str(key)): encodable(inner) for key, inner in value.items()}
+    return [encodable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 # Segments ----------------------------------------------------------------------------------------------------------

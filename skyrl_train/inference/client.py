@@ -69,12 +69,10 @@ if TYPE_CHECKING:
 _LARGEST_CHUNK = 64
 # When an engine dies, a response that is not read in pieces loses at most this many tokens.
 _KEPT_TOKENS = 64
-# Fields of an engine's event, and where they come from.
+# Fields of an engine's event, by the attributes of its health.
 _HEALTH_FIELDS = {
-    "version": "policy_version",
-    **{
-        name: name for name in ("running", "waiting", "paused", "cache", "generated_tokens", "prefill_tokens", "busy_s")
-    },
+    "policy_version": "version",
+    **{name: name for name in ("running", "waiting", "paused", "generated_tokens", "prefill_tokens", "busy_s")},
 }
 
 
@@ -340,7 +338,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                 "engine",
                 engine=number,
                 state=str(record.state),
-                **{field: None if health is None else getattr(health, of) for field, of in _HEALTH_FIELDS.items()},
+                **{field: None if health is None else getattr(health, of) for of, field in _HEALTH_FIELDS.items()},
             )
 
     async def add_engine(self, engine: InferenceEngineInterface) -> int:

@@ -209,8 +209,7 @@ class EngineCapabilities:
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     """A snapshot of an engine. ``running`` and ``waiting`` count requests. Token counters and ``busy_s`` are totals since the
-    start; ``busy_s`` is the time in seconds with requests, neither paused nor asleep. ``cache`` is the share of the KV cache in
-    use; None: not known."""
+    start; ``busy_s`` is the time in seconds with requests, neither paused nor asleep."""
 
     alive: bool
     policy_version: int
@@ -220,7 +219,6 @@ class EngineHealth:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     busy_s: float = 0.0
-    cache: float | None = None
 
 
 class InferenceEngineInterface(ABC):

@@ -143,12 +143,8 @@ def messages_of(
         if turns:
             return [_message(role, content) for role, content in turns]
     messages = [_message("prompt", prompt)]
-    ids, start = sequence.response_ids, 0
-    edges = [*(np.flatnonzero(np.diff(sequence.sampled)) + 1).tolist(), len(ids)] if ids else []
-    for end in edges:
-        role = "assistant" if sequence.sampled[start] else "environment"
-        messages.append(_message(role, decode(ids[start:end])))
-        start = end
+    for sampled, ids in sequence.response_runs():
+        messages.append(_message("assistant" if sampled else "environment", decode(ids)))
     return messages
 
 
@@ -186,7 +182,8 @@ class SampleWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._thread = DaemonThreadPool(max_threads=1, name="samples", shutdown_limit_s=WRITE_LIMIT_S)
-        self._pending = 0
+        # Two counts, because two threads count: the caller, and the one that writes.
+        self._submitted = self._finished = 0
         self._dropped = 0
 
     def write(self, phase: str, step: int, rows: Callable[[], list[dict[str, Any]]]) -> None:
@@ -195,11 +192,11 @@ class SampleWriter:
         Args:
             rows: called in the thread; from :func:`rows_of`.
         """
-        if self._pending >= MAX_PENDING:
+        if self._submitted - self._finished >= MAX_PENDING:
             self._dropped += 1
             logger.warning("the disk is too slow for samples; %d files are left out so far", self._dropped)
             return
-        self._pending += 1
+        self._submitted += 1
         name = f"{'step' if phase == 'train' else 'eval'}_{step:06}.parquet"
         self._thread.submit(self._write, self._folder / name, rows)
 
@@ -226,7 +223,7 @@ class SampleWriter:
         except Exception:  # also of a tokenizer: the samples are a help, and must not end the run
             logger.exception("%s cannot be written", path)
         finally:
-            self._pending -= 1
+            self._finished += 1
 
     def _discard_after(self, step: int) -> None:
         for path in sample_files(self._folder):

@@ -120,7 +120,6 @@ class RecordedRun:
             running=len(groups),
             waiting=0,
             paused=False,
-            cache=0.25,
             generated_tokens=step * 100,
             prefill_tokens=10,
             busy_s=end,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.entrypoints.try_group import main, problems, spans, visible
+from skyrl_train.entrypoints.try_group import main, problems, visible
 from skyrl_train.environments.base import Environment, EnvironmentStep, PromptRecord
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
@@ -91,9 +91,9 @@ def test_wrong_input_is_told_before_anything_starts(wrong: str, capsys: pytest.C
     assert "Traceback" not in capsys.readouterr().out
 
 
-def test_a_sequence_is_split_where_the_loss_mask_changes() -> None:
-    assert list(spans(sequence([1, 1, 0, 1]))) == [(False, [7, 8]), (True, [0, 1]), (False, [2]), (True, [3])]
-    assert list(spans(sequence([]))) == [(False, [7, 8])]
+def test_a_response_is_split_where_the_loss_mask_changes() -> None:
+    assert list(sequence([1, 1, 0, 1]).response_runs()) == [(True, [0, 1]), (False, [2]), (True, [3])]
+    assert list(sequence([]).response_runs()) == []
 
 
 def test_what_would_teach_nothing_is_said() -> None:

@@ -57,7 +57,7 @@ def test_exactly_the_declared_events_and_activities_are_recorded() -> None:
         set(),
         {text(call.args[0]) for call in calls("span", of="events") if isinstance(call.args[0], ast.Constant)},
     )
-    for call in calls("record", "detail", of="events"):
+    for call in calls("record", "timed", "detail", of="events"):
         kind = text(call.args[0])
         kinds.add(kind)
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= {field.name for field in KINDS[kind].fields}

@@ -51,7 +51,7 @@ LEVELS = (
     {"models"},
     {"algorithms"},
     {"config"},
-    {"types", "errors", "runtime", "events"},
+    {"types", "errors", "runtime", "events", "version"},
 )
 
 

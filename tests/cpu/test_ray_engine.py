@@ -238,7 +238,8 @@ async def test_it_answers_as_the_engine_itself_does(
 ) -> None:
     direct = EmbeddedEngine(folder, **SIZES)
     await direct.start()
-    await publish(direct, folder, transport, 0)
+    for each in (engine, direct):
+        await publish(each, folder, transport, 0)
     for asked in (request([3], [4, 5], max_tokens=9, seed=4), request(max_tokens=5, temperature=0.0)):
         assert await engine.generate(asked) == await direct.generate(asked)
     assert engine.capabilities == direct.capabilities

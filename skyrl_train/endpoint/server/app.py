@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_train import __version__
 from skyrl_train.endpoint.server import generation, routes
 from skyrl_train.endpoint.server.errors import (
     CLIENT_GONE,
@@ -37,6 +36,7 @@ from skyrl_train.errors import SkyRLError
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.openai.errors import DialectError, openai_error
+from skyrl_train.version import __version__
 
 logger = logging.getLogger(__name__)
 

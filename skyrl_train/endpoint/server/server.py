@@ -19,8 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from skyrl_train.endpoint.server.gateway import Gateway, stopping_error
 from skyrl_train.endpoint.server.settings import ServerSettings
-from skyrl_train.errors import ConfigError
 from skyrl_train.inference.openai.errors import DialectError, openai_error
+from skyrl_train.runtime.listening import bind
 
 BACKLOG = 4096
 DATE_S = 1.0  # how often the Date header is updated
@@ -53,18 +53,7 @@ class EndpointServer:
             ConfigError: the address cannot be bound.
         """
         settings = self._gateway.settings
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        # The protocol is named so that asyncio sends without delay (TCP_NODELAY): else an answer in two parts waits for
-        # the client's delayed acknowledgement, 40 ms.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects peers that vanished
-            listener.bind((settings.host.strip("[]"), settings.port))
-            listener.setblocking(False)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+        listener, url = bind(settings.host, settings.port)
         # Headers that reveal the server or trust a proxy are off; logging belongs to the trainer.
         config = uvicorn.Config(
             self._app,
@@ -82,8 +71,7 @@ class EndpointServer:
         # serve() starts to listen in its task; the event tells when connections are accepted.
         self._serving = asyncio.create_task(self._server.serve([listener]), name="endpoint")
         await self._server.listening.wait()
-        host, port = listener.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        return f"{url}/v1"
 
     async def stop(self, drain_s: float = 10.0) -> None:
         """Reject new generations, wait up to ``drain_s`` seconds for running ones, then interrupt them. Idempotent."""

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.events.log import EVENTS
+from skyrl_train.events.log import EVENTS, encodable
 from skyrl_train.observability.metrics import spec_of
 from skyrl_train.observability.page.comparison import AXES, compared
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
@@ -265,20 +265,7 @@ def to_json(data: Any) -> bytes:
     try:
         return orjson.dumps(data, option=option, default=str)
     except TypeError:  # a lone surrogate, an integer above 64 bits
-        return orjson.dumps(_encodable(data), option=option, default=str)
-
-
-def _encodable(data: Any) -> Any:
-    match data:
-        case str():
-            return data.encode("utf-8", "replace").decode()
-        case Mapping():
-            return {_encodable(str(key)): _encodable(value) for key, value in data.items()}
-        case list() | tuple():
-            return [_encodable(value) for value in data]
-        case int() if not isinstance(data, bool) and abs(data) >= 1 << 63:
-            return str(data)
-    return data
+        return orjson.dumps(encodable(data), option=option, default=str)
 
 
 def _described(name: str) -> dict[str, str]:
@@ -315,7 +302,7 @@ class _Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         if self._token is None:
-            if _is_loopback(Headers(scope=request.scope).get("host", "")):
+            if _names_this_machine(Headers(scope=request.scope).get("host", "")):
                 return None
             return PlainTextResponse(
                 "This page was started for this machine only. Open it as http://localhost:PORT, or start it with a token "
@@ -340,7 +327,7 @@ class _Guard:
         return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
 
 
-def _is_loopback(host: str) -> bool:
-    """Whether the Host header names this machine by a name that no DNS server decides."""
+def _names_this_machine(host: str) -> bool:
+    """Return whether a Host header names this machine by a name that no DNS server decides."""
     name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
     return name.lower() in ("localhost", "127.0.0.1", "[::1]")

@@ -19,7 +19,7 @@ import yaml
 from skyrl_train.errors import SkyRLError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import segment_content
-from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS
+from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, LOCK, METRICS, SAMPLES
 
 # A folder with one of these is a run: one that has just begun has only its lock.
 _MARKS = (CONFIG, METRICS, LOCK)
@@ -35,8 +35,10 @@ class NoSuchRunError(SkyRLError):
 
 
 class RunsFolder:
-    """Args:
-    root: a folder of runs, or one run folder.
+    """Finds the runs below a folder.
+
+    Args:
+        root: a folder of runs, or one run folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -155,9 +157,9 @@ def fingerprint(run: Path) -> dict[str, str]:
     """Return a text per part of the run that changes whenever the part does. It costs a few calls of ``stat``."""
     parts = {
         "metrics": [run / METRICS],
-        "samples": [run / "samples"],
+        "samples": [run / SAMPLES],
         "events": _last_segments(run / EVENTS),
-        "evaluations": [run / "eval.jsonl"],
+        "evaluations": [run / EVALUATIONS],
         "state": [run / FINISHED, run / CONFIG],
     }
     found = {}

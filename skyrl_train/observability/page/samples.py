@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.observability.page.folders import parse_row
+from skyrl_train.observability.run_folder import SAMPLES
 from skyrl_train.observability.samples import sample_files, schema
 
 EXCERPT = 240  # characters of a text in the list
@@ -26,7 +27,7 @@ _FACTS = (
 def recorded_files(run: Path) -> dict[tuple[str, int], Path]:
     """Return the files of samples by phase ("train" or "eval") and step, in the order of the steps. Links are left out."""
     found = {}
-    for path in sample_files(run / "samples"):
+    for path in sample_files(run / SAMPLES):
         phase, _, step = path.stem.partition("_")
         if not path.is_symlink():
             found["train" if phase == "step" else "eval", int(step)] = path

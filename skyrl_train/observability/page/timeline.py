@@ -28,14 +28,10 @@ from skyrl_train.events.reader import segment_content
 Group = dict[str, Any]
 
 MAX_SEGMENTS = 10  # of 4 MB each, in one window
-BEFORE, AFTER = (
-    1,
-    2,
-)  # segments around a window: an event is recorded when it ends, and its group's beginning lies before it
-MAX_GROUPS, MAX_REQUESTS = (
-    400,
-    6000,
-)  # drawn one by one; above, their number by version over time, and the longest groups
+# Segments around a window: an event is recorded when it ends, and its group's beginning lies before it.
+BEFORE, AFTER = 1, 2
+# Drawn one by one; above, their number by version over time, and the longest groups.
+MAX_GROUPS, MAX_REQUESTS = 400, 6000
 LONGEST = 40
 BINS = 300
 MAX_SPANS = 4000
@@ -258,7 +254,7 @@ def _drawn(segments: Sequence[EventSegment], t0: float, t1: float) -> dict[str, 
 
 def _step_of(span: dict[str, Any], trained: Sequence[dict[str, Any]]) -> Any:
     """Return the step of an activity, or None. Passes of the trainer, which have none, belong to the step that ends next."""
-    if span["step"] is None and span["name"] in ("update_policy", "accumulate", "finish"):
+    if span["step"] is None and span["name"] in ("update_policy", "accumulate", "finish_update"):
         return next((event["step"] for event in trained if event["at"] >= span["t1"]), None)
     return span["step"]
 
@@ -354,7 +350,7 @@ def _environment(event: dict[str, Any]) -> list[Any]:
 
 
 def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int, list[list[Any]]]:
-    """Return the samples of each engine: time, state, version, running, waiting, paused, share of the cache, tokens/s."""
+    """Return the samples of each engine: time, state, version, running, waiting, paused, tokens/s."""
     points: dict[int, list[list[Any]]] = {}
     before: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -367,7 +363,7 @@ def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int
             passed = event["at"] - previous["at"]
             tokens = event["generated_tokens"] - previous["generated_tokens"]
             speed = tokens / passed if passed > 0 and tokens >= 0 else None  # an engine that restarted begins at 0
-        facts = [event[name] for name in ("state", "version", "running", "waiting", "paused", "cache")]
+        facts = [event[name] for name in ("state", "version", "running", "waiting", "paused")]
         points.setdefault(number, []).append([event["at"], *facts, speed])
     return {number: rows[:: -(-len(rows) // MAX_ENGINE_POINTS)] for number, rows in sorted(points.items())}
 

@@ -139,26 +139,23 @@ class StagePipeline:
             TrainingWorkerError: a worker process of a sharded policy or reference, in which a stage computes, is gone.
         """
         for lane in self._lanes:
-            group_index, asked, ok = group.group_index, self._events.now(), False
+            group_index, asked = group.group_index, self._events.now()
             # By deadline: the trainer needs the oldest groups first.
-            await lane.semaphore.acquire((group.oldest_version, group.group_index))
-            entered = self._events.now()
-            began = lane.inside[group.group_index] = self._clock()
+            await lane.semaphore.acquire((group.oldest_version, group_index))
+            began = lane.inside[group_index] = self._clock()
             lane.slots.set_busy(len(lane.inside))
             try:
-                group = await lane.stage.run(group, record)
+                with self._events.timed("stage", group=group_index, name=lane.stage.name, t_queue=asked):
+                    group = await lane.stage.run(group, record)
                 lane.seconds.append(self._clock() - began)
-                ok = True
             except (RolloutError, StageError, TrainingWorkerError):  # a TrainingWorkerError may restart the run
                 raise
             except Exception as error:
-                raise StageError(f"stage {lane.stage.name!r} failed on group {group.group_index}: {error!r}") from error
+                raise StageError(f"stage {lane.stage.name!r} failed on group {group_index}: {error!r}") from error
             finally:
-                del lane.inside[group.group_index]
+                del lane.inside[group_index]
                 lane.slots.set_busy(len(lane.inside))
                 lane.semaphore.release()
-                times = {"t_queue": asked, "t0": entered, "t1": self._events.now()}
-                self._events.record("stage", group=group_index, name=lane.stage.name, **times, ok=ok)
         return group
 
     def take_metrics(self) -> dict[str, float]:

@@ -3,10 +3,10 @@
 import { colour, duration, number, PALETTE, plain, seconds, versionColour } from "./util.js";
 
 const LEFT = 78, AXIS = 20, ROW = 18, ENGINE = 26, GAP = 3, MAX_ENGINES = 8;
-const TRAINER = ["update_policy", "accumulate", "finish", "discard", "forward_logprobs", "reference_logprobs", "snapshot", "load", "export_hf",
+const TRAINER = ["update_policy", "accumulate", "finish_update", "discard", "forward_logprobs", "reference_logprobs", "snapshot", "load", "export_hf",
   "offload_states", "reload_states", "wait_for_batch", "wait_for_evaluation", "wait_for_weight_sync"];
 const ACTIVITY = {
-  update_policy: "#5b6b86", accumulate: "#5b6b86", finish: "#3f4d66", forward_logprobs: "#8a94ab", reference_logprobs: "#8a94ab", gather: PALETTE[1],
+  update_policy: "#5b6b86", accumulate: "#5b6b86", finish_update: "#3f4d66", forward_logprobs: "#8a94ab", reference_logprobs: "#8a94ab", gather: PALETTE[1],
   transfer: PALETTE[3], pause: "#b3261e", load_weights: "#7d1a14", snapshot: PALETTE[4], offload_states: PALETTE[4], reload_states: PALETTE[4],
 };
 export const ORDERS = {
@@ -248,7 +248,7 @@ export class Lanes {
         c.fillStyle = ACTIVITY[name] ?? "#8a94ab";
         c.fillRect(left, top + 2, Math.max(1, right - left - 0.5), ROW - 4);
       }
-      const text = (name === "update_policy" || name === "finish") && step !== null ? `step ${step}` : name.replaceAll("_", " ");
+      const text = (name === "update_policy" || name === "finish_update") && step !== null ? `step ${step}` : name.replaceAll("_", " ");
       if (right - left > 40 && c.measureText(text).width < right - left - 6) {
         c.fillStyle = wait ? this.ink.soft : "#fff";
         c.textAlign = "left";
@@ -469,9 +469,9 @@ export class Lanes {
   told(one) {
     if (one.span) return [`${one.span[0].replaceAll("_", " ")}, ${one.span[1] === null ? "" : `step ${one.span[1]}, `}${seconds(one.span[3] - one.span[2])}`];
     if (one.point) {
-      const [, state, version, running, waiting, paused, cache, speed] = one.point;
+      const [, state, version, running, waiting, paused, speed] = one.point;
       return [`${plain(state)}${paused ? ", paused" : ""}, version ${version ?? "unknown"}`, `${number(running)} running, ${number(waiting)} waiting`,
-        `${cache === null ? "" : `cache ${number(cache * 100)} %, `}${speed === null ? "" : `${number(speed)} tokens/s`}`];
+        speed === null ? "" : `${number(speed)} tokens/s`];
     }
     const group = one.group;
     return [

@@ -1,7 +1,7 @@
 // Evaluations, engines, and what went wrong.
 import { html, useState } from "./vendor/preact.js";
 import { Chart, zeroBased } from "./charts.js";
-import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useTheme, versionColour, withUnit } from "./util.js";
+import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useTheme, versionColour } from "./util.js";
 
 export function Evaluations({ run, ticks }) {
   useTheme();
@@ -27,16 +27,16 @@ export function Engines({ run, ticks }) {
   const engines = Object.entries(data.engines ?? {});
   if (!engines.length) return html`<div class="empty">This run has recorded no state of its engines.</div>`;
   const newest = Math.max(...engines.map(([, points]) => points.at(-1)[0]));
-  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">cache</th><th class="n">tokens/s</th><th>last sign</th></tr></thead><tbody>
-      ${engines.map(([name, points]) => { const [at, state, version, running, waiting, paused, cache, speed] = points.at(-1); return html`<tr><td>engine ${name}</td>
+  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">tokens/s</th><th>last sign</th></tr></thead><tbody>
+      ${engines.map(([name, points]) => { const [at, state, version, running, waiting, paused, speed] = points.at(-1); return html`<tr><td>engine ${name}</td>
         <td><span class=${`state ${{ healthy: "live", dead: "failed", retired: "stopped" }[state] ?? "silent"}`}>${plain(state)}${paused ? ", paused" : ""}</span></td>
-        <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${withUnit(cache, "share")}</td><td class="n">${number(speed)}</td><td>${ago(at)}</td></tr>`; })}
+        <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${number(speed)}</td><td>${ago(at)}</td></tr>`; })}
     </tbody></table></div>
     <p class="note">Below: the newest part of the record. The timeline has the versions over time.</p>
     <div class="grid small">${engines.slice(0, 32).map(([name, points]) => { const x = points.map((point) => point[0] - newest); const of = (index) => points.map((point) => point[index]); return html`<div class="card" key=${name}><h2>Engine ${name}<span class="unit">requests</span><span class="now">${number(points.at(-1)[3])}</span></h2>
       <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "running", values: of(3), stroke: PALETTE[0] }, { label: "waiting", values: of(4), stroke: PALETTE[1] }, ]} /></div>
-      <div class="card" key=${`${name} speed`}><h2>Engine ${name}<span class="unit">tokens/s</span><span class="now">${number(points.at(-1)[7])}</span></h2>
-      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(7), stroke: PALETTE[2] }]} /></div>`; })}</div>`;
+      <div class="card" key=${`${name} speed`}><h2>Engine ${name}<span class="unit">tokens/s</span><span class="now">${number(points.at(-1)[6])}</span></h2>
+      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(6), stroke: PALETTE[2] }]} /></div>`; })}</div>`;
 }
 
 export function Failures({ run, ticks }) {
