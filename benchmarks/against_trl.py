@@ -72,7 +72,7 @@ def run_trl(command: Sequence[str], settings: Mapping[str, Any], folder: Path, w
 
 def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, warmup: int) -> Outcome:
     with tempfile.TemporaryDirectory(dir=folder) as run:
-        command = [sys.executable, "-m", "skyrl_train.entrypoints.train", "--config-name=quickstart"]
+        command = [sys.executable, "-m", "skyrl_train", "train", "quickstart"]
         overrides = [
             f"trainer.mode={mode}",
             f"trainer.max_steps={settings['steps']}",

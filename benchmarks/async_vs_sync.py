@@ -25,8 +25,9 @@ def run(mode: str, recipe: str, steps: int, overrides: list[str]) -> tuple[float
         command = [
             sys.executable,
             "-m",
-            "skyrl_train.entrypoints.train",
-            f"--config-name={recipe}",
+            "skyrl_train",
+            "train",
+            recipe,
             f"trainer.mode={mode}",
         ]
         settings = [f"trainer.max_steps={steps}", f"trainer.run_dir={folder}/run", "trainer.trackers=[]", *overrides]

@@ -82,7 +82,7 @@ def start(command: list[str], port: int, model: str, log: Path) -> Served:
 
 def start_ours(folder: str, requests: int, log: Path) -> Served:
     """Start the endpoint over ``VLLMEngine``."""
-    command = ["-m", "skyrl_train.entrypoints.serve", "--model", folder, "--backend", "vllm", "--open"]
+    command = ["-m", "skyrl_train", "serve", folder, "--backend", "vllm", "--open"]
     sizes = ["--max-num-seqs", str(requests), "--max-model-len", str(CONTEXT)]
     return start([*command, *sizes], free_port(), "policy", log)
 

@@ -781,7 +781,7 @@ def loop(report: Report, setup: Setup) -> None:
             run = setup.folder / f"run-{name}"
             overrides = of_quickstart(setup) if name == "quickstart" else of_vllm(setup, name, folder)
             began = time.perf_counter()
-            code = run_command(["--config-name=quickstart", f"trainer.run_dir={run}", *overrides], report.left_s - 5.0)
+            code = run_command(["quickstart", f"trainer.run_dir={run}", *overrides], report.left_s - 5.0)
             report.add(run_s=round(time.perf_counter() - began, 1), exit_code=code)
             # Also of a run that had to be ended: its steps are in the file.
             steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -798,7 +798,7 @@ def loop(report: Report, setup: Setup) -> None:
 
 def run_command(arguments: list[str], limit_s: float) -> int | None:
     """Train by the command line; return its exit code, None if it was ended after ``limit_s``. Engines end with it."""
-    with subprocess.Popen([sys.executable, "-m", "skyrl_train.entrypoints.train", *arguments]) as process:
+    with subprocess.Popen([sys.executable, "-m", "skyrl_train", "train", *arguments]) as process:
         try:
             return process.wait(max(1.0, limit_s))
         except subprocess.TimeoutExpired:

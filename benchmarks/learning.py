@@ -19,7 +19,7 @@ def run(recipe: str, seed: int, overrides: list[str]) -> None:
     """Train by the real command and print one row."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        command = [sys.executable, "-m", "skyrl_train.entrypoints.train", f"--config-name={recipe}"]
+        command = [sys.executable, "-m", "skyrl_train", "train", recipe]
         settings = [f"trainer.seed={seed}", f"trainer.run_dir={folder}/run", *overrides]
         process = subprocess.Popen([*command, *settings], stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)  # of the trainer; ru_maxrss includes no other process

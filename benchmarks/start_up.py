@@ -5,8 +5,8 @@
 Each round starts all of them in turns, each in a new process:
 
     import    ``import torch, transformers``, and the names that a model needs
-    help      ``--help`` of the training command
-    plan      ``--dry-run`` of the quickstart
+    help      ``skyrl-train --help``
+    plan      ``skyrl-train plan quickstart``
     train     one step of the quickstart
 
 Printed: medians over the rounds of the wall time, of its ratio to the imports in the same round, and of the processor time of
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 IMPORTS = "import torch, transformers; from transformers import AutoModelForCausalLM, AutoTokenizer"
-MODULE = "skyrl_train.entrypoints.train"
 PHASES = (
     "the command's own imports",
     "configuration, data and plan",
@@ -52,8 +51,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         commands = {
             "import": ["-c", IMPORTS],
-            "help": ["-m", MODULE, "--help"],
-            "plan": ["-m", MODULE, "--dry-run", *options.overrides],
+            "help": ["-m", "skyrl_train", "--help"],
+            "plan": ["-m", "skyrl_train", "plan", "quickstart", *options.overrides],
             "train": [__file__, "train", "trainer.max_steps=1", f"trainer.runs_dir={folder}", *options.overrides],
         }
         for _ in range(options.rounds):
@@ -114,6 +113,7 @@ def train(arguments: list[str]) -> int:
 
     from skyrl_train.entrypoints import run
     from skyrl_train.entrypoints import train as command
+    from skyrl_train.entrypoints.command_line import main
 
     ended(0)
     command.load_inputs = then(command.load_inputs, 1)
@@ -129,7 +129,7 @@ def train(arguments: list[str]) -> int:
         return await original(*arguments)
 
     run._train = with_libraries
-    code = command.main(arguments)
+    code = main(["train", "quickstart", *arguments])
     Path(os.environ["START_UP_MARKS"]).write_text(json.dumps(ends))
     return code
 

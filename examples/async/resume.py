@@ -22,8 +22,9 @@ def kill_and_resume(run: Path) -> int:
     command = [
         sys.executable,
         "-m",
-        "skyrl_train.entrypoints.train",
-        "--config-name=quickstart",
+        "skyrl_train",
+        "train",
+        "quickstart",
         f"trainer.run_dir={run}",
     ]
     command += ["trainer.max_steps=60", "trainer.ckpt_interval=10", "data.generate=240", *sys.argv[1:]]  # 4 epochs

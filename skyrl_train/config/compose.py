@@ -40,7 +40,7 @@ COMMAND_LINE = "the command line"
 ConfigStore.instance().store(name=BASE, node=RunConfig)
 
 
-def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:
+def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunConfig:
     """Compose a recipe and command-line overrides.
 
     Args:
@@ -78,7 +78,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     return _to_run_config(composed, where=config_name)
 
 
-def recipe_names(config_dir: str | None = None) -> list[str]:
+def recipe_names(config_dir: str | Path | None = None) -> list[str]:
     """Return the names that ``compose`` takes: the library's recipes, and the ones in ``config_dir``."""
     folders = [RECIPES] if config_dir is None else [RECIPES, Path(config_dir)]
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
@@ -156,7 +156,7 @@ def _to_run_config(composed: DictConfig, where: str) -> RunConfig:
     return config
 
 
-def _locate(config_name: str, config_dir: str | None) -> tuple[Path, str]:
+def _locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
     path = Path(config_name)
     if path.suffix in (".yaml", ".yml") or path.parent != Path():
         if not path.is_file():
@@ -164,7 +164,7 @@ def _locate(config_name: str, config_dir: str | None) -> tuple[Path, str]:
             raise ConfigError(f"There is no recipe file {config_name!r}. Give an existing file, or one of: {known}.")
         return path.parent.resolve(), path.name
     if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"There is no recipe folder {config_dir!r}.")
+        raise ConfigError(f"There is no recipe folder {str(config_dir)!r}.")
     if config_name != BASE and config_name not in recipe_names(config_dir):
         recipes = recipe_names(config_dir)
         close = nearest(config_name, recipes)

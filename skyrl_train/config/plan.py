@@ -1,4 +1,4 @@
-"""The resolved plan of a run: every derived number, for the trainers and for ``--dry-run``."""
+"""The resolved plan of a run: every derived number, for the trainers and for ``skyrl-train plan``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
     warnings: tuple[str, ...] = ()  # one sentence or two for each setting that has no effect
 
     def describe(self) -> str:
-        """Return a table for ``--dry-run``: one line per fact, in sections."""
+        """Return a table for ``skyrl-train plan``: one line per fact, in sections."""
         sections = [
             ("run", _run_rows(self)),
             ("data", _data_rows(self)),

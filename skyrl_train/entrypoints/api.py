@@ -125,15 +125,14 @@ def _classes(
 def _compose(
     recipe_or_config: str | Path | RunConfig, overrides: Sequence[str], config_dir: str | Path | None
 ) -> RunConfig:
-    folder = None if config_dir is None else str(config_dir)
     if isinstance(recipe_or_config, str | Path):
-        return compose(str(recipe_or_config), overrides, folder)
+        return compose(str(recipe_or_config), overrides, config_dir)
     if isinstance(recipe_or_config, RunConfig):
         # As a recipe, so that it passes the same checks, and overrides mean the same.
         with tempfile.TemporaryDirectory() as parent:
             recipe = Path(parent) / "config.yaml"
             recipe.write_text(f"defaults: [{BASE}, _self_]\n{to_yaml(recipe_or_config)}", encoding="utf-8")
-            return compose(str(recipe), overrides, folder)
+            return compose(str(recipe), overrides, config_dir)
     raise ConfigError(
         "train() takes a recipe's name, the path of a yaml file, or a RunConfig (see skyrl_train.compose); got "
         f"{type(recipe_or_config).__name__}. Give settings as overrides=..."

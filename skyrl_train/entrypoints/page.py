@@ -1,49 +1,49 @@
-"""Look at runs in a browser: ``python -m skyrl_train.entrypoints.page [RUNS_DIR] [--port 7860] ...``.
-
-The page only reads; it works for runs that train now, have ended, or come from another machine. An address other than this
-machine's own needs a token: that of the environment variable SKYRL_PAGE_TOKEN, or one that is made and printed.
-
-Exit codes: 0 stopped by SIGTERM or Ctrl-C; 2 no such folder, or the address is in use.
-"""
+"""``skyrl-train page``: runs in a browser. It only reads; runs that train now, have ended, or were copied here look alike."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
-import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-import uvicorn
-from rich.console import Console
+import typer
 
-from skyrl_train.endpoint.server.settings import is_loopback
 from skyrl_train.errors import ConfigError
-from skyrl_train.runtime.listening import bind
 
-MODULE = "skyrl_train.entrypoints.page"
 TOKEN_VARIABLE = "SKYRL_PAGE_TOKEN"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, serve the page until a signal, and return the exit code."""
-    options = _parser().parse_args(argv)
-    console = Console()
-    if not options.runs_dir.is_dir():
-        return _refuse(f"{options.runs_dir} is no folder. Name a folder of runs, or the folder of one run.")
-    try:
-        listener, url = bind(options.host, options.port)
-    except ConfigError as error:
-        return _refuse(f"{error}. Choose another --port; 0 takes a free one.")
-    with listener:
-        from skyrl_train.observability.page.app import create_page
+def page(
+    runs_dir: Annotated[Path, typer.Argument(help="A folder of runs, or one run.")] = Path("runs"),
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; the default is this machine only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 7860,
+) -> int:
+    """Show runs in a browser: curves, timeline, samples, settings, and a comparison of runs.
 
-        token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(options.host) else secrets.token_urlsafe(24))
+    An address of other machines needs a token: the one in SKYRL_PAGE_TOKEN, or else one that is made and printed.
+    """
+    import uvicorn
+    from rich.console import Console
+
+    from skyrl_train.endpoint.server.settings import is_loopback
+    from skyrl_train.observability.page.app import create_page
+    from skyrl_train.runtime.listening import bind
+
+    if not runs_dir.is_dir():
+        raise ConfigError(f"{runs_dir} is no folder. Name a folder of runs, or the folder of one run.")
+    try:
+        listener, url = bind(host, port)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Choose another --port; 0 takes a free one.") from error
+    with listener:
+        token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))
         shown = f"{url}/?token={token}" if token else f"{url}/"
-        console.print(f"runs of {options.runs_dir} at {shown}", markup=False, highlight=False, soft_wrap=True)
+        Console().print(f"runs of {runs_dir} at {shown}", markup=False, highlight=False, soft_wrap=True)
         config = uvicorn.Config(
-            create_page(options.runs_dir, token),
+            create_page(runs_dir, token),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -54,25 +54,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         uvicorn.Server(config).run(sockets=[listener])
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Shows runs in a browser: curves, samples, settings, and a comparison of runs.",
-        epilog=f"For an address of other machines, {TOKEN_VARIABLE} sets the token; without it one is made and printed.",
-    )
-    add = parser.add_argument
-    add("runs_dir", nargs="?", type=Path, default=Path("runs"), help="a folder of runs, or one run; default: runs")
-    add("--host", default="127.0.0.1", help="the address to listen on; default: this machine only")
-    add("--port", type=int, default=7860, help="0 takes a free one; default: 7860")
-    return parser
-
-
-def _refuse(text: str) -> int:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-    return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,94 +1,80 @@
-"""Serve a model folder: ``python -m skyrl_train.entrypoints.serve --model FOLDER [--port 8000] ...``.
-
-The administrator's key is read from the environment variable SKYRL_ADMIN_KEY, because other users can read command lines.
-
-Exit codes: 0 stopped by SIGTERM or Ctrl-C, after running requests had time to end; 2 invalid setting or input; 1 other errors.
-"""
+"""``skyrl-train serve``: a model folder behind HTTP."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.console import Console
+import typer
 
-from skyrl_train.errors import ConfigError, ModelError, SkyRLError
-from skyrl_train.runtime.process import gc_tuned
+from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.endpoint.server.settings import ServerSettings
     from skyrl_train.inference.interface import InferenceEngineInterface
 
-MODULE = "skyrl_train.entrypoints.serve"
 KEY_VARIABLE = "SKYRL_ADMIN_KEY"
 DEFAULT_CONTEXT = 4096  # tokens, if the model has more positions: each batch slot holds a KV cache of this length
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, serve until a signal, and return the exit code."""
-    options = _parser().parse_args(argv)
-    console = Console()
-    try:
-        asyncio.run(_serve(options, _settings(options), console))
-    except SkyRLError as error:
-        # The error names the setting of a training run; this command line has an option instead.
-        text = f"{type(error).__name__}: {str(error).replace('trainer.policy.model.path', '--model')}"
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, ConfigError | ModelError) else 1
-    return 0
+def serve(
+    model: Annotated[str, typer.Argument(help="A folder (or hub name) with weights and a tokenizer.")],
+    name: Annotated[
+        list[str] | None, typer.Option(help="Model name in requests; may be repeated; default: policy.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; the default is this machine only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    open: Annotated[bool, typer.Option("--open", help="Serve programs of this machine without keys.")] = False,
+    docs: Annotated[bool, typer.Option("--docs", help="Serve an API page at /docs.")] = False,
+    backend: Annotated[Literal["embedded", "vllm"], typer.Option(help="The engine.")] = "embedded",
+    num_engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Concurrent requests per engine.")] = 128,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help=f"Tokens per request; default: the model's, at most {DEFAULT_CONTEXT}.")
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of weights and KV cache.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device of embedded engines.")] = "cpu",
+    drain_s: Annotated[float, typer.Option(min=0, help="Seconds for running requests after a signal.")] = 10.0,
+) -> int:
+    """Serve a model with the dialects of OpenAI and Anthropic, until SIGTERM or Ctrl-C.
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Serves a model folder with the dialects of OpenAI and Anthropic.",
-        epilog=f"The administrator's key is read from the environment variable {KEY_VARIABLE}.",
-    )
-    add = parser.add_argument
-    add("--model", required=True, help="a folder (or hub name) with weights and a tokenizer")
-    add("--name", action="append", help="model name in requests; may be repeated; default: policy")
-    add("--host", default="127.0.0.1", help="the address to listen on; default: this machine only")
-    add("--port", type=int, default=8000, help="0 takes a free one; default: 8000")
-    add("--open", action="store_true", help="serve programs of this machine without keys")
-    add("--docs", action="store_true", help="serve an API page at /docs")
-    add("--backend", choices=("embedded", "vllm"), default="embedded", help="default: embedded")
-    add("--num-engines", type=int, default=1, help="number of engines; default: 1")
-    add("--max-num-seqs", type=int, default=128, help="concurrent requests per engine; default: 128")
-    add("--max-model-len", type=int, help=f"tokens per request; default: the model's, at most {DEFAULT_CONTEXT}")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--device", default="cpu", help="device of embedded engines; default: cpu")
-    add("--drain-s", type=float, default=10.0, help="seconds for running requests after a signal; default: 10")
-    return parser
-
-
-def _settings(options: argparse.Namespace) -> ServerSettings:
+    The administrator's key is read from the environment variable SKYRL_ADMIN_KEY, because other users can read command lines.
+    """
     from skyrl_train.endpoint.server.settings import ServerSettings
 
     admin_key = os.environ.get(KEY_VARIABLE)
-    if admin_key is None and not options.open:
+    if admin_key is None and not open:
         raise ConfigError(f"set {KEY_VARIABLE} to the administrator's key, or serve without keys with --open")
-    return ServerSettings(
-        host=options.host,
-        port=options.port,
-        model_names=tuple(options.name or ("policy",)),
-        admin_key=admin_key,
-        open=options.open,
-        docs=options.docs,
+    settings = ServerSettings(
+        host=host, port=port, model_names=tuple(name or ("policy",)), admin_key=admin_key, open=open, docs=docs
     )
+    try:
+        engines = _engines(model, num_engines, backend, dtype, device, max_num_seqs, max_model_len)
+        asyncio.run(_serve(model, engines, settings, dtype, drain_s))
+    except SkyRLError as error:
+        # The error names the setting of a training run; this command line has an argument instead.
+        error.args = (str(error).replace("trainer.policy.model.path", "MODEL"),)
+        raise
+    return 0
 
 
-async def _serve(options: argparse.Namespace, settings: ServerSettings, console: Console) -> None:
+async def _serve(
+    model_path: str, engines: Sequence[InferenceEngineInterface], settings: ServerSettings, dtype: str, drain_s: float
+) -> None:
+    from rich.console import Console
+
     from skyrl_train.endpoint.server.app import create_app
     from skyrl_train.endpoint.server.server import EndpointServer
     from skyrl_train.endpoint.sessions import SessionStore
     from skyrl_train.inference.chat.service import ChatService
     from skyrl_train.inference.client import InferenceEngineClient
     from skyrl_train.models.folder import load_model, load_tokenizer
+    from skyrl_train.runtime.process import gc_tuned
     from skyrl_train.types import PauseMode
     from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
     from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
@@ -96,25 +82,24 @@ async def _serve(options: argparse.Namespace, settings: ServerSettings, console:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    tokenizer = await asyncio.to_thread(load_tokenizer, options.model)
-    engines = [_engine(options, index) for index in range(options.num_engines)]
-    client = InferenceEngineClient(engines, tokenizer, options.model)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
+    client = InferenceEngineClient(list(engines), tokenizer, model_path)
     server = EndpointServer(
         create_app(ChatService(client, client.renderer), client, SessionStore(client.renderer), settings)
     )
-    transport = SharedMemoryTransport(options.dtype)
+    transport = SharedMemoryTransport(dtype)
     try:
         await client.start()
         # The folder's weights are version 0. They stay in shared memory for engines that restart.
-        model = await asyncio.to_thread(load_model, options.model, options.dtype, "cpu")
+        model = await asyncio.to_thread(load_model, model_path, dtype, "cpu")
         await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
         # The engines have copies; the model would only take memory while the server runs.
         del model
         with gc_tuned():
             url = await server.start()
-            console.print(f"serving {options.model} at {url}", markup=False, highlight=False, soft_wrap=True)
+            Console().print(f"serving {model_path} at {url}", markup=False, highlight=False, soft_wrap=True)
             await stopped.wait()
-        await server.stop(options.drain_s)
+        await server.stop(drain_s)
     finally:
         # Also after an error; idempotent if the server has stopped already.
         await server.stop(drain_s=0)
@@ -122,26 +107,33 @@ async def _serve(options: argparse.Namespace, settings: ServerSettings, console:
         transport.close()
 
 
-def _engine(options: argparse.Namespace, index: int) -> InferenceEngineInterface:
-    """Return engine number ``index``; each has another seed."""
+def _engines(
+    model_path: str,
+    number: int,
+    backend: str,
+    dtype: str,
+    device: str,
+    max_num_seqs: int,
+    max_model_len: int | None,
+) -> list[InferenceEngineInterface]:
+    """Return engines of the model; each has another seed."""
+    from skyrl_train.inference.engines.embedded import EmbeddedEngine
+    from skyrl_train.inference.engines.vllm import VLLMEngine
     from skyrl_train.models.folder import load_config
     from skyrl_train.runtime.seeds import derive_seed
 
-    positions = getattr(load_config(options.model).get_text_config(), "max_position_embeddings", DEFAULT_CONTEXT)
-    shared = {
-        "dtype": options.dtype,
-        "max_num_seqs": options.max_num_seqs,
-        "max_model_len": options.max_model_len or min(positions, DEFAULT_CONTEXT),
-        "seed": derive_seed(index) % (1 << 32),
-    }
-    if options.backend == "embedded":
-        from skyrl_train.inference.engines.embedded import EmbeddedEngine
-
-        return EmbeddedEngine(options.model, device=options.device, **shared)
-    from skyrl_train.inference.engines.vllm import VLLMEngine
-
-    return VLLMEngine(options.model, load_format="dummy", **shared)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    positions = getattr(load_config(model_path).get_text_config(), "max_position_embeddings", DEFAULT_CONTEXT)
+    length = max_model_len or min(positions, DEFAULT_CONTEXT)
+    engines: list[InferenceEngineInterface] = []
+    for index in range(number):
+        shared: dict[str, Any] = {
+            "dtype": dtype,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": length,
+            "seed": derive_seed(index) % (1 << 32),
+        }
+        if backend == "embedded":
+            engines.append(EmbeddedEngine(model_path, device=device, **shared))
+        else:
+            engines.append(VLLMEngine(model_path, load_format="dummy", **shared))
+    return engines

@@ -1,15 +1,12 @@
-"""Generate one group, show everything, train nothing: ``python -m skyrl_train.entrypoints.try_group --config-name=RECIPE ...``.
+"""``skyrl-train try``: generate one group, show everything, train nothing.
 
 For people who write an environment, a reward function, an agent or a generator: prompt and response as the model sees them,
 token for token, the rewards, and the traceback of code that fails. It takes seconds, because no trainer is built.
-
-Exit codes: 0 shown; 1 the group failed; 2 a setting or an input is wrong; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
@@ -27,8 +24,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
-from skyrl_train.entrypoints.train import exit_code, print_error, recipe_parser
-from skyrl_train.errors import ConfigError, DataError, SkyRLError
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.rollout.data.loader import build_loader
 from skyrl_train.runtime.concurrency import close_all
 
@@ -38,48 +34,49 @@ if TYPE_CHECKING:
     from skyrl_train.environments.base import PromptRecord
     from skyrl_train.types import RolloutGroup, RolloutSequence
 
-MODULE = "skyrl_train.entrypoints.try_group"
 SAMPLED, GIVEN = "bold green", "dim"  # styles of tokens with loss mask 1 and 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, generate and show one group, and return the exit code."""
-    parser = recipe_parser(
-        MODULE, "Generates the rollout group of one prompt and shows all of it. Nothing is trained or written."
-    )
-    parser.add_argument("-n", "--samples", type=int, help="samples of the prompt; default: as the recipe says")
-    parser.add_argument("--prompt", type=int, default=0, help="which prompt, in the order of the run; default: 0")
-    parser.add_argument("--tokens", action="store_true", help="also list every token with its log-prob and reward")
-    options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+def try_group(
+    recipe: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    *,
+    samples: int | None = None,
+    prompt: int = 0,
+    tokens: bool = False,
+) -> None:
+    """Generate one group of a recipe and print it.
+
+    Args:
+        samples: of the prompt; None: as the recipe says.
+        prompt: its place in the order of the run, from 0.
+        tokens: whether to list every token.
+
+    Raises:
+        SkyRLError: a setting or an input cannot work, or the group failed; then the traceback of the code that failed is printed.
+    """
     console = Console()
     forget_files()
+    config = compose(recipe, overrides, config_dir)
+    if samples is not None:
+        config = replace(config, generator=replace(config.generator, n_samples_per_prompt=samples))
+    check_implementations(config)
+    inputs = load_inputs(config)
+    print_warnings(inputs, console, strict=False)
     try:
-        if options.prompt < 0 or (options.samples is not None and options.samples < 1):
-            raise ConfigError("--prompt counts from 0, and --samples from 1")
-        config = compose(options.config_name, options.overrides, options.config_dir)
-        if options.samples is not None:
-            config = replace(config, generator=replace(config.generator, n_samples_per_prompt=options.samples))
-        check_implementations(config)
-        inputs = load_inputs(config)
-        print_warnings(inputs, console, strict=False)
         with tempfile.TemporaryDirectory() as folder:
-            record, group, tokenizer = asyncio.run(
-                generate_group(inputs, Path(folder) / "model", console, options.prompt)
-            )
-        show(console, record, group, tokenizer, tokens=options.tokens)
-    except KeyboardInterrupt:
-        return 130
+            record, group, tokenizer = asyncio.run(generate_group(inputs, Path(folder) / "model", console, prompt))
     except SkyRLError as error:
-        code, cause = exit_code(error), error.__cause__
+        cause = error.__cause__
         while cause is not None and cause.__cause__ is not None:
             cause = cause.__cause__
-        if cause is not None and code == 1:
+        if cause is not None and not isinstance(error, ConfigError | DataError | ModelError):
             # The code that failed is at the end of the chain; what passed its error on would only hide it.
             trace = "".join(traceback.format_exception(cause, chain=False))
             console.print(trace, markup=False, highlight=False, soft_wrap=True)
-        print_error(error)
-        return code
-    return 0
+        raise
+    show(console, record, group, tokenizer, tokens=tokens)
 
 
 def for_one_group(config: RunConfig) -> RunConfig:
@@ -255,7 +252,3 @@ def problems(group: RolloutGroup) -> list[str]:
 def visible(text: str) -> str:
     """Replace control characters other than newline and tab, which could steer the terminal, by their escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

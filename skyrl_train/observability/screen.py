@@ -430,10 +430,14 @@ def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: st
     )
 
 
-def train_command(module: str, arguments: Sequence[str], launcher: str = "", *, run_dir: str | None = None) -> str:
-    """Return the given command line, quoted for a shell, after ``launcher``; with ``run_dir``, it resumes the run there."""
+def train_command(program: str, arguments: Sequence[str], *, run_dir: str | None = None) -> str:
+    """Return ``program train`` with the arguments quoted for a shell; with ``run_dir``, it resumes the run there.
+
+    Args:
+        program: how the command is started, such as ``./uvw run skyrl-train``.
+    """
     if run_dir is not None:
         elsewhere = ("trainer.run_dir=", "trainer.resume=")
         kept = [argument for argument in arguments if not argument.startswith(elsewhere)]
         arguments = [*kept, f"trainer.run_dir={run_dir}"]
-    return f"{launcher} {shlex.join(['python', '-m', module, *arguments])}".lstrip()
+    return f"{program} train {shlex.join(arguments)}"

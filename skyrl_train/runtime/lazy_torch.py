@@ -1,6 +1,6 @@
 """``from skyrl_train.runtime.lazy_torch import torch``: torch, imported when one of its names is first used.
 
-For modules whose rules a configuration names. ``--dry-run`` looks the names up and calls no rule, so it needs no torch.
+For modules whose rules a configuration names. ``skyrl-train plan`` looks the names up and calls no rule, so it needs no torch.
 """
 
 from __future__ import annotations

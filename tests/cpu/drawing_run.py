@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import torch
 
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 
 
 def draw_until(ended: threading.Event) -> None:
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     drawing = threading.Thread(target=draw_until, args=(ended,))
     drawing.start()
     try:
-        code = main(sys.argv[1:])
+        code = main(["train", *sys.argv[1:]])
     finally:
         ended.set()
         drawing.join()

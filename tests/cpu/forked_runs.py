@@ -38,6 +38,7 @@ RAISED = -1  # the "exit code" of a run that ended with an exception
 # What the quickstart's run imports on its way. A module that is missing here is imported again by each child: torch and
 # transformers take 15 s without bytecode.
 IMPORTED_FIRST = (
+    "skyrl_train.entrypoints.command_line",
     "skyrl_train.entrypoints.train",
     "skyrl_train.build.trainer",
     "skyrl_train.fully_async_trainer",
@@ -94,9 +95,9 @@ def live(output: str, arguments: Sequence[str], fault: Fault | None, script: str
 
 
 def train(arguments: Sequence[str]) -> int:
-    from skyrl_train.entrypoints.train import main
+    from skyrl_train.entrypoints.command_line import main
 
-    return main(arguments)
+    return main(["train", *arguments])
 
 
 def run_script(script: str, arguments: Sequence[str], folder: Path) -> int:

@@ -38,7 +38,7 @@ def command(recipe: str, folder: Path, *overrides: str) -> list[str]:
     """The arguments of a run in ``folder/run``, whose files come from ``folder``."""
     built_in = recipe in BUILT_IN
     return [
-        f"--config-name={recipe if built_in else write_stand_in(recipe, folder)}",
+        str(recipe if built_in else write_stand_in(recipe, folder)),
         *(SHORT if built_in else [f"rollout.stages.reward.function={__file__}:even_tokens"]),
         f"trainer.run_dir={folder / 'run'}",
         "trainer.trackers=[]",

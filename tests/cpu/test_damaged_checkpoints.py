@@ -33,7 +33,7 @@ CRITIC_FILES = {"policy/critic/policy.safetensors", "policy/critic/optimizer.pt"
 
 def command(folder: Path, kind: str) -> list[str]:
     return [
-        "--config-name=quickstart",
+        "quickstart",
         f"trainer.run_dir={folder}",
         "trainer.policy_mini_batch_size=2",
         f"trainer.max_steps={STEPS}",

@@ -20,7 +20,7 @@ from recorded import samples_of
 
 from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.models.folder import load_model
@@ -29,7 +29,7 @@ from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 HERE = __name__
 TINY = [
-    "--config-name=quickstart",
+    "quickstart",
     "trainer.policy_mini_batch_size=2",
     "trainer.max_steps=3",
     "trainer.ckpt_interval=2",
@@ -76,7 +76,7 @@ def test_sigterm_before_training_begins_is_as_ctrl_c(
     monkeypatch.setattr("skyrl_train.entrypoints.run._train", starting)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what would end the tests
     try:
-        assert main([*TINY, f"trainer.run_dir={tmp_path}"]) == 130
+        assert main(["train", *TINY, f"trainer.run_dir={tmp_path}"]) == 130
     finally:
         signal.signal(signal.SIGTERM, before)
     assert cleaned_up == [True]
@@ -89,8 +89,8 @@ def prompts(tmp_path: Path, text: str) -> str:
     return f"data.train_data=[{path}]"
 
 
-def run(tmp_path: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
-    code = main([*TINY, f"trainer.run_dir={tmp_path / 'run'}", *overrides])
+def run(tmp_path: Path, capfd: pytest.CaptureFixture[str], *overrides: str, verb: str = "train") -> tuple[int, str]:
+    code = main([verb, *TINY, f"trainer.run_dir={tmp_path / 'run'}", *overrides])
     out, err = capfd.readouterr()
     return code, out + err
 
@@ -237,7 +237,7 @@ def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        assert main([*TINY, f"trainer.runs_dir={tmp_path}"]) == 0
+        assert main(["train", *TINY, f"trainer.runs_dir={tmp_path}"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart-1", "quickstart-2"]
 
 
@@ -256,7 +256,7 @@ def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
         ("+generator.kwargs.agent", ["generator.name=harness"], "package.module:function or file.py:function"),
     ],
 )
-@pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["plan", "run"])
+@pytest.mark.parametrize("verb", ["plan", "train"])
 def test_an_import_path_that_leads_nowhere_is_an_error_before_there_is_a_run_folder(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -264,12 +264,12 @@ def test_an_import_path_that_leads_nowhere_is_an_error_before_there_is_a_run_fol
     setting: str,
     overrides: list[str],
     message: str,
-    dry_run: list[str],
+    verb: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompts(tmp_path, '{"prompt": "01a="}\n' * 8)
     Path("mine.py").write_text("")
-    assert main([*TINY, *overrides, *dry_run, f"{setting}=mine.py:Nothing"]) == 2
+    assert main([verb, *TINY, *overrides, f"{setting}=mine.py:Nothing"]) == 2
     text = "".join(capfd.readouterr())
     assert f"{setting.lstrip('+')}='mine.py:Nothing' cannot be imported" in text
     assert message in text
@@ -279,33 +279,32 @@ def test_an_import_path_that_leads_nowhere_is_an_error_before_there_is_a_run_fol
 def test_a_trainer_mode_that_names_no_trainer_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
     modes = ["nowhere:Trainer", "json:JSONDecoder", "json:loads", "fully_asinc"]
     code = (
-        "import sys; from skyrl_train.entrypoints.train import main\n"
+        "import sys; from skyrl_train.entrypoints.command_line import main\n"
         f"for mode in {modes}:\n"
-        f"    print(main(['--dry-run', 'trainer.runs_dir={tmp_path}', f'trainer.mode={{mode}}']), 'torch' in sys.modules)"
+        f"    code = main(['plan', 'quickstart', 'trainer.runs_dir={tmp_path}', f'trainer.mode={{mode}}'])\n"
+        "    print(code, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["2", "False"] * len(modes)
     assert all(mode in done.stderr for mode in modes) and done.stderr.count("trainer.mode") >= len(modes)
 
 
-def test_neither_help_nor_a_dry_run_of_the_quickstart_imports_torch() -> None:
+def test_a_plan_of_the_quickstart_imports_no_torch() -> None:
     code = (
-        "import sys; from skyrl_train.entrypoints.train import main\n"
-        "from contextlib import suppress\n"
-        "for arguments in (['--help'], ['--dry-run'], ['--dry-run', 'trainer.algorithm.policy_loss_type=ppo_klip']):\n"
-        "    with suppress(SystemExit):\n"
-        "        print('exit', main(arguments))\n"
+        "import sys; from skyrl_train.entrypoints.command_line import main\n"
+        "for arguments in (['plan', 'quickstart'], ['plan', 'quickstart', 'trainer.algorithm.policy_loss_type=ppo_klip']):\n"
+        "    print('exit', main(arguments))\n"
         "    print('heavy', [name for name in ('torch', 'transformers', 'ray', 'datasets') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("exit ")] == ["exit 0", "exit 2"]  # --help exits by itself
-    assert [line for line in lines if line.startswith("heavy ")] == ["heavy []"] * 3
-    assert "usage: " in done.stdout and "S=4" in done.stdout and "ppo_clip" in done.stderr
+    assert [line for line in lines if line.startswith("exit ")] == ["exit 0", "exit 2"]
+    assert [line for line in lines if line.startswith("heavy ")] == ["heavy []"] * 2
+    assert "S=4" in done.stdout and "ppo_clip" in done.stderr
 
 
-def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, text = run(tmp_path, capfd, "--dry-run")
+def test_plan_prints_it_and_touches_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text = run(tmp_path, capfd, verb="plan")
     assert code == 0
     assert "D=1" in text
     assert "S=4" in text
@@ -330,21 +329,21 @@ def test_a_setting_without_effect_is_a_warning_and_the_run_trains(
     assert text.index("warning: ") < text.index("Starting: ")
 
 
-def test_dry_run_prints_the_warnings_and_strict_makes_them_errors(
+def test_plan_prints_the_warnings_and_strict_makes_them_errors(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = run(tmp_path, capfd, "--dry-run", *NO_EFFECT)
+    code, text = run(tmp_path, capfd, *NO_EFFECT, verb="plan")
     assert code == 0 and len(warnings_in(text)) == 3
-    code, text = run(tmp_path, capfd, "--dry-run", "--strict", *NO_EFFECT)
+    code, text = run(tmp_path, capfd, "--strict", *NO_EFFECT, verb="plan")
     assert code == 2 and "3 settings cannot work" in text
-    assert run(tmp_path, capfd, "--dry-run", "--strict")[0] == 0
+    assert run(tmp_path, capfd, "--strict", verb="plan")[0] == 0
 
 
 def test_a_plan_beyond_this_machines_memory_is_a_warning_and_with_strict_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_train.entrypoints.run.this_machine", lambda gpus: Machine(2**20))
-    code, text = run(tmp_path, capfd, "--dry-run")
+    code, text = run(tmp_path, capfd, verb="plan")
     assert code == 0
     (warning,) = warnings_in(text)
     assert "memory does not suffice: Training on cpu" in warning and "there are 0.0 GiB" in warning

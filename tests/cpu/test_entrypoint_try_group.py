@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.entrypoints.try_group import main, problems, visible
+from skyrl_train.entrypoints.command_line import main
+from skyrl_train.entrypoints.try_group import problems, visible
 from skyrl_train.environments.base import Environment, EnvironmentStep, PromptRecord
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 HERE = __name__
 TINY = [
-    "--config-name=quickstart",
+    "quickstart",
     "trainer.policy.model.build.hidden_size=32",
     "trainer.policy.model.build.num_layers=1",
     "data.generate=8",
@@ -67,7 +68,7 @@ def test_a_group_is_shown_and_nothing_is_written(
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     mine = [f"environment.env_class={HERE}:TwoTurns", "generator.max_turns=2", "data.train_data=[data.jsonl]"]
-    assert main([*TINY, *mine, "--samples=2", "--prompt=1", "--tokens", "data.sampler=sequential"]) == 0
+    assert main(["try", *TINY, *mine, "--samples=2", "--prompt=1", "--tokens", "data.sampler=sequential"]) == 0
     shown = capsys.readouterr().out
     assert "prompt 'row 1'" in shown and "answer: a1" in shown
     assert "sample 2 of 2: reward 0.5" in shown
@@ -78,7 +79,7 @@ def test_a_group_is_shown_and_nothing_is_written(
 
 
 def test_code_that_fails_is_shown_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, f"environment.env_class={HERE}:Breaks"]) == 1
+    assert main(["try", *TINY, f"environment.env_class={HERE}:Breaks"]) == 1
     shown = capsys.readouterr()
     assert f'{Path(__file__).name}", line ' in shown.out
     assert "KeyError: 'no_such_column'" in shown.out
@@ -87,7 +88,7 @@ def test_code_that_fails_is_shown_with_its_traceback(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("wrong", ["--prompt=-1", "--samples=0", "environment.env_class=nothing_like_it"])
 def test_wrong_input_is_told_before_anything_starts(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, wrong]) == 2
+    assert main(["try", *TINY, wrong]) == 2
     assert "Traceback" not in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from recorded import samples_of
 from scripted import EOS, ScriptedEngine
 
 from skyrl_train.config.compose import compose
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.models.tiny import character_tokenizer
 
@@ -76,7 +76,7 @@ def test_a_run_with_an_agent_can_be_repeated_bit_for_bit(tmp_path: Path) -> None
     ]
     for name in ("first", "second"):
         run = f"trainer.run_dir={tmp_path / name}"
-        assert main([f"--config-name={FOLDER / 'guess.yaml'}", *settings, run]) == 0
+        assert main(["train", str(FOLDER / "guess.yaml"), *settings, run]) == 0
     first, second = tmp_path / "first", tmp_path / "second"
     assert samples_of(first) == samples_of(second) and samples_of(first)
     weights = "policy/model.safetensors"
@@ -141,10 +141,10 @@ def test_the_tutorials_agent_trains_as_written(form: str, tmp_path: Path, monkey
     Path("agent.yaml").write_text(blocks("agent_harness.md", "yaml")[0])
     commands = [shlex.split(block.replace("\\\n", "")) for block in blocks("agent_harness.md", "bash")]
     words = commands[form == "program"]
-    settings = words[words.index("skyrl_train.entrypoints.train") + 1 :]
+    settings = words[words.index("train") + 1 :]
     settings = [word.replace("[python,", f"[{sys.executable},") for word in settings]
     short = ["trainer.max_steps=1", "trainer.policy_mini_batch_size=1", "generator.n_samples_per_prompt=2"]
     short += ["trainer.trackers=[]", "generator.inference_engine.executor=thread"]
-    assert main([*settings, *short]) == 0
+    assert main(["train", *settings, *short]) == 0
     [row] = [json.loads(line) for line in Path("runs/agent-1/metrics.jsonl").read_text().splitlines()]
     assert row["generate/turns"] == 1 and row["async/failed"] == row["async/retries"] == 0

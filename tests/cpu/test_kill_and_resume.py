@@ -28,7 +28,7 @@ OUTCOMES = (
 
 def command(folder: Path, mode: str, steps: int) -> list[str]:
     return [
-        "--config-name=quickstart",
+        "quickstart",
         f"trainer.run_dir={folder}",
         f"trainer.mode={mode}",
         f"trainer.policy_mini_batch_size={GROUPS}",
@@ -196,8 +196,9 @@ def test_however_a_run_ends_every_prompt_is_trained_once_per_epoch(
 def test_a_forked_run_has_its_libraries_imported(fork_server: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
-        "import sys\nbefore = set(sys.modules)\nfrom skyrl_train.entrypoints.train import main\n"
-        f"main({command(tmp_path / 'run', 'fully_async', steps=1)})\nprint('new:', sorted(set(sys.modules) - before))\n"
+        "import sys\nbefore = set(sys.modules)\nfrom skyrl_train.entrypoints.command_line import main\n"
+        f"main(['train', *{command(tmp_path / 'run', 'fully_async', steps=1)}])\n"
+        "print('new:', sorted(set(sys.modules) - before))\n"
     )
     assert fork_server.run(tmp_path / "run.log", [], script=script) == 0, (tmp_path / "run.log").read_text()
     new = ast.literal_eval((tmp_path / "run.log").read_text().rpartition("new: ")[2])
@@ -245,8 +246,8 @@ def test_a_signal_stops_with_a_checkpoint_exit_zero_and_the_command_that_resumes
     assert fork_server.run(output, command(folder, mode, steps), fault=in_step_2) == 0, output.read_text()
     # The line alone: libraries may have their own last words at exit.
     printed = output.read_text().rpartition("Resume with: ")[2].splitlines()[0]
-    assert shlex.split(printed)[:3] == ["python", "-m", "skyrl_train.entrypoints.train"]
+    assert shlex.split(printed)[:2] == ["skyrl-train", "train"]
     latest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
     assert 1 <= json.loads((latest / "rollout_state.json").read_text())["global_step"] < steps
-    assert fork_server.run(output, shlex.split(printed)[3:]) == 0, output.read_text()
+    assert fork_server.run(output, shlex.split(printed)[2:]) == 0, output.read_text()
     assert sorted(history(folder, steps)) == list(range(steps * GROUPS))

@@ -14,7 +14,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import resolve
 from skyrl_train.config.validate import validate
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.models.lora import add_adapter, policy_weights
 from skyrl_train.models.tiny import build_model_folder
 
@@ -81,7 +81,7 @@ def test_the_plan_counts_an_adapter_as_torch_does(tmp_path: Path, names: str) ->
 def test_a_run_trains_checkpoints_and_exports_an_adapter(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = [
-        "--config-name=quickstart",
+        "quickstart",
         f"{LORA}.rank=4",
         "trainer.policy.optimizer_config.lr_multipliers={*.lora_B.*: 4}",
         "trainer.algorithm.kl_loss_coef=0.01",
@@ -93,7 +93,7 @@ def test_a_run_trains_checkpoints_and_exports_an_adapter(tmp_path: Path) -> None
         "trainer.max_steps=2",
         f"trainer.run_dir={folder}",
     ]
-    assert main(settings) == 0
+    assert main(["train", *settings]) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     # The engine's log-probs are the trainer's: what the correction sees of the mismatch is rounding.

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from skyrl_train.config.compose import compose, to_yaml
-from skyrl_train.entrypoints import page as command
+from skyrl_train.entrypoints.command_line import main
+from skyrl_train.entrypoints.page import TOKEN_VARIABLE
 from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page import series
 from skyrl_train.observability.page.app import create_page, to_json
@@ -312,14 +313,14 @@ def test_the_files_of_the_page_are_in_the_package() -> None:
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([str(tmp_path / "none")]) == 2
+    assert main(["page", str(tmp_path / "none")]) == 2
     assert "is no folder" in capsys.readouterr().err
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert command.main([str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
+        assert main(["page", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
     assert "Address already in use. Choose another --port" in capsys.readouterr().err
-    assert command.main([str(tmp_path), "--port", "70000"]) == 2
+    assert main(["page", str(tmp_path), "--port", "70000"]) == 2
 
 
 @pytest.mark.parametrize(("arguments", "variable", "token"), [
@@ -329,11 +330,11 @@ def test_an_address_of_other_machines_gets_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
     variable: str | None, token: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(command.uvicorn.Server, "run", lambda *_, **__: None)
-    monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     if variable:
-        monkeypatch.setenv(command.TOKEN_VARIABLE, variable)
-    assert command.main([str(tmp_path), "--port", "0", *arguments]) == 0
+        monkeypatch.setenv(TOKEN_VARIABLE, variable)
+    assert main(["page", str(tmp_path), "--port", "0", *arguments]) == 0
     printed = capsys.readouterr().out
     assert ("?token=" in printed) is token
     assert variable is None or f"?token={variable}" in printed

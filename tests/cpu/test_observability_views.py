@@ -436,7 +436,7 @@ def test_steps_without_a_reward_do_not_count() -> None:
 
 
 def test_the_last_line_has_the_rewards_the_folder_and_the_next_command() -> None:
-    command = train_command("skyrl_train.entrypoints.train", ["--config-name=quickstart", "trainer.run_name=a b"])
+    command = train_command("skyrl-train", ["quickstart", "trainer.run_name=a b"])
     assert shlex.split(command)[-1] == "trainer.run_name=a b"
     summary = RunSummary(300, 0.01, 0.95, 0.97, 61.0)
     line = final_line(summary, "runs/quickstart-1", finished=True, command=command, seconds=61.0)
@@ -473,7 +473,7 @@ def test_a_run_has_taken_the_time_of_this_command_and_the_steps_of_those_before_
 
 
 def test_the_command_that_resumes_names_the_run_and_drops_conflicting_settings() -> None:
-    given = ["--config-name=quickstart", "trainer.resume=never", "trainer.seed=1", "trainer.run_dir=elsewhere"]
-    assert train_command("a.b", given, "./uvw run", run_dir="runs/x-1") == (
-        "./uvw run python -m a.b --config-name=quickstart trainer.seed=1 trainer.run_dir=runs/x-1"
+    given = ["quickstart", "trainer.resume=never", "trainer.seed=1", "trainer.run_dir=elsewhere"]
+    assert train_command("./uvw run skyrl-train", given, run_dir="runs/x-1") == (
+        "./uvw run skyrl-train train quickstart trainer.seed=1 trainer.run_dir=runs/x-1"
     )

@@ -32,6 +32,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Imports run from the top to the bottom. A level has one room, except where the rooms of a level are independent.
 LEVELS = (
+    {"__main__"},
     {"entrypoints"},
     {"simulation"},
     {"build"},
@@ -205,7 +206,7 @@ def readme_blocks() -> list[str]:
 
 def test_the_readmes_first_block_trains_and_its_second_tests() -> None:
     train, test = readme_blocks()[:2]
-    assert "skyrl_train.entrypoints.train" in train
+    assert "skyrl-train train quickstart" in train
     assert "pytest" in test
 
 

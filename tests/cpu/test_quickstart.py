@@ -13,7 +13,7 @@ import pytest
 
 @pytest.mark.parametrize("steps", [30, pytest.param(70, marks=pytest.mark.slow)])
 def test_the_quickstart_learns(tmp_path: Path, steps: int) -> None:
-    command = [sys.executable, "-m", "skyrl_train.entrypoints.train", "--config-name=quickstart"]
+    command = [sys.executable, "-m", "skyrl_train", "train", "quickstart"]
     overrides = [f"trainer.max_steps={steps}", f"trainer.run_dir={tmp_path / 'run'}"]
     done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -23,4 +23,4 @@ def test_the_quickstart_learns(tmp_path: Path, steps: int) -> None:
     assert statistics.fmean(rewards[-10:]) > 2 * statistics.fmean(rewards[:10])
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith(f"Trained {steps} steps")
-    assert "Train again with: python -m skyrl_train.entrypoints.train --config-name=quickstart" in last
+    assert "Train again with: python -m skyrl_train train quickstart" in last

@@ -23,7 +23,7 @@ from scripted import ScriptedEngine, settle
 from vllm_engines import TOLERANCE, token_logprobs
 
 from skyrl_train.config.schema import BuildModelConfig
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, QuotaError, RequestError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
@@ -459,7 +459,7 @@ def test_a_run_with_its_engine_in_an_actor_is_the_run_with_its_engine_in_a_threa
     for executor in ("thread", "ray"):
         folder = tmp_path / executor
         arguments = command("sort_digits", folder, *SYNCHRONOUS, f"generator.inference_engine.executor={executor}")
-        assert main(arguments) == 0
+        assert main(["train", *arguments]) == 0
         outcomes.append(outcome(folder))
     assert_equal(*outcomes)
 

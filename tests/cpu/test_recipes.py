@@ -24,7 +24,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.memory import Machine, MemoryWarnings, memory_requirements, memory_warnings
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import resolve
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.environments.sandbox import why_unavailable
 from skyrl_train.environments.search_answer import SearchAnswer
 from skyrl_train.errors import DataError, RolloutError
@@ -42,7 +42,7 @@ def test_a_recipe_trains_on_converted_records(tmp_path: Path, recipe: str, retri
         pytest.skip(str(why_unavailable("namespaces")))
     path = write_stand_in(recipe, tmp_path)
     extra = [f"environment.kwargs.retriever_url={retriever_url}"] if recipe == "search" else []
-    assert main([f"--config-name={path}", f"trainer.run_dir={tmp_path / 'run'}", *extra]) == 0
+    assert main(["train", str(path), f"trainer.run_dir={tmp_path / 'run'}", *extra]) == 0
     found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [1, 2]
     assert ("critic/explained_variance" in found[-1]) == (recipe == "critic_ppo")
@@ -68,7 +68,7 @@ def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
         path = tmp_path / "data" / f"{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows * 64), path)
-    assert main([f"--config-name={RECIPES / recipe / recipe}.yaml", "--dry-run"]) == 0
+    assert main(["plan", f"{RECIPES / recipe / recipe}.yaml"]) == 0
     plan = capsys.readouterr().out
     assert "Qwen/Qwen" in plan and "vllm" in plan
     memory = plan.partition("\nmemory\n")[2]
@@ -76,7 +76,7 @@ def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
     # A hub name that is not listed.
     critic = ["trainer.critic.model.path=some/where"] if recipe == "critic_ppo" else []
     unlisted = ["trainer.policy.model.path=some/where", *critic]
-    assert main([f"--config-name={RECIPES / recipe / recipe}.yaml", "--dry-run", *unlisted]) == 0
+    assert main(["plan", f"{RECIPES / recipe / recipe}.yaml", *unlisted]) == 0
     plan = capsys.readouterr().out
     assert "some/where" in plan and "vllm" in plan and "unknown until the model is loaded" in plan
 

@@ -21,6 +21,7 @@ from request_fields import FieldNote, field_table
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.endpoint.dialects import anthropic, responses
 from skyrl_train.entrypoints import serve
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
 from skyrl_train.models.tiny import build_model_folder
@@ -51,10 +52,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> I
     """The command of the page, with a model made on the spot and a free port; ends as Ctrl-C ends it."""
     model = tmp_path_factory.mktemp("served") / "policy"
     build_model_folder(BuildModelConfig(alphabet="0123456789+=", hidden_size=32), model, seed=0)
-    [command] = re.findall(r"-m skyrl_train\.entrypoints\.serve (.*)", blocks("bash")[0])
+    [command] = re.findall(r"skyrl-train serve (.*)", blocks("bash")[0])
     words = command.replace("runs/quickstart-1/policy", str(model)).replace("--port 8000", "--port 0").split()
     server = fork_server.forks.Popen(
-        [sys.executable, "-m", serve.MODULE, *words],
+        [sys.executable, "-m", "skyrl_train", "serve", *words],
         env={**os.environ, serve.KEY_VARIABLE: ADMIN_KEY},
         stdout=subprocess.PIPE,
         text=True,
@@ -109,10 +110,10 @@ def test_the_commands_of_the_page_run(base: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "told"),
     [
-        (["--model", "nowhere"], None, "SKYRL_ADMIN_KEY"),
-        (["--model", "nowhere", "--host", "0.0.0.0", "--open"], None, "without keys"),
-        (["--model", "./nowhere", "--open"], None, "'./nowhere' is not there. Point --model at"),
-        (["--model", "x"], "short", "16 characters"),
+        (["nowhere"], None, "SKYRL_ADMIN_KEY"),
+        (["nowhere", "--host", "0.0.0.0", "--open"], None, "without keys"),
+        (["./nowhere", "--open"], None, "'./nowhere' is not there. Point MODEL at"),
+        (["x"], "short", "16 characters"),
     ],
 )
 def test_a_wrong_command_is_reported_and_exits_with_2(
@@ -121,5 +122,5 @@ def test_a_wrong_command_is_reported_and_exits_with_2(
     monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
     if key is not None:
         monkeypatch.setenv(serve.KEY_VARIABLE, key)
-    assert serve.main(words) == 2
+    assert main(["serve", *words]) == 2
     assert told in capsys.readouterr().err

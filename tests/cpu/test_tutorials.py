@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.compose import compose
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "tutorials"
 SHORT = ["trainer.max_steps=2", "trainer.trackers=[]", "generator.inference_engine.executor=thread"]
@@ -26,7 +26,7 @@ def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypa
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("sums.py").write_text(next(block for block in blocks("your_own_task.md", "python") if "class Sums" in block))
     Path("sums.yaml").write_text(blocks("your_own_task.md", "yaml")[0])
-    assert main(["--config-name=sums.yaml", *SHORT]) == 0
+    assert main(["train", "sums.yaml", *SHORT]) == 0
     assert (tmp_path / "runs" / "sums-1" / "policy" / "model.safetensors").is_file()
 
 
@@ -35,7 +35,7 @@ def test_the_page_about_generators_of_your_own_trains_as_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_generator.py").write_text(blocks("custom_generator.md", "python")[0])
-    assert main(["--config-name=quickstart", "generator.name=my_generator.py:MyGenerator", *SHORT]) == 0
+    assert main(["train", "quickstart", "generator.name=my_generator.py:MyGenerator", *SHORT]) == 0
     assert len(Path("runs/quickstart-1/metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -69,10 +69,10 @@ def test_the_page_about_updates_in_flight_shows_what_it_says(
 def test_every_command_of_a_page_names_a_recipe_and_settings_that_exist(page: str) -> None:
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
     for line in text.splitlines():
-        if "skyrl_train.entrypoints.train" not in line:
+        command = re.search(r"skyrl-train (?:train|plan|try) ([^#]*)", line)
+        if command is None:
             continue
-        words = line.split("#")[0].split()
-        name = next(word.removeprefix("--config-name=") for word in words if word.startswith("--config-name="))
+        name, *words = command[1].split()
         if not name.endswith(".yaml"):
             compose(name, [word for word in words if "=" in word and not word.startswith("--")])
 

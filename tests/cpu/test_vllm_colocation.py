@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.inference.engines.vllm import engine as vllm_engine
 from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter
 from skyrl_train.inference.engines.vllm.arguments import capabilities
@@ -57,7 +57,7 @@ def test_each_kind_of_vllms_memory_wakes_once_a_turn(tmp_path: Path, monkeypatch
         "trainer.max_steps=2",
         f"trainer.run_dir={tmp_path / 'run'}",
     ]
-    assert main(["--config-name=quickstart", *settings]) == 0
+    assert main(["train", "quickstart", *settings]) == 0
     expected = ["load 0"]
     for version in (1, 2):
         expected += ["sleep 2", "wake weights", f"load {version}", "wake kv_cache"]

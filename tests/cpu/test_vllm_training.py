@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 
 
 @pytest.mark.usefixtures("vllm_forks")
@@ -21,7 +21,7 @@ def test_the_quickstart_trains_with_vllm_and_updates_its_weights_in_flight(tmp_p
         "trainer.max_steps=2",
         f"trainer.run_dir={folder}",
     ]
-    assert main(["--config-name=quickstart", *settings]) == 0
+    assert main(["train", "quickstart", *settings]) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     # The engine's log-probs are the trainer's: the mismatch that the correction sees is rounding and staleness.

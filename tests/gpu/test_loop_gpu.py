@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_train.entrypoints.train import main
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.observability.samples import read_samples
 
 
@@ -28,7 +28,7 @@ def test_the_quickstart_trains_on_a_gpu(tmp_path: Path, mode: str, dtype: str) -
         f"generator.inference_engine.dtype={dtype}",
         "generator.verify_weights=true",
     ]
-    assert main(["--config-name=quickstart", *overrides]) == 0
+    assert main(["train", "quickstart", *overrides]) == 0
     rewards = [json.loads(line)["reward/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
 
@@ -64,7 +64,7 @@ def train(run: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, t
         "generator.inference_engine.batch_invariant=true",
         "generator.verify_weights=true",
     ]
-    assert main(["--config-name=quickstart", *settings, *overrides]) == 0
+    assert main(["train", "quickstart", *settings, *overrides]) == 0
     weights = run / "checkpoints" / f"global_step_{steps}" / "policy" / "policy.safetensors"
     rows = read_samples(run / "samples").drop_columns(["time", "generation_s"]).to_pylist()
     return rows, load_file(weights)

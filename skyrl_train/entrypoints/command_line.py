@@ -1,0 +1,105 @@
+"""``skyrl-train VERB ...``. What a verb needs is imported when it is called, so that help is quick.
+
+Verbs that take a recipe are declared here, the others in their own modules.
+
+Exit codes: 0 done, or stopped by SIGTERM / Ctrl-C with a checkpoint; 1 it failed; 2 the command line, a setting or an input is
+wrong; 130 interrupted before anything began.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skyrl_train.entrypoints.page import page
+from skyrl_train.entrypoints.serve import serve
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+
+START, TRAIN, LOOK, USE = "Start", "Train", "Look", "Use the model"  # sections of the help
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning of language models.",
+    epilog="Settings are given as key=value. First steps: skyrl-train train quickstart",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # a traceback without the values of local variables
+    context_settings={"help_option_names": ["-h", "--help"]},
+    result_callback=sys.exit,
+)
+
+Recipe = Annotated[str, typer.Argument(help="The name of a recipe, such as quickstart, or a yaml file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value ...", help="Settings, in hydra's grammar.")]
+ConfigDir = Annotated[Path | None, typer.Option(help="A folder with recipes of your own.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        app(sys.argv[1:] if argv is None else list(argv), prog_name="skyrl-train")
+    except SkyRLError as error:
+        from rich.console import Console
+
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError("a verb ends with an exit code or an error")
+
+
+@app.command(rich_help_panel=START)
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if a setting has no effect, or the memory does not suffice.")
+    ] = False,
+) -> int:
+    """Print what a recipe resolves to, check it, and start nothing."""
+    from skyrl_train.entrypoints.train import print_plan
+
+    print_plan(recipe, overrides or (), config_dir, strict=strict)
+    return 0
+
+
+@app.command("try", rich_help_panel=START)
+def try_(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", "-n", min=1, help="Samples of the prompt; default: as the recipe says.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=0, help="Which prompt, in the order of the run.")] = 0,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also list every token with its log-prob and reward.")
+    ] = False,
+) -> int:
+    """Generate one group, show all of it (tokens, rewards, the traceback of code that fails), and train nothing."""
+    from skyrl_train.entrypoints.try_group import try_group
+
+    try_group(recipe, overrides or (), config_dir, samples=samples, prompt=prompt, tokens=tokens)
+    return 0
+
+
+@app.command(rich_help_panel=TRAIN)
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if a setting has no effect, or the memory does not suffice.")
+    ] = False,
+) -> int:
+    """Train a policy. The same command resumes a run that was stopped or killed."""
+    from skyrl_train.entrypoints.train import train_recipe
+
+    return train_recipe(recipe, overrides or (), config_dir, strict=strict)
+
+
+app.command(rich_help_panel=LOOK)(page)
+app.command(rich_help_panel=USE)(serve)
