@@ -17,6 +17,7 @@ import typer
 
 from skyrl_train.entrypoints.page import page
 from skyrl_train.entrypoints.serve import serve
+from skyrl_train.entrypoints.watch import watch
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 
 START, TRAIN, LOOK, USE = "Start", "Train", "Look", "Use the model"  # sections of the help
@@ -101,5 +102,6 @@ def train(
     return train_recipe(recipe, overrides or (), config_dir, strict=strict)
 
 
+app.command(rich_help_panel=LOOK)(watch)
 app.command(rich_help_panel=LOOK)(page)
 app.command(rich_help_panel=USE)(serve)

@@ -89,9 +89,9 @@ class StepReport:
 class Progress:
     """Finished steps, their rewards, and the remaining time at the pace since the start."""
 
-    def __init__(self, total_steps: int, start_step: int, clock: Clock) -> None:
+    def __init__(self, total_steps: int, start_step: int, clock: Clock, rewards: Sequence[float] = ()) -> None:
         self.total_steps = total_steps
-        self.rewards: list[float] = []
+        self.rewards = list(rewards)
         self.step = self._start_step = start_step
         self._clock = clock
         self._started = self._latest_at = clock()
@@ -274,15 +274,22 @@ class TerminalView:
 
 
 def make_view(
-    console: Console, total_steps: int, title: str, *, start_step: int = 0, clock: Clock = time.monotonic
+    console: Console,
+    total_steps: int,
+    title: str,
+    *,
+    start_step: int = 0,
+    clock: Clock = time.monotonic,
+    rewards: Sequence[float] = (),
 ) -> TerminalView | PlainView:
     """Return a panel if ``console`` is a terminal, else plain lines.
 
     Args:
         title: run name and mode.
         start_step: the step from which the run resumes; the remaining time is estimated from the steps after it.
+        rewards: of earlier steps, for the curve.
     """
-    progress = Progress(total_steps, start_step, clock)
+    progress = Progress(total_steps, start_step, clock, rewards)
     if console.is_terminal and not console.is_dumb_terminal:
         return TerminalView(console, title, progress, clock)
     return PlainView(console, title, progress, clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 import tomllib
@@ -55,3 +56,38 @@ def test_a_wrong_command_line_exits_with_2_and_says_what_is_wrong(
 ) -> None:
     assert main(arguments) == 2
     assert told in capsys.readouterr().err
+
+
+# watch ------------------------------------------------------------------------------------------------------------
+
+
+def test_watch_shows_the_newest_run_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "mine-1"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("global_step_2\n")
+    (run / "config.yaml").write_text("trainer: {mode: sync, max_steps: 3, failures: {max_failed_rollouts: 7}}\n")
+    (run / "eval.jsonl").write_text('{"step": 2, "policy_version": 2, "eval/pass@1": 0.5}\n')
+    row = {"reward/mean": 0.25, "elapsed_s": 9.0, "async/failed": 1.0, "staleness/mean": None, "time/step": 1.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, **row}) + "\n" for n in (1, 2)) + '{"step": 3')
+
+    def finish(_: float) -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(', "reward/mean": NaN, "async/failed": 1}\n')
+        (run / "finished.json").write_text("{}")
+
+    monkeypatch.setattr("time.sleep", finish)
+    assert main(["watch", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "mine-1 (sync): 3 steps" in shown
+    assert "step 2/3  reward 0.250" in shown and "checkpoint step 2" in shown and "1 of 7 groups" in shown
+    assert "step 3/3  reward nan" in shown
+    assert shown.endswith("mine-1 (sync): finished, step 3\n")
+
+
+def test_watch_shows_a_run_without_a_step_or_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("[not, settings")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "live, step 0" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "none")]) == 2

@@ -1,0 +1,94 @@
+"""``skyrl-train watch``: the terminal panel of any run. It only reads; runs that train, have ended, or were copied look alike."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skyrl_train.errors import ConfigError
+
+POLL_S = 0.5
+CURVE_STEPS = 200  # of the past, spread over it, that are read for the curve of rewards
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="A run, or a folder of runs: the one written last.")] = Path("runs"),
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and leave.")] = False,
+) -> int:
+    """Show the panel of a run until the run ends, or Ctrl-C, which does not disturb the run."""
+    from rich.console import Console
+
+    from skyrl_train.observability.page.folders import RunsFolder, fingerprint, read_settings, spread_rows
+    from skyrl_train.observability.reporter import step_report
+    from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
+    from skyrl_train.observability.screen import Failures, make_view
+
+    runs = RunsFolder(run)
+    if not (names := runs.names()):
+        raise ConfigError(f"{run} has no run. Name a run, or a folder of runs.")
+    name = names[0]
+    header = runs.row(name)
+    match read_settings(runs.file(name, CONFIG)):
+        case {"trainer": {"failures": {"max_failed_rollouts": int(allowed)}}}:
+            pass
+        case _:
+            allowed = 0
+    rows = spread_rows(runs.file(name, METRICS), CURVE_STEPS)
+    console, title = Console(), f"{run if name == '.' else run / name} ({header['mode']})"
+    elapsed_s, read_at = 0.0, time.monotonic()
+    view = make_view(
+        console,
+        header["total_steps"] or header["step"],
+        title,
+        # The seconds of training up to the newest step, and those since this command read of it.
+        clock=lambda: elapsed_s + (time.monotonic() - read_at) * (header["state"] == "live"),
+        rewards=[reward for row in rows[:-1] if (reward := finite(row).get("reward/mean")) is not None],
+    )
+    step, in_flight, failures = 0, 0, Failures()
+    seen: dict[str, str] = {}
+    with closing(view), suppress(KeyboardInterrupt):
+        while True:
+            if seen != (parts := fingerprint(runs.path(name))):
+                seen = parts
+                newest = spread_rows(runs.file(name, METRICS), 1)
+                if newest and newest[-1]["step"] != step:
+                    step, read_at, elapsed_s = newest[-1]["step"], time.monotonic(), newest[-1].get("elapsed_s") or 0.0
+                    # A figure that this step lacks, or that its version of the library did not write, is 0.
+                    numbers = defaultdict(float, finite(newest[-1]))
+                    in_flight = int(numbers["async/in_flight"])
+                    failures = Failures(int(numbers["async/failed"]), allowed, int(numbers["async/retries"]))
+                    saved = None
+                    with suppress(OSError, ValueError):
+                        latest = runs.file(name, "checkpoints", "latest").read_text(encoding="utf-8")
+                        saved = int(latest.strip().removeprefix("global_step_"))
+                    evaluated = [
+                        f"version {row.get('policy_version')}: "
+                        + ", ".join(
+                            f"{key.removeprefix('eval/')} {value:.3f}"
+                            for key, value in finite(row).items()
+                            if "pass@" in key
+                        )
+                        for row in spread_rows(runs.file(name, EVALUATIONS), 1)[-1:]
+                    ]
+                    report = step_report(step, numbers, saved, failures)
+                    view.update(replace(report, evaluation="".join(evaluated)))
+            view.waiting(in_flight, failures)
+            header = runs.row(name)
+            if once or header["state"] not in ("live", "silent"):
+                break
+            time.sleep(POLL_S)
+    console.print(f"{title}: {header['state']}, step {header['step']}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row."""
+    return {key: value for key, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
