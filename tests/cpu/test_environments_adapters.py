@@ -88,7 +88,7 @@ def test_a_reasoning_gym_row_without_an_entry_is_refused() -> None:
 @pytest.mark.parametrize("env_class", ["skyrl_gym:gsm8k", "reasoning_gym:chain_sum"])
 def test_without_the_package_the_message_names_the_extra(env_class: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[envs\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'skyrl-async\[envs\]'"):
         factory(env_class)
 
 
