@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.page import page
 from skyrl_train.entrypoints.serve import serve
 from skyrl_train.entrypoints.watch import watch
@@ -105,3 +106,4 @@ def train(
 app.command(rich_help_panel=LOOK)(watch)
 app.command(rich_help_panel=LOOK)(page)
 app.command(rich_help_panel=USE)(serve)
+app.command(rich_help_panel=USE)(export)

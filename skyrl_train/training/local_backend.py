@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import CheckpointError
-from skyrl_train.models.folder import build_empty, load_model, load_tokenizer, quiet_transformers
-from skyrl_train.models.lora import (
-    adapter_of,
-    add_adapter,
-    base_fingerprint,
-    merged_weights,
-    policy_weights,
-    write_adapter,
-)
+from skyrl_train.models.folder import load_model
+from skyrl_train.models.lora import adapter_of, add_adapter, base_fingerprint, policy_weights
 from skyrl_train.training.backend import CriticBackend, Training, TrainingBackend
 from skyrl_train.training.collectives import Collectives
 from skyrl_train.training.critic_worker import CriticMicroBatch, CriticWorker, put_value_head
+from skyrl_train.training.export import export_hf
 from skyrl_train.training.gradient_accumulator import GradientAccumulator
 from skyrl_train.training.layers import checkpoint_activations, compile_layers
 from skyrl_train.training.policy_worker import PolicyMicroBatch, PolicyWorker
@@ -156,39 +145,8 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
         return dataclasses.replace(update, adapter=adapter_of(self.model))
 
     def export_hf(self, folder: Path) -> None:
-        """See :meth:`TrainingBackend.export_hf`; also writes the tokenizer. Replaces ``folder`` as a whole.
-
-        Raises:
-            CheckpointError: the folder cannot be written; its previous content stays.
-        """
-        unfinished = folder.with_name(f".tmp-{folder.name}")
-        try:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            with quiet_transformers():
-                self._plain_model().save_pretrained(unfinished)
-                if adapter_of(self.model) is not None:
-                    write_adapter(self.model, {n: w.cpu() for n, w in self.named_weights()}, unfinished / "adapter")
-                load_tokenizer(self._model_path).save_pretrained(unfinished)
-            # The old folder goes only when the new one is complete.
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(unfinished, folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise CheckpointError(
-                f"The policy cannot be exported to {folder}: {error}. Free space or choose another folder; the "
-                "run's checkpoints hold the same weights."
-            ) from error
-
-    def _plain_model(self) -> PreTrainedModel:
-        """Return the policy, or a copy of it in main memory with its adapter merged."""
-        adapter = adapter_of(self.model)
-        if adapter is None:
-            return self.model
-        merged = build_empty(self._model_path, str(self.model.dtype).removeprefix("torch."), "cpu")
-        parameters = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-        weights = {name: weight.cpu() for name, weight in merged_weights(parameters, adapter)}
-        merged.load_state_dict(weights, strict=False)  # strict=False: a tied weight has only one of its two names
-        return merged
+        """See :meth:`TrainingBackend.export_hf`."""
+        export_hf(self.model, self._model_path, folder)
 
 
 class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):

@@ -34,6 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_train.config.schema import ClipCovConfig, KlCovConfig, TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
 from skyrl_train.models.adapter_spec import AdapterSpec
+from skyrl_train.models.folder import load_model
+from skyrl_train.models.lora import add_adapter, policy_weights
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training import checkpoint
 from skyrl_train.training.backend import Minibatch, TrainingSequence
@@ -45,6 +47,7 @@ from skyrl_train.training.distributed.worker import (
     Role,
     TrainingWorker,
 )
+from skyrl_train.training.export import load_policy
 from skyrl_train.training.local_backend import LocalBackend
 from skyrl_train.training.reference import FrozenPolicy, TokensToScore
 from skyrl_train.weight_sync.disk import DiskTransport
@@ -348,6 +351,14 @@ class TestWeights:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
         assert same(weights(fresh), {name: p.detach() for name, p in model.named_parameters()})
 
+    def test_of_a_checkpoint_are_loaded_by_one_process(self, folder: str, fresh: RayBackend, tmp_path: Path) -> None:
+        fresh.update(minibatch(lengths=LENGTHS))
+        fresh.save(fresh.snapshot(), tmp_path)
+        model = load_model(folder, "float32", "cpu")
+        assert not same(weights(fresh), {name: p.detach() for name, p in model.named_parameters()})
+        load_policy(model, tmp_path)
+        assert same(weights(fresh), {name: p.detach() for name, p in model.named_parameters()})
+
 
 class TestCheckpoints:
     def test_resume_on_two_ranks_bit_for_bit_and_on_one(
@@ -448,6 +459,9 @@ class TestLora:
         assert (update.adapter, {spec.name for spec in update.tensors}) == (AdapterSpec(4, 1.5), set(weights(alone)))
         (tmp_path / "checkpoint").mkdir()
         adapted.save(adapted.snapshot(), tmp_path / "checkpoint")
+        alone_again = add_adapter(load_model(folder, "float32", "cpu"), lora_settings())
+        load_policy(alone_again, tmp_path / "checkpoint")
+        assert same(weights(adapted), {name: p.detach() for name, p in policy_weights(alone_again)})
         further = [adapted.update(minibatch(step, step, LENGTHS)) for step in (4, 5)]
         end = weights(adapted)
         adapted.load(tmp_path / "checkpoint")

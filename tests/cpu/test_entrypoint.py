@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from recorded import samples_of
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig
@@ -231,6 +234,30 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]")
     assert code == 0
     assert "has finished" in text
+    for number, target in (("", "of-3"), (":2", "of-2"), (":3", "again-3")):
+        assert main(["export", f"{folder}{number}", str(tmp_path / "new" / target)]) == 0
+    exported = {path.name: load_file(path / "model.safetensors") for path in (tmp_path / "new").iterdir()}
+    final = load_file(folder / "policy" / "model.safetensors")
+    assert all(torch.equal(exported["of-3"][name], final[name]) for name in final)
+    assert all(torch.equal(exported["again-3"][name], final[name]) for name in final)
+    assert not all(torch.equal(exported["of-2"][name], final[name]) for name in final)
+    assert AutoTokenizer.from_pretrained(tmp_path / "new" / "of-2").eos_token_id is not None
+
+
+def test_what_cannot_be_exported_is_refused_with_the_steps_that_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = tmp_path / "run"
+    (run_folder / "checkpoints" / "global_step_2").mkdir(parents=True)
+    assert main(["export", str(run_folder), str(tmp_path / "new")]) == 2
+    (run_folder / "config.yaml").write_text("{}")
+    assert main(["export", f"{run_folder}:3", str(tmp_path / "new")]) == 2
+    assert main(["export", f"{run_folder}:2", str(tmp_path / "new")]) == 1
+    assert main(["export", f"{run_folder}:2", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    for part in ("not a run folder", "Steps: 2.", "is damaged: manifest.json is missing", "exists already"):
+        assert part in told
+    assert not (tmp_path / "new").exists()
 
 
 def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(

@@ -104,4 +104,9 @@ def test_a_run_trains_checkpoints_and_exports_an_adapter(tmp_path: Path) -> None
     base = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     merged = AutoModelForCausalLM.from_pretrained(folder / "policy").state_dict()
     changed = {name for name, weight in merged.items() if not torch.equal(weight, base[name])}
+    assert main(["export", str(folder), str(folder / "exported")]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
+    assert all(torch.equal(exported[name], weight) for name, weight in merged.items())
+    adapters = [load_file(folder / name / "adapter/adapter_model.safetensors") for name in ("policy", "exported")]
+    assert all(torch.equal(adapters[0][name], weight) for name, weight in adapters[1].items())
     assert changed == {name for name in base if "_proj." in name}

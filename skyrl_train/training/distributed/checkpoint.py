@@ -32,11 +32,12 @@ from skyrl_train.errors import CheckpointError, first_line
 from skyrl_train.models.lora import base_fingerprint, policy_weights
 from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.training.distributed.sharding import local_shard
+from skyrl_train.training.export import SHARDED_POLICY
 from skyrl_train.training.optimizer import PolicyOptimizer
 from skyrl_train.training.state import POLICY_FILE, REMEDY, Buffers, check_base, check_weights
 
 ShardState = dict[str, torch.Tensor]  # by name in the checkpoint
-_POLICY, _OPTIMIZER, _RNG = "policy.", "optimizer.", "rng."
+_OPTIMIZER, _RNG = "optimizer.", "rng."
 
 
 def copy_of(model: PreTrainedModel, optimizer: PolicyOptimizer, cpu_mesh: DeviceMesh, buffers: Buffers) -> ShardState:
@@ -136,7 +137,7 @@ def _live(model: PreTrainedModel, optimizer: PolicyOptimizer) -> ShardState:
     """Return the trained tensors and their optimizer state, by their names in a checkpoint."""
     optimizer.make_moments()
     policy = dict(policy_weights(model)) | base_fingerprint(model)
-    weights = {f"{_POLICY}{name}": tensor.detach() for name, tensor in policy.items()}
+    weights = {f"{SHARDED_POLICY}{name}": tensor.detach() for name, tensor in policy.items()}
     moments = {
         f"{_OPTIMIZER}{name}.{kind}": tensor
         for name, kinds in optimizer.moments().items()
