@@ -17,6 +17,7 @@ import typer
 
 from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.page import page
+from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
 from skyrl_train.entrypoints.watch import watch
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
@@ -105,5 +106,6 @@ def train(
 
 app.command(rich_help_panel=LOOK)(watch)
 app.command(rich_help_panel=LOOK)(page)
+app.command(rich_help_panel=LOOK)(report)
 app.command(rich_help_panel=USE)(serve)
 app.command(rich_help_panel=USE)(export)

@@ -36,6 +36,7 @@ from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, RolloutError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
+from skyrl_train.observability.report.files import try_to_write_report
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import (
     CONFIG,
@@ -228,6 +229,8 @@ def train(
         # The folder stays locked over all restarts.
         run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
         stack.enter_context(log_file(run_folder.logs / TRAINER_LOG))
+        stack.callback(try_to_write_report, run_folder.path)
+        stack.callback(run_folder.close)  # before the report: only then are all events and samples on the disk
         stack.enter_context(recorded_process(run_folder))
         logger.info("%s the run in %s", "resuming" if choice.resuming else "starting", run_folder.path)
         logger.info("start-up: libraries, data and checks took %.1f s", time.monotonic() - began)

@@ -25,6 +25,7 @@ from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.observability.screen import visible
 from skyrl_train.rollout.data.loader import build_loader
 from skyrl_train.runtime.concurrency import close_all
 
@@ -247,8 +248,3 @@ def problems(group: RolloutGroup) -> list[str]:
     if truncated:
         found.append(f"{truncated} of {len(sequences)} responses were ended by a length limit")
     return found
-
-
-def visible(text: str) -> str:
-    """Replace control characters other than newline and tab, which could steer the terminal, by their escapes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -10,6 +10,7 @@ import math
 import shlex
 import statistics
 import time
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -299,6 +300,14 @@ def shortened(reason: str) -> str:
     """Return ``reason`` as one line of at most ``REASON_WIDTH`` characters."""
     line = " ".join(reason.split())
     return line if len(line) <= REASON_WIDTH else f"{line[: REASON_WIDTH - 3]}..."
+
+
+def visible(text: str) -> str:
+    """Replace characters that are not printed, other than newline and tab, by their escapes: they could steer the terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def counted(count: int, one: str, many: str) -> str:

@@ -178,6 +178,8 @@ def test_an_environment_that_raises_ends_the_run_with_its_message(
     first = next(line for line in text.splitlines() if "scripted environment failure" in line)
     assert re.match(r"group \d+: an attempt failed", first)  # at once, long before the run gives up
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "global_step_0"
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "The run failed after step 0" in report and "scripted environment failure" in report
 
 
 def test_a_generator_with_nan_rewards_ends_the_run_naming_the_field(
@@ -221,7 +223,10 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
         "logs",
         "model",
         "policy",
+        "report.html",
+        "report.md",
     }
+    assert "step 3 of 3" in (folder / "report.md").read_text()
     assert load_model(str(folder / "policy"), "float32", "cpu").config.hidden_size == 32
     assert (folder / "checkpoints" / "latest").read_text().strip() == "global_step_3"
     assert list(folder.glob("logs/tensorboard/events*"))

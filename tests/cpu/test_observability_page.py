@@ -21,9 +21,9 @@ from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.page import TOKEN_VARIABLE
 from skyrl_train.events.log import EVENTS, EventLog
-from skyrl_train.observability.page import series
-from skyrl_train.observability.page.app import create_page, to_json
+from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.page.comparison import bootstrap_interval, compared
+from skyrl_train.observability.page.encoding import to_json
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, read_settings, spread_rows
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
@@ -195,13 +195,12 @@ def test_not_a_number_is_a_gap(tmp_path: Path) -> None:
 
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf)), min_size=1, max_size=70))
 def test_points_of_several_rows_have_their_mean_and_extremes(values: list[float]) -> None:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
-        patch.setattr(series, "POINTS", 8)
+    with tempfile.TemporaryDirectory() as directory:
         table = MetricTable(write_metrics(Path(directory), [{"step": i, "a": value} for i, value in enumerate(values)]))
-        answer = curves(table, ["a"])
+        answer = curves(table, ["a"], points=8)
         every = answer["every"]
         # Asked again from the second point, the server sends the rest of the same curve.
-        rest = curves(table, ["a"], since=1, every=every)
+        rest = curves(table, ["a"], since=1, every=every, points=8)
     assert len(values) / every <= 8 and (every == 1 or len(values) / every > 4)
     parts = [values[start : start + every] for start in range(0, len(values), every)]
     assert answer["step"].tolist() == [min(start + every, len(values)) - 1 for start in range(0, len(values), every)]
@@ -410,11 +409,18 @@ def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped_or_failed_says_so(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", [{"step": 1}])
+    process = {"host": "", "pid": 1, "version": "", "python": "", "config": "", "git": None, "command": []}
     for reason in ("stopped", "failed"):
         log = EventLog(tmp_path / "run" / EVENTS)
-        log.record("end", step=1, reason=reason, error=None)
+        log.record("process", **process)
+        log.record("end", step=1, reason=reason, error='"kind":"process"')
+        log.record("warning", level="ERROR", source="here", text="the run has failed")
         log.close()
         assert RunsFolder(tmp_path).row("run")["state"] == reason
+    log = EventLog(tmp_path / "run" / EVENTS)
+    log.record("process", **process)
+    log.close()
+    assert RunsFolder(tmp_path).row("run")["state"] == "live", "another command has opened it"
 
 
 def test_only_logs_of_the_run_are_shown(tmp_path: Path) -> None:

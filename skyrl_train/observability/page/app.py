@@ -25,9 +25,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.events.log import EVENTS, encodable
+from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import spec_of
 from skyrl_train.observability.page.comparison import AXES, compared
+from skyrl_train.observability.page.encoding import to_json
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
 from skyrl_train.observability.page.incidents import incidents, log_end, log_files
 from skyrl_train.observability.page.samples import prompt_rows, step_rows, whole_sequence
@@ -257,15 +258,6 @@ def _endpoint(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Respo
 def _error(error: Exception) -> Response:
     status = 404 if isinstance(error, NoSuchRunError) else 400
     return Response(to_json({"error": str(error)}), status, media_type="application/json")
-
-
-def to_json(data: Any) -> bytes:
-    """Encode plain data and NumPy arrays. NaN and infinities become null; what JSON cannot express becomes text."""
-    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    try:
-        return orjson.dumps(data, option=option, default=str)
-    except TypeError:  # a lone surrogate, an integer above 64 bits
-        return orjson.dumps(encodable(data), option=option, default=str)
 
 
 def _described(name: str) -> dict[str, str]:

@@ -52,7 +52,7 @@ class RunsFolder:
         """
         try:
             path = (self.root / name).resolve()
-            if path.is_relative_to(self.root) and any((path / mark).exists() for mark in _MARKS):
+            if path.is_relative_to(self.root) and is_run(path):
                 return path
         except (OSError, ValueError):  # too long, a loop of links, a NUL
             pass
@@ -65,7 +65,7 @@ class RunsFolder:
 
     def names(self) -> list[str]:
         """Return the names of all runs, the one that was written last first."""
-        if any((self.root / mark).exists() for mark in _MARKS):
+        if is_run(self.root):
             return ["."]
         found = {}
         for path in _below(self.root, _LEVELS):
@@ -108,6 +108,11 @@ class RunsFolder:
         }
 
 
+def is_run(path: Path) -> bool:
+    """Return whether ``path`` is the folder of a run."""
+    return any((path / mark).exists() for mark in _MARKS)
+
+
 def _below(folder: Path, levels: int) -> Iterator[Path]:
     """Yield the run folders below ``folder``, which may vanish meanwhile."""
     try:
@@ -116,7 +121,7 @@ def _below(folder: Path, levels: int) -> Iterator[Path]:
         return
     for entry in inner:
         path = Path(entry.path)
-        if any((path / mark).exists() for mark in _MARKS):
+        if is_run(path):
             yield path
         elif levels > 1:
             yield from _below(path, levels - 1)
@@ -142,13 +147,17 @@ def _last_segments(folder: Path) -> list[Path]:
 
 @lru_cache(1000)
 def _end_reason(segment: Path, size: int) -> str:
-    """Return how the run ended, "stopped" or "failed", by the last event of its record; empty if it has not ended."""
+    """Return how the run ended, "stopped" or "failed", by the newest segment of its record; empty if it has not ended."""
     if segment.suffix != ".zst" or segment.is_symlink():
         return ""  # a run that ends closes its segment, which is compressed then
-    last = segment_content(segment).rstrip().rpartition(b"\n")[2]
+    content = segment_content(segment)
+    # Warnings may follow the end. After it, another command may have opened the folder.
+    begin = content.rfind(b'"kind":"end"')
+    if begin < max(0, content.rfind(b'"kind":"process"')):
+        return ""
+    line = content[content.rfind(b"\n", 0, begin) + 1 :].partition(b"\n")[0]
     try:
-        event = orjson.loads(last)
-        return {"stopped": "stopped", "failed": "failed"}.get(event["reason"], "") if event["kind"] == "end" else ""
+        return {"stopped": "stopped", "failed": "failed"}.get(orjson.loads(line)["reason"], "")
     except (ValueError, TypeError, KeyError):
         return ""
 

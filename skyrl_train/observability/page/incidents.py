@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.page.timeline import MAX_SCANNED, EventStore
 
 LOG_BYTES = 1 << 17
 MAX_LOGS = 100
@@ -15,9 +15,9 @@ MAX_ROWS = 500
 _SUFFIXES = (".log", ".txt", ".out", ".err")
 
 
-def incidents(store: EventStore) -> dict[str, Any] | None:
-    """Return failures and warnings of the newest part of the record, equal ones counted. None: nothing is recorded."""
-    events = store.rare()
+def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] | None:
+    """Return failures and warnings of the newest ``segments`` of the record, equal ones counted. None: nothing is recorded."""
+    events = store.rare(segments)
     if events is None:
         return None
     failed = (event for event in events if event["kind"] in ("failed", "retried"))

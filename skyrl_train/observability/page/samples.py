@@ -86,7 +86,7 @@ def _rows(path: Path, uid: str | None = None) -> list[dict[str, Any]]:
         if uid is not None and row["uid"] != uid:
             continue
         for name in ("prompt", "response"):
-            row[name] = _excerpt(row[name] or "")
+            row[name] = excerpt(row[name] or "")
         mask, advantages = (table[name][number].values for name in ("loss_mask", "advantages"))
         trained = (
             None if mask is None or advantages is None else advantages.to_numpy()[mask.to_numpy(zero_copy_only=False)]
@@ -120,10 +120,10 @@ def _table(path: Path, columns: Sequence[str]) -> Any:
         return None
 
 
-def _excerpt(text: str) -> str:
-    """Return the beginning and the end of a long text."""
-    half = EXCERPT // 2
-    return text if len(text) <= EXCERPT else f"{text[:half]} … {text[-half:]}"
+def excerpt(text: str, length: int = EXCERPT) -> str:
+    """Return the beginning and the end of a long text, together about ``length`` characters."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
 def _old_rows(run: Path, step: int) -> dict[str, Any]:

@@ -148,14 +148,16 @@ class EventStore:
         from_ = t0 if whole else max(t0, parsed[0].begins)
         return {"t0": t0, "t1": t1, "first": begins[0], "last": last, "known_from": from_, **_drawn(parsed, from_, t1)}
 
-    def rare(self) -> list[dict[str, Any]] | None:
-        """Return the events about failures, warnings and processes of the newest ``MAX_SCANNED`` segments, in their order.
+    def rare(self, segments: int = MAX_SCANNED) -> list[dict[str, Any]] | None:
+        """Return the events about failures, warnings and processes of the newest ``segments``, in their order.
 
-        None: nothing is recorded.
+        The first segment of each of the newest processes is read too: it says how the process was started. None: nothing is
+        recorded.
         """
         with self._lock:
             paths = self._indexed()
-            for number in list(paths)[-MAX_SCANNED:]:
+            first_of = {self._index[number].process: number for number in reversed(paths)}
+            for number in sorted({*list(paths)[-segments:], *sorted(first_of.values())[-segments:]}):
                 known = self._index[number]
                 segment = self._rare.setdefault(number, EventSegment(known.process, known.offset, known.begins))
                 if not segment.read or number == max(paths):

@@ -13,24 +13,29 @@ const NAMES = [TOKENS, ...CURVES.map(([name]) => name)];
 
 export function Compare({ query }) {
   const runs = query.getAll("run").slice(0, 12);
+  useEffect(() => { document.title = "skyrl_train · Compare"; }, []);
+  return html`<header><div class="top"><span class="name"><a href="#/">runs</a> / compare ${runs.length}</span></div><nav></nav></header>
+    <main><${Comparison} runs=${runs} link=${(run) => `#/run/${encodeURIComponent(run)}/overview`} /></main>`;
+}
+
+// `link`: the address of a run; without it, the names are no links.
+export function Comparison({ runs, link }) {
   const [axis, setAxis] = useStored("compare.axis", "step"), [smooth, setSmooth] = useState(false), [range, setRange] = useState(null);
   useTheme();
   const key = runs.join("\n");
   const { data, error } = useAnswer(() => get("compare", { run: runs, axis }), `${key} ${axis}`, "");
   const curves = useAnswer(() => Promise.all(runs.map((run) => get("metrics", { run, name: NAMES }))), key, "").data;
-  useEffect(() => { document.title = "skyrl_train · Compare"; }, []);
-  const head = html`<header><div class="top"><span class="name"><a href="#/">runs</a> / compare ${runs.length}</span></div><nav></nav></header>`;
-  if (error) return html`${head}<main><div class="error">${plain(error)}</div></main>`;
-  if (!data || !curves) return html`${head}<main><div class="empty">Reading runs …</div></main>`;
+  if (error) return html`<div class="error">${plain(error)}</div>`;
+  if (!data || !curves) return html`<div class="empty">Reading runs …</div>`;
   const names = data.runs.map((run) => plain(run.title));
   const title = { step: (one) => `${number(one, 6)} steps`, elapsed: (one) => `${duration(one)} of training`, tokens: (one) => `${number(one)} sampled tokens` }[axis];
   const best = Math.max(...data.at.runs.map((run) => run.reward ?? -Infinity));
-  return html`${head}<main>
+  return html`
     <div class="bar"><span class="choice">at equal ${Object.entries({ step: "steps", elapsed: "time", tokens: "tokens" }).map(([one, label]) => html`<button aria-pressed=${axis === one} onClick=${() => { setRange(null); setAxis(one); }}>${label}</button>`)}</span>
       <button aria-pressed=${smooth} onClick=${() => setSmooth(!smooth)}>smooth</button>${range && html`<button onClick=${() => setRange(null)}>show all</button>`}</div>
     <div class="scroll"><table><thead><tr><th>run</th><th class="n">reward at ${title(data.at.budget)}</th><th class="n">95 % interval</th><th class="n">best step</th><th class="n">steps</th><th class="n">a step takes</th>
       <th class="n">sampled/s</th><th class="n">slots idle</th><th class="n">lag</th><th class="n">truncated</th><th class="n">reached</th></tr></thead><tbody>
-      ${data.at.runs.map((at, index) => html`<tr><td class="wrap"><i class="swatch" style=${{ background: COLOURS[index % COLOURS.length] }}></i><a href=${`#/run/${encodeURIComponent(runs[index])}/overview`}>${names[index]}</a></td>
+      ${data.at.runs.map((at, index) => html`<tr><td class="wrap"><i class="swatch" style=${{ background: COLOURS[index % COLOURS.length] }}></i>${link ? html`<a href=${link(runs[index])}>${names[index]}</a>` : names[index]}</td>
         <td class="n">${at.reward === best ? html`<b>${number(at.reward)}</b>` : number(at.reward)}</td><td class="n">${at.low === null || at.low === undefined ? "–" : `${number(at.low)} – ${number(at.high)}`}</td>
         <td class="n">${number(at.best)}</td><td class="n">${number(at.steps)}</td><td class="n">${withUnit(at.step_s, "s")}</td><td class="n">${number(at.sampled_per_s)}</td><td class="n">${withUnit(at.idle, "share")}</td>
         <td class="n">${number(at.lag)}</td><td class="n">${withUnit(at.truncated, "share")}</td><td class="n">${title(data.at.reached[index])}</td></tr>`)}
@@ -40,8 +45,7 @@ export function Compare({ query }) {
       curves=${curves} names=${names} axis=${axis} smooth=${smooth} range=${range} onRange=${setRange} />`)}</div>
     <h3>Settings that differ</h3>
     ${data.settings.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th>setting</th>${names.map((name, index) => html`<th><i class="swatch" style=${{ background: COLOURS[index % COLOURS.length] }}></i>${name}</th>`)}</tr></thead>
-      <tbody>${data.settings.map((row) => html`<tr key=${row.key}><td class="mono"><${Text}>${row.key}<//></td>${row.values.map((one) => html`<td class="mono wrap"><${Text}>${value(one)}<//></td>`)}</tr>`)}</tbody></table></div>`}
-  </main>`;
+      <tbody>${data.settings.map((row) => html`<tr key=${row.key}><td class="mono"><${Text}>${row.key}<//></td>${row.values.map((one) => html`<td class="mono wrap"><${Text}>${value(one)}<//></td>`)}</tr>`)}</tbody></table></div>`}`;
 }
 
 function Overlay({ name, label, unit, curves, names, axis, smooth, range, onRange }) {
