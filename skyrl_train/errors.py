@@ -90,6 +90,10 @@ class RequestError(SkyRLError):
     """No engine can serve a request (the prompt is empty or too long); other requests are not affected."""
 
 
+class GrammarError(RequestError):
+    """A response cannot follow its grammar: the grammar cannot be compiled, or became too complex. The message says why."""
+
+
 class SessionError(SkyRLError):
     """A session is unknown, has ended, or does not support the request. A retry does not help."""
 

@@ -15,7 +15,7 @@ ROOMS = {
     "data": ("dataloader", "dataset", "ledger", "samplers", "streaming_data"),
     "dialects": ("dialect",),
     "distributed": ("distributed",),
-    "embedded": ("embedded", "busy_time"),
+    "embedded": ("embedded", "busy_time", "grammar"),
     "endpoint": ("server",),
     "entrypoints": ("entrypoint", "front_door", "stopping", "extensions"),
     "environments": ("environments", "sandbox"),

@@ -30,7 +30,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.errors import ConfigError, RequestError
+from skyrl_train.errors import ConfigError, GrammarError, RequestError
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.service import ChatService
@@ -370,6 +370,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         Raises:
             ConfigError: the engines do not support a sampling parameter.
             RequestError: the prompt is empty or does not fit the context.
+            GrammarError: the grammar cannot be compiled, or not be followed from some token on.
             NoEngineError: no engine is left, and none came back in time.
         """
         # Incremental decoding costs time for every token. Without stop strings, the text is decoded once at the end.
@@ -380,8 +381,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Sample one response and yield it in pieces. A slow reader gets larger pieces, up to a limit.
 
-        Closing the iterator cancels the request. A response with a grammar comes whole at its end, because an
-        interruption makes it start over.
+        Closing the iterator cancels the request. Where the engines cannot continue a response with a grammar, it comes whole
+        at its end, because an interruption makes it start over.
         """
         response = self._begin(request, incremental_text=True)
         # A task samples while the reader is busy with a chunk; the event wakes the reader.
@@ -414,7 +415,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         """Check that the engines support the request, and return its empty response."""
         can, params = self._pool.capabilities, request.params
         if params.structured is not None and not can.structured_output:
-            raise ConfigError("the engines cannot follow a grammar (structured output); use vLLM engines")
+            raise ConfigError("the engines cannot follow a grammar (structured output)")
         if params.top_logprobs > can.max_top_logprobs:
             raise ConfigError(
                 f"the engines return at most {can.max_top_logprobs} top_logprobs, not {params.top_logprobs}"
@@ -423,7 +424,15 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             known = ", ".join(sorted(self._adapters)) or "none"
             raise ConfigError(f"the LoRA adapter {request.adapter!r} is not loaded; loaded: {known}")
         make_text = partial(ResponseText, self.tokenizer, params.stop) if incremental_text else None
-        return Continuation(request.prompt_token_ids, params, choice=request.choice, make_text=make_text)
+        if params.structured is not None:  # the grammar decides where the response may end
+            params = dataclasses.replace(params, min_tokens=0, ignore_eos=False)
+        return Continuation(
+            request.prompt_token_ids,
+            params,
+            choice=request.choice,
+            make_text=make_text,
+            grammar_continuation=can.grammar_continuation,
+        )
 
     def _chunk(self, response: Continuation, sent: int, generation: Generation | None) -> GenerationChunk:
         text = response.text
@@ -487,8 +496,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                         trace.end(None if stayed else self._pool.fleet.records[slot.engine].state)
                     else:  # it closed while this task waited for an engine
                         response.segments -= 1
-                except RequestError:
-                    if not response.token_ids:
+                except RequestError as error:
+                    if not response.token_ids or isinstance(error, GrammarError):
                         raise
                     response.stop_reason = StopReason.LENGTH  # this engine's context is smaller than the previous one's
                 finally:

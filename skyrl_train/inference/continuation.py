@@ -36,8 +36,8 @@ class Segment:
 class Continuation:
     """Accumulates one response. ``choice`` gives each of the ``n`` responses of one request its own seed.
 
-    ``make_text`` creates the incremental decoder of a response; without it there are no text and no stop strings. A
-    response with a grammar cannot be continued, because the engine's position in the grammar is lost: it starts over.
+    ``make_text`` creates the incremental decoder of a response; without it there are no text and no stop strings. Without
+    ``grammar_continuation``, the engines lose the position in a grammar, so that a response with one starts over.
 
     Invariant: ``token_ids``, ``logprobs`` and ``versions`` have the same length, never above ``max_tokens``, and never
     grow after ``stop_reason`` is set.
@@ -54,6 +54,7 @@ class Continuation:
         *,
         choice: int = 0,
         make_text: Callable[[], ResponseText] | None = None,
+        grammar_continuation: bool = False,
     ) -> None:
         if params.stop and make_text is None:
             raise ValueError("stop strings need make_text")
@@ -66,7 +67,7 @@ class Continuation:
         self.segments = 0
         self.restarts = 0
         self.stop_reason: StopReason | None = None
-        self.may_restart = params.structured is not None
+        self.may_restart = params.structured is not None and not grammar_continuation
         self._begin()
 
     def _begin(self) -> None:
@@ -96,8 +97,12 @@ class Continuation:
         self.segments += 1
         # Budgets shrink by the sampled tokens. The seed depends on the position, so that no part of the random stream is
         # used twice. The client matches stop strings itself, across segments.
+        structured = self.params.structured
+        if structured is not None and sampled:
+            structured = dataclasses.replace(structured, continued_tokens=sampled)
         params = dataclasses.replace(
             self.params,
+            structured=structured,
             max_tokens=self.params.max_tokens - sampled,
             min_tokens=max(0, self.params.min_tokens - sampled),
             seed=None if self._seed is None else segment_seed(self._seed, sampled),

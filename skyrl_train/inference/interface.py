@@ -33,12 +33,14 @@ class StopReason(StrEnum):
 class StructuredOutput:
     """A grammar that the response must follow. ``value`` is a JSON schema, a regular expression or a grammar as text.
 
-    Behaviour log-probs then belong to the masked distribution. The state of a grammar cannot be passed to another segment,
-    so that such a request starts over where others continue.
+    Behaviour log-probs belong to the masked distribution. The grammar alone decides where the response may end: ``min_tokens``
+    and ``ignore_eos`` have no effect beside it. A request that continues a response says by ``continued_tokens`` how many
+    tokens at the end of its prompt follow the grammar already.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "grammar"]
     value: str = ""  # empty for json_object
+    continued_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,8 @@ class EngineCapabilities:
     """The features of an engine. The client and the trainers read this instead of probing.
 
     ``chunked_streaming``: streams with larger chunks cost less, so that the client can keep the tokens of a long response
-    without a cost per token.
+    without a cost per token. ``grammar_continuation``: grammars are those of
+    :mod:`skyrl_train.inference.grammar`, so that a response with one is continued like any other.
     """
 
     pause_modes: frozenset[PauseMode]
@@ -201,6 +204,7 @@ class EngineCapabilities:
     sleep: bool = False
     max_top_logprobs: int = 0
     structured_output: bool = False
+    grammar_continuation: bool = False
     priorities: bool = False
     adapters: bool = False
     chunked_streaming: bool = False

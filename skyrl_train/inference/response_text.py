@@ -94,6 +94,20 @@ def _scheme_of(tokenizer: PreTrainedTokenizerBase) -> _Scheme:
     )
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> list[bytes]:
+    """Return what tokens ``0 .. size - 1`` add to a text; empty for special tokens and for ids without a token."""
+    scheme, tokens = _scheme_of(tokenizer), []
+    for token_id in range(size):
+        token = None if token_id in scheme.special else scheme.token(token_id)
+        data = b"" if token is None else token.data
+        if token is not None and data is None:
+            # Some decoders remove the space before a text, so the text is read behind another one.
+            alone, twice = token.alone, scheme.decode([token_id, token_id])
+            data = (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+        tokens.append(data or b"")
+    return tokens
+
+
 class IncrementalText:
     """Decodes one response incrementally."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest_asyncio
 from embedded_models import TOLERANCE
 
 from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.errors import GrammarError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.interface import SamplingParams, StructuredOutput
 from skyrl_train.inference.requests import Generation, GenerationRequest
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
@@ -76,9 +78,14 @@ async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
     assert got.versions == sorted(got.versions) and got.versions[-1] > got.versions[0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_the_death_of_its_engine_does_not_change_a_response(world: World, temperature: float) -> None:
-    params = SamplingParams(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("temperature", "structured"),
+    [(0.0, None), (1.0, None), (1.0, StructuredOutput("regex", "[0-9]{2}([1-4]|78)*"))],
+)
+async def test_the_death_of_its_engine_does_not_change_a_response(
+    world: World, temperature: float, structured: StructuredOutput | None
+) -> None:
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True, structured=structured)
     expected = await world.play(params, [], "b")
     pieces = 0
     async for chunk in world.client.stream(GenerationRequest([3, 4, 5], params, "c")):
@@ -90,3 +97,21 @@ async def test_the_death_of_its_engine_does_not_change_a_response(world: World, 
             assert chunk.generation.segments == 2
             assert chunk.generation.token_ids == expected.token_ids
             np.testing.assert_allclose(chunk.generation.logprobs, expected.logprobs, atol=TOLERANCE)
+
+
+async def test_a_chat_follows_its_format(world: World) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "12"}], "max_tokens": 30, "seed": 3}
+    asked = {**body, "structured_outputs": {"regex": "7{3}[12]+8"}, "return_token_ids": True}
+    (choice,) = (await world.client.chat_completion({"json": asked}))["choices"]
+    assert re.fullmatch("7{3}[12]+8", choice["message"]["content"]) and choice["finish_reason"] == "stop"
+    assert choice["skyrl"]["logprobs"][:3] == [0.0] * 3, "nothing else was allowed"
+    completion = {"model": "m", "prompt": "12", "max_tokens": 30, "structured_outputs": {"regex": "[56]{4}"}}
+    (choice,) = (await world.client.completion({"json": completion}))["choices"]
+    assert re.fullmatch("[56]{4}", choice["text"])
+    for further, message in (
+        ({"response_format": {"type": "json_object"}}, "vocabulary cannot spell"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "Unimplemented keys"),
+        ({"structured_outputs": {"regex": "(1"}}, "unclosed group"),
+    ):
+        with pytest.raises(GrammarError, match=message):
+            await world.client.chat_completion({"json": {**body, **further}})

@@ -11,7 +11,15 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from skyrl_train.errors import ConfigError, EngineError, NoEngineError, QuotaError, RequestError, SessionError
+from skyrl_train.errors import (
+    ConfigError,
+    EngineError,
+    GrammarError,
+    NoEngineError,
+    QuotaError,
+    RequestError,
+    SessionError,
+)
 from skyrl_train.inference.openai.errors import DialectError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +46,8 @@ def as_dialect_error(error: Exception) -> DialectError:
             return DialectError(str(error), code="rate_limit_exceeded", status=429, retry_after_s=error.retry_after_s)
         case SessionError():
             return DialectError(str(error), code="session_error")
+        case GrammarError():
+            return DialectError(str(error), code="invalid_grammar")
         case RequestError():
             return DialectError(str(error), code="context_length_exceeded")
         # Raised by the renderer and the engines for parameters and messages that they reject.

@@ -23,6 +23,7 @@ from skyrl_train.endpoint.sessions.store import SessionStore
 from skyrl_train.inference.chat.requests import ChatRequest
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import RequestClient
+from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.openai.dialect import TokenTexts
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.pool.fleet import EngineState
@@ -181,18 +182,24 @@ class Gateway:
         Raises:
             DialectError: the model is not served, or the engines do not support what the request asks for.
         """
-        if request.params.structured is not None and not self.client.capabilities.structured_output:
-            raise DialectError("The engines here cannot follow a format.", "response_format", "unsupported_parameter")
-        self.check_top_logprobs(request.params.top_logprobs, "top_logprobs")
+        self.check_params(request.params, "top_logprobs")
         adapter = self.adapter(model)
         return request if adapter is None else replace(request, adapter=adapter)
 
-    def check_top_logprobs(self, requested: int, param: str) -> None:
-        """Raise DialectError if the engines return fewer alternatives per token than requested."""
-        limit = self.client.capabilities.max_top_logprobs
-        if requested > limit:
+    def check_params(self, params: SamplingParams, of_top_logprobs: str) -> None:
+        """Raise DialectError if the engines cannot follow a grammar, or return fewer alternatives per token than requested.
+
+        Args:
+            of_top_logprobs: the field that asks for alternatives.
+        """
+        can = self.client.capabilities
+        if params.structured is not None and not can.structured_output:
+            raise DialectError("The engines here cannot follow a format.", "response_format", "unsupported_parameter")
+        if params.top_logprobs > can.max_top_logprobs:
             raise DialectError(
-                f"The engines here return at most {limit} alternatives per token.", param, "unsupported_parameter"
+                f"The engines here return at most {can.max_top_logprobs} alternatives per token.",
+                of_top_logprobs,
+                "unsupported_parameter",
             )
 
     @contextmanager

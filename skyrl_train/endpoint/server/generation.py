@@ -136,9 +136,9 @@ class CompletionGeneration:
     ) -> None:
         self._gateway = gateway
         self._call = call
-        # The same checks as Gateway.chat_request; completions have no response format.
+        # The same checks as Gateway.chat_request.
         adapter = gateway.adapter(call.model)
-        gateway.check_top_logprobs(call.params.top_logprobs, "logprobs")
+        gateway.check_params(call.params, "logprobs")
         self._start = partial(CompletionRun, gateway.client, gateway.service.generation, call, adapter, session)
         self._context = context
         self.formatter = call.stream(context)

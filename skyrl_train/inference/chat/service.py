@@ -26,6 +26,7 @@ from skyrl_train.inference.chat.requests import (
     MessageDelta,
     PromptPlan,
 )
+from skyrl_train.inference.grammar import check_grammar
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.requests import Generation, GenerationRequest, GenerationService
 from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
@@ -79,6 +80,7 @@ class ChatService:
     All methods raise, before anything is sampled:
         ConfigError: a message or a sampling parameter is malformed; the error names it.
         RequestError: the prompt, or the prompt and the requested tokens, do not fit the context.
+        GrammarError: the grammar cannot be compiled.
         SessionError: all ``n`` choices, at the requested length, do not fit the session's limits.
     """
 
@@ -188,6 +190,8 @@ class ChatService:
         context, prompt_tokens = self.generation.capabilities.max_model_len, len(plan.prompt_token_ids)
         # Reject before sampling: the engines would raise later, after other choices have begun.
         params, room = request.params, context - prompt_tokens
+        if params.structured is not None and self.generation.capabilities.grammar_continuation:
+            await check_grammar(params.structured)
         if room < 1:
             raise RequestError(
                 f"The prompt has {prompt_tokens} tokens and leaves no room in a context of {context} tokens. Shorten "

@@ -6,14 +6,15 @@ the docs are compared with it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.interface import SamplingParams, StructuredOutput
 from skyrl_train.inference.openai.errors import DialectError
 
 MAX_DEPTH = 64  # of nested JSON; chat templates and JSON writers recurse
@@ -272,6 +273,14 @@ def _without_zeros(biases: Any) -> Any:
     return {token: bias for token, bias in biases.items() if bias != 0 or isinstance(bias, bool)}
 
 
+class StructuredOutputsBody(RequestBody):
+    """vLLM's ``structured_outputs``: exactly one grammar."""
+
+    json_schema: JsonObject | None = Field(None, alias="json", description="a JSON schema")
+    json_object: Literal[True] | None = None
+    regex: NonEmpty | None = None
+
+
 class OpenAIBody(GenerationBody):
     """The fields that OpenAI's chat completions and completions share."""
 
@@ -288,7 +297,35 @@ class OpenAIBody(GenerationBody):
         Unsupported("the behaviour log-probs would not be the policy's", {}),
         BeforeValidator(_without_zeros),
     ] = None
+    structured_outputs: StructuredOutputsBody | None = Field(
+        None, description="json, json_object or regex, as vLLM takes them; where the engines can be guided"
+    )
     user: Any = ignored("sessions are named by the key")
+
+    @property
+    def structured(self) -> StructuredOutput | None:
+        """The grammar of ``structured_outputs``.
+
+        Raises:
+            DialectError: it has no grammar, or several.
+        """
+        asked = self.structured_outputs
+        if asked is None:
+            return None
+        grammars = []
+        if asked.json_schema is not None:
+            grammars.append(StructuredOutput("json_schema", json.dumps(asked.json_schema)))
+        if asked.json_object:
+            grammars.append(StructuredOutput("json_object"))
+        if asked.regex is not None:
+            grammars.append(StructuredOutput("regex", asked.regex))
+        if len(grammars) != 1:
+            raise DialectError(
+                "structured_outputs must have exactly one of json, json_object and regex.",
+                "structured_outputs",
+                "invalid_value",
+            )
+        return grammars[0]
 
     @property
     def include_usage(self) -> bool:

@@ -108,8 +108,12 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         raise DialectError("max_tokens and max_completion_tokens contradict each other.", "max_tokens", "invalid_value")
     if read.top_logprobs and not read.logprobs:
         raise DialectError("top_logprobs is only allowed with logprobs: true.", "top_logprobs", "invalid_value")
-    structured = None
+    structured = read.structured
     if read.response_format is not None and read.response_format.type != "text":
+        if structured is not None:
+            raise DialectError(
+                "response_format and structured_outputs contradict each other.", "structured_outputs", "invalid_value"
+            )
         named = read.response_format.json_schema
         if read.response_format.type == "json_object":
             structured = StructuredOutput("json_object")

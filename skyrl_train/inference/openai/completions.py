@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from skyrl_train.inference.chat.requests import PromptPlan
 from skyrl_train.inference.chat.service import RecordingSession
+from skyrl_train.inference.grammar import check_grammar
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.openai.body import (
     MAX_TOP_LOGPROBS,
@@ -83,6 +84,7 @@ def parse(body: Mapping[str, Any]) -> CompletionCall:
         seed=read.seed,
         stop=tuple(read.stop or ()),
         top_logprobs=read.logprobs or 0,
+        structured=read.structured,
     )
     if len(prompts) * params.n > MAX_PROMPTS:
         raise DialectError(
@@ -267,11 +269,14 @@ class CompletionRun:
 
         Raises:
             DialectError: a prompt and ``max_tokens`` do not fit the context.
+            GrammarError: the grammar cannot be compiled.
             SessionError: the session has ended, or all responses, at the requested length, do not fit its limits.
         """
         session, call = self._session, self._call
         context = self._client.capabilities.max_model_len
         requests = []
+        if call.params.structured is not None and self._client.capabilities.grammar_continuation:
+            await check_grammar(call.params.structured)
         for prompt in call.prompts:
             check_characters(prompt if isinstance(prompt, str) else "", context, "prompt")
             token_ids = await encode_prompt(self._client, prompt)

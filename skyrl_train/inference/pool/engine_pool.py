@@ -105,6 +105,7 @@ class EnginePool:
                 sleep=all(c.sleep for c in each),
                 max_top_logprobs=min(c.max_top_logprobs for c in each),
                 structured_output=all(c.structured_output for c in each),
+                grammar_continuation=all(c.grammar_continuation for c in each),
                 priorities=all(c.priorities for c in each),
                 adapters=all(c.adapters for c in each),
             )

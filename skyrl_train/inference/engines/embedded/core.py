@@ -14,19 +14,21 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from functools import cached_property, partial
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError, RequestError
+from skyrl_train.errors import EngineError, GrammarError, ModelError, RequestError
 from skyrl_train.inference.engines.embedded.engine import EngineSettings
 from skyrl_train.inference.engines.embedded.runner import Tokens, make_runner
 from skyrl_train.inference.engines.embedded.sampling import sample
 from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
+from skyrl_train.inference.grammar import Grammars
 from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.models.adapter_spec import AdapterSpec
-from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model
+from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model, load_tokenizer
 from skyrl_train.models.lora import adapter_of, add_adapter, policy_weights
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.types import PauseMode
@@ -50,6 +52,9 @@ class PauseState(StrEnum):
 class EmbeddedEngineCore:
     """Continuous batching over one model. A token in ``eos_ids`` ends a response, unless its request ignores them.
 
+    Args:
+        tokenizer: returns the model's tokenizer, which only grammars need; None: requests with a grammar are rejected.
+
     Attributes:
         policy_version: the version loaded last; -1 before the first load, when requests are rejected.
         generated_tokens, prefill_tokens: totals since the start.
@@ -64,6 +69,7 @@ class EmbeddedEngineCore:
         max_model_len: int,
         batch_invariant: bool = False,
         seed: int = 0,
+        tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
         self.model = model.eval()
         self.max_model_len = max_model_len
@@ -71,6 +77,7 @@ class EmbeddedEngineCore:
         self.generated_tokens = 0
         self.prefill_tokens = 0
         self._eos_ids = tuple(sorted(eos_ids))
+        self._tokenizer = tokenizer
         self._batch_invariant = batch_invariant
         self._max_num_seqs = max_num_seqs
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
@@ -112,6 +119,7 @@ class EmbeddedEngineCore:
 
         Raises:
             RequestError: there are no weights yet, or the prompt is empty, too long, or has ids outside the vocabulary.
+            GrammarError: the grammar cannot be compiled or followed.
         """
         if self.policy_version < 0:
             raise RequestError("The engine has no weights yet; sync the policy's weights before the first generate().")
@@ -131,6 +139,12 @@ class EmbeddedEngineCore:
             )
         # ignore_eos concerns the model's own ids; the caller's stop tokens always count.
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
+        matcher = None
+        if params.structured is not None:
+            grammars = self._grammars
+            stop_ids = (*stop_ids, *grammars.eos_ids)
+            continued = prompt[len(prompt) - params.structured.continued_tokens :]
+            matcher = grammars.matcher(params.structured, continued, stop_ids)
         self._waiting.append(
             Sequence(
                 request_id=request_id,
@@ -139,9 +153,19 @@ class EmbeddedEngineCore:
                 seed=next(self._seeds) if params.seed is None else params.seed,
                 # An id that the model does not have cannot be sampled, nor banned.
                 stop_ids=tuple(dict.fromkeys(i for i in stop_ids if 0 <= i < self._vocab_size)),
+                matcher=matcher,
                 stream_every=stream_every,
             )
         )
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self._tokenizer is None:
+            raise GrammarError("The engine has no tokenizer, without which it cannot follow a grammar.")
+        try:
+            return Grammars(self._tokenizer(), self._vocab_size, self._eos_ids)
+        except ModelError as error:
+            raise GrammarError(f"The engine cannot follow a grammar: {error}") from error
 
     def abort(self, request_ids: Collection[int] | None = None) -> list[Message]:
         """End these requests (None: all) with the tokens that they have. Unknown ids are ignored."""
@@ -313,6 +337,15 @@ class EmbeddedEngineCore:
         stopped = (slots.stop_ids[rows] == tokens[:, None]).any(-1)
         broken = np.isnan(logprobs)
         ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
+        failed: dict[int, GrammarError] = {}
+        for row in np.flatnonzero(slots.guided[rows] & ~ended):
+            matcher = slots.sequences[rows.start + int(row)].matcher
+            assert matcher is not None, "the slot has a grammar"
+            try:
+                matcher.advance([int(tokens[row])])
+            except GrammarError as error:
+                failed[int(row)] = error
+                ended[row] = True
         every = slots.stream_every[rows]
         chunk_is_full = (every > 0) & (slots.lengths[rows] - slots.sent[rows] >= every)
         # A token that ends the response leaves with its stop reason, never in a chunk before.
@@ -324,6 +357,8 @@ class EmbeddedEngineCore:
             sequence = self._leave(rows.start + int(row), clear=bool(broken[row]))
             if broken[row]:
                 answers.append(Failure.of(sequence.request_id, RequestError(NOT_A_NUMBER)))
+            elif int(row) in failed:
+                answers.append(Failure.of(sequence.request_id, failed[int(row)]))
             else:
                 reason = StopReason.STOP if stopped[row] else StopReason.LENGTH
                 answers.append(Result(sequence.request_id, sequence.rest(reason)))
@@ -429,6 +464,7 @@ def build_core(settings: EngineSettings) -> EmbeddedEngineCore:
         max_model_len=settings.max_model_len,
         batch_invariant=settings.batch_invariant,
         seed=settings.seed,
+        tokenizer=partial(load_tokenizer, settings.model_path),
     )
 
 

@@ -121,6 +121,8 @@ class EmbeddedEngine(HostedEngine):
             batch_invariant=batch_invariant,
             sleep=True,
             max_top_logprobs=MAX_TOP_LOGPROBS,
+            structured_output=True,
+            grammar_continuation=True,
             chunked_streaming=True,
         )
 

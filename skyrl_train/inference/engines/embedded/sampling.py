@@ -1,6 +1,6 @@
 """The distribution that tokens are drawn from, and the draw, for a whole batch at once.
 
-    logits ──min_tokens──temperature──min-p──top-k──top-p──> log-probs ──inverse CDF at one uniform──> token
+    logits ──grammar──min_tokens──temperature──min-p──top-k──top-p──> log-probs ──inverse CDF at one uniform──> token
 
 The order of the filters is vLLM's, so that both engines sample from the same distribution. The uniform for token ``i``
 of a segment is a pure function of ``seed + i``: a sample depends on its seed and its position, never on the batch, and
@@ -23,6 +23,8 @@ class SamplingRows:
     """Sampling parameters of the ``n`` rows of a batch; every array has shape ``[n]``.
 
     Attributes:
+        allowed: the rows with a grammar, and for each the tokens that may come next, as packed bits, uint8
+            ``[rows, ceil(V / 8)]`` (see :mod:`skyrl_train.inference.grammar`).
         banned: (row, token) index arrays of tokens that must not be drawn: stop tokens before ``min_tokens``.
         top_logprobs: the number of alternatives to return per row; None if no row asks for any.
     """
@@ -32,6 +34,7 @@ class SamplingRows:
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
     uniforms: npt.NDArray[np.float64]  # in [0, 1)
+    allowed: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]] | None = None
     banned: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
     top_logprobs: npt.NDArray[np.int64] | None = None
 
@@ -54,6 +57,11 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Greedy rows keep temperature 1 and no filter: their token is the argmax, their log-prob the policy's.
     """
     logits = logits.float()
+    if rows.allowed is not None:
+        guided, bits = rows.allowed
+        masked = np.zeros(logits.shape, np.bool_)
+        masked[guided] = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little") == 0
+        logits = logits.masked_fill(torch.from_numpy(masked).to(logits.device), -torch.inf)
     if rows.banned is not None:
         at = tuple(torch.from_numpy(index).to(logits.device) for index in rows.banned)
         logits = logits.index_put(at, logits.new_tensor(-torch.inf))

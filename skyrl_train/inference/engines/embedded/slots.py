@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, SamplingRows, uniforms
+from skyrl_train.inference.grammar import GrammarMatcher
 from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk, TopLogprobs
 
 NO_TOKEN = -1
@@ -24,6 +25,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    matcher: GrammarMatcher | None = None  # after all tokens sampled so far
     stream_every: int = 0  # tokens per streamed chunk; 0: everything at the end
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -68,6 +70,7 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, np.int64)
         self.top_p = np.zeros(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
+        self.guided = np.zeros(num_slots, np.bool_)  # has a grammar
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, np.int64)
 
     def place(self, sequence: Sequence) -> int:
@@ -86,6 +89,7 @@ class SlotTable:
         self.seeds[slot] = sequence.seed & SEED_MASK
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+        self.guided[slot] = sequence.matcher is not None
         # The array is as wide as the longest list so far; NO_TOKEN fills the rest and equals no sampled token.
         missing = len(sequence.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
@@ -128,6 +132,7 @@ class SlotTable:
                 self.top_k,
                 self.top_p,
                 self.min_p,
+                self.guided,
                 self.stop_ids,
             ):
                 per_slot[slot] = per_slot[last]
@@ -144,12 +149,15 @@ class SlotTable:
         if early.any():
             row, column = np.nonzero(early[:, None] & (stop_ids != NO_TOKEN))
             banned = (row, stop_ids[row, column])
+        guided = np.flatnonzero(self.guided[rows])
+        matchers = [self.sequences[rows.start + int(row)].matcher for row in guided]
         return SamplingRows(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
             uniforms=uniforms(self.seeds[rows], lengths - self.prompt_lengths[rows]),
+            allowed=(guided, np.stack([m.mask for m in matchers if m is not None])) if matchers else None,
             banned=banned,
             top_logprobs=self.top_logprobs[rows] if self.top_logprobs[rows].any() else None,
         )

@@ -1,0 +1,213 @@
+"""Grammars as token masks: which tokens may come next, as a pure function of the tokens sampled so far.
+
+    StructuredOutput ──Grammars.matcher──> GrammarMatcher ──mask──> allowed tokens ──sampled──> advance ──> mask ...
+
+llguidance reads JSON schemas, regular expressions and its own variant of Lark, and computes masks while the text grows, so
+that nothing is compiled in advance. A matcher that is given the tokens of an interrupted response allows exactly what the
+uninterrupted one allowed: this is how a response is continued, and how the trainer learns the masks of a finished one.
+
+Added tokens (``<think>``, ``<tool_call>``, ``<|im_end|>``) are no text: a grammar names them by id (``<[151657]>``), and
+otherwise never allows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from skyrl_train.errors import GrammarError
+from skyrl_train.inference import grammar_trial
+from skyrl_train.inference.interface import StructuredOutput
+from skyrl_train.inference.response_text import token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Mask = npt.NDArray[np.uint8]  # packed bits of the vocabulary, the first token in the lowest bit: [ceil(vocab_size / 8)]
+
+MAX_CHARACTERS = 1 << 17  # of a schema or another grammar
+_TRIED = 1024  # grammars whose trials are remembered
+_trials: dict[str, str] = {}  # what is wrong with a grammar, by its text
+# What one grammar may cost, so that it cannot stall the requests beside it: about 20 ms to begin, and 20 ms for one token.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+_COMPILED = 64  # grammars that are kept compiled; an agent repeats its few
+
+
+class GrammarMatcher:
+    """The position of one response in its grammar.
+
+    Attributes:
+        mask: the tokens that may come next.
+    """
+
+    def __init__(self, matcher: LLMatcher, end: int, ends: Collection[int], bits: int) -> None:
+        self._matcher = matcher
+        self._end, self._ends = end, ends
+        self.mask: Mask = np.zeros(-(-bits // 32) * 4, np.uint8)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take sampled tokens, and compute the mask of the next one.
+
+        Raises:
+            GrammarError: a token is not allowed, no token is, or the grammar has become too complex at this place.
+        """
+        self._matcher.consume_tokens(list(token_ids))
+        self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        if self._matcher.is_error():
+            if self._matcher.get_error().startswith("NoExtension"):
+                raise GrammarError("The grammar asks for text that the model's vocabulary cannot spell.")
+            raise GrammarError(f"The grammar cannot be followed here: {_one_line(self._matcher.get_error())}")
+        # The library knows one list of end tokens, a request may have others.
+        if self.mask[self._end // 8] >> self._end % 8 & 1:
+            for token in self._ends:
+                self.mask[token // 8] |= 1 << token % 8
+
+
+class Grammars:
+    """The grammars of one model.
+
+    Args:
+        vocab_size: of the model's output, at least the tokenizer's.
+        eos_ids: the tokens that end a response of this model; the tokenizer's own end token is one, too.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self.eos_ids = tuple(sorted({*eos_ids, int(tokenizer.eos_token_id)}))
+        self._vocab_size = vocab_size
+        vocabulary = _Vocabulary(tokenizer, vocab_size, self.eos_ids)
+        self._marks = frozenset(vocabulary.special_token_ids)
+        self._tokens = LLTokenizer(vocabulary, eos_token=self.eos_ids[0])  # type: ignore[arg-type]  # read by its attributes
+        self._compile = lru_cache(maxsize=_COMPILED)(self._compile_text)
+
+    def matcher(
+        self, structured: StructuredOutput, token_ids: Sequence[int] = (), stop_ids: Iterable[int] = ()
+    ) -> GrammarMatcher:
+        """Return the matcher of a response that has ``token_ids`` so far.
+
+        Where the grammar allows the response to end, it may end with any of the model's end tokens, or with one of ``stop_ids``
+        that is not text. A stop token that is text is a letter as any other to the grammar.
+
+        Raises:
+            GrammarError: the grammar cannot be compiled; the message names the keyword. Or it does not allow ``token_ids``.
+        """
+        ends = {*self.eos_ids, *(token for token in stop_ids if token in self._marks)}
+        matcher = GrammarMatcher(
+            self._compile(grammar_text(structured)).deep_copy(), self.eos_ids[0], ends, self._vocab_size
+        )
+        matcher.advance(token_ids)
+        return matcher
+
+    def _compile_text(self, text: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokens, text, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise GrammarError(f"The grammar cannot be compiled: {_one_line(matcher.get_error())}")
+        return matcher
+
+
+def grammar_text(structured: StructuredOutput) -> str:
+    """Return the grammar in the library's language.
+
+    Raises:
+        GrammarError: it is too long.
+    """
+    kind, value = structured.kind, structured.value
+    if len(value) > MAX_CHARACTERS:
+        raise GrammarError(f"The grammar has {len(value)} characters; at most {MAX_CHARACTERS} are compiled.")
+    match kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(value)
+        case "regex":
+            return LLMatcher.grammar_from_regex(value)
+        case "grammar":
+            return LLMatcher.grammar_from_lark(value)
+
+
+async def check_grammar(structured: StructuredOutput) -> None:
+    """Compile a caller's grammar in a process that has limits, before an engine compiles it beside its requests.
+
+    Raises:
+        GrammarError: it cannot be compiled within the limits; the message names the keyword.
+    """
+    text = grammar_text(structured)
+    problem = _trials.get(text)
+    if problem is None:
+        trial = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", grammar_trial.__file__, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+        )
+        try:
+            output, _ = await trial.communicate(text.encode())
+        finally:
+            if trial.returncode is None:  # the caller is gone
+                trial.kill()
+        problem = output.decode(errors="replace")
+        if trial.returncode:
+            problem = f"it takes more than {grammar_trial.CPU_S} s or 2 GiB of memory. Make it simpler."
+        while len(_trials) >= _TRIED:
+            del _trials[next(iter(_trials))]
+        _trials[text] = problem
+    if problem:
+        raise GrammarError(f"The grammar cannot be compiled: {_one_line(problem)}")
+
+
+class _Vocabulary:
+    """The tokens as bytes, in the shape that ``LLTokenizer`` reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self.tokens = token_bytes(tokenizer, vocab_size)
+        self.eos_token_id = eos_ids[0]
+        # Words that somebody has added are text; marks are recognised as llguidance does for tokenizers that it reads itself.
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        marks = {
+            token: each.content.encode()
+            for token, each in added.items()
+            if each.special or (each.content.startswith("<") and each.content.endswith(">"))
+        }
+        self.special_token_ids = sorted({*marks, *eos_ids})
+        self._by_bytes = {
+            data: token for token, data in enumerate(self.tokens) if data and token not in self.special_token_ids
+        }
+        self._longest = max(map(len, self._by_bytes), default=0)
+        for token, content in marks.items():
+            self.tokens[token] = content
+        self._tokenizer = tokenizer.backend_tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of text that the grammar leaves no choice about: the tokenizer's own, where they spell it."""
+        data = text.encode()
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if b"".join(self.tokens[token] for token in ids) == data and not set(ids).intersection(self.special_token_ids):
+            return ids
+        # A tokenizer that puts a space before the first word, or whose vocabulary lacks a letter: the longest tokens.
+        ids, start = [], 0
+        while start < len(data):
+            size = next((n for n in range(self._longest, 0, -1) if data[start : start + n] in self._by_bytes), 0)
+            if not size:
+                break
+            ids.append(self._by_bytes[data[start : start + size]])
+            start += size
+        return ids
+
+
+def _one_line(message: str) -> str:
+    return f"{' '.join(message.split()):.500}"

@@ -1,0 +1,289 @@
+"""Grammars: the masks, the distribution that is sampled under them, and responses that continue where they were."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from chat_models import QWEN_SPECIAL, THINK, TOOL_CALL, byte_tokenizer
+from embedded_models import EOS, TOLERANCE, VOCAB, Driver, full_logprobs, tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import GrammarError
+from skyrl_train.inference.continuation import Continuation
+from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, check_grammar
+from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
+from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.types import PauseMode
+
+LETTERS = '{}[]":, abc0123-'  # with four words and three special tokens, as many tokens as the tiny models have
+WORDS = ["ab", '":', "abc", "12"]
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "bc": {"enum": ["ab", "c"]},
+            "c": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["a", "bc", "c"],
+        "additionalProperties": False,
+    }
+)
+KINDS = [
+    StructuredOutput("json_schema", SCHEMA),
+    StructuredOutput("json_object"),
+    StructuredOutput("regex", "(ab|c){2,30}1?"),
+    StructuredOutput("grammar", 'start: "[" pair ("," pair)* "]"\npair: /[abc]+/ ":" ("1" | start)'),
+]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = character_tokenizer(LETTERS, WORDS)
+    assert (len(tokenizer), tokenizer.eos_token_id) == (VOCAB, EOS)
+    return tokenizer
+
+
+def grammars() -> Grammars:
+    return Grammars(tiny_tokenizer(), VOCAB, [EOS])
+
+
+def allowed(matcher: GrammarMatcher) -> set[int]:
+    return set(np.unpackbits(matcher.mask, bitorder="little").nonzero()[0].tolist())
+
+
+# Masks --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_mask_allows_the_tokens_that_some_text_of_the_language_continues_with() -> None:
+    """Against all texts of a small language, one letter per token."""
+    pattern = re.compile(r"(ab?|c[ab]|b{2}c*)+0?")
+    language = [
+        "".join(t) for n in range(1, 7) for t in itertools.product("abc0", repeat=n) if pattern.fullmatch("".join(t))
+    ]
+    tokenizer = character_tokenizer("abc0")
+    made = Grammars(tokenizer, len(tokenizer), [])
+    prefixes = {text[:n] for text in language for n in range(5)}
+    assert len(prefixes) > 40
+    for prefix in prefixes:
+        matcher = made.matcher(StructuredOutput("regex", pattern.pattern), tokenizer.convert_tokens_to_ids([*prefix]))
+        expected = {text[len(prefix)] for text in language if text.startswith(prefix) and text != prefix}
+        ends = {"<eos>"} if prefix in language else set()
+        assert {*tokenizer.convert_ids_to_tokens(sorted(allowed(matcher)))} == expected | ends, prefix
+
+
+@pytest.mark.parametrize("structured", KINDS, ids=lambda structured: structured.kind)
+def test_a_matcher_with_a_prefix_allows_what_the_one_that_saw_every_token_allows(structured: StructuredOutput) -> None:
+    made, draw = grammars(), random.Random(0)
+    for _ in range(20):
+        matcher, tokens, masks = made.matcher(structured), list[int](), list[set[int]]()
+        while len(tokens) < 30:
+            masks.append(allowed(matcher))
+            token = draw.choice(sorted(masks[-1]))
+            if token == EOS:
+                break
+            tokens.append(token)
+            matcher.advance([token])
+        for place in draw.sample(range(len(masks)), min(3, len(masks))):
+            assert allowed(made.matcher(structured, tokens[:place])) == masks[place]
+
+
+def test_marks_are_no_text_and_stop_tokens_end_only_a_complete_text() -> None:
+    tokenizer = byte_tokenizer(QWEN_SPECIAL, [*THINK, *TOOL_CALL], "<|im_end|>")
+    end, other, call = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>", "<tool_call>"))
+    made, letter = Grammars(tokenizer, len(tokenizer) + 3, [end]), tokenizer.convert_tokens_to_ids("a")
+    anything = StructuredOutput("regex", "(.|\n)*")
+    assert not allowed(made.matcher(anything)) & {other, call}
+    # A special stop token ends the text; one that is a letter stays a letter.
+    assert allowed(made.matcher(StructuredOutput("regex", "a"), [letter], [other, letter])) == {end, other}
+    assert allowed(made.matcher(StructuredOutput("regex", "a"), [], [other, letter])) == {letter}
+    assert allowed(made.matcher(StructuredOutput("grammar", f'start: <[{call}]> "a"'))) == {call}
+
+
+@pytest.mark.parametrize(
+    ("structured", "message"),
+    [
+        (StructuredOutput("json_schema", '{"not": {"type": "string"}}'), r'compiled: Unimplemented keys: \["not"\]'),
+        (StructuredOutput("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (StructuredOutput("json_schema", '{"type": "nothing"}'), "Invalid type: nothing"),
+        (StructuredOutput("json_schema", '{"$ref": "#/nowhere"}'), "nowhere"),
+        (StructuredOutput("json_schema", '{"$ref": "http://localhost:1/x"}'), "not present"),
+        (StructuredOutput("regex", "(a"), "unclosed group"),
+        (StructuredOutput("regex", "(?=a)b"), "look-around"),
+        (StructuredOutput("regex", "xyz"), "vocabulary cannot spell"),
+        (StructuredOutput("regex", "a" * (MAX_CHARACTERS + 1)), "131073 characters; at most 131072"),
+        (StructuredOutput("grammar", "start: nothing"), 'unknown name: "nothing"'),
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_is_named(structured: StructuredOutput, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as raised:
+        grammars().matcher(structured)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
+
+
+async def test_a_trial_ends_what_would_take_hours_to_compile() -> None:
+    await check_grammar(KINDS[0])
+    with pytest.raises(GrammarError, match="Unimplemented keys"):
+        await check_grammar(StructuredOutput("json_schema", '{"not": {}}'))
+    patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(20)]
+    for _ in range(2):  # the second answer costs no second trial
+        with pytest.raises(GrammarError, match="more than 1 s"):
+            await check_grammar(StructuredOutput("json_schema", json.dumps({"allOf": patterns})))
+
+
+def test_a_token_that_is_not_allowed_is_an_error() -> None:
+    with pytest.raises(GrammarError, match="cannot be followed"):
+        grammars().matcher(StructuredOutput("regex", "ab"), tiny_tokenizer().convert_tokens_to_ids(["b"]))
+
+
+# Sampling -----------------------------------------------------------------------------------------------------------
+
+
+def driver(**options: object) -> Driver:
+    return Driver(tiny_model(), tokenizer=tiny_tokenizer, **options)
+
+
+def masked_logprobs(
+    prompt: list[int], tokens: list[int], structured: StructuredOutput, temperature: float
+) -> list[float]:
+    """The reference: one plain forward pass, and a softmax over the tokens that the grammar allows at each place."""
+    made, found = grammars(), []
+    with torch.inference_mode():
+        logits = (
+            tiny_model()(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0].float() / temperature
+        )
+    for place, token in enumerate(tokens):
+        at = sorted(allowed(made.matcher(structured, tokens[:place])))
+        found.append(
+            (logits[len(prompt) + place - 1, token] - logits[len(prompt) + place - 1, at].logsumexp(-1)).item()
+        )
+    return found
+
+
+@pytest.mark.parametrize("structured", KINDS, ids=lambda structured: structured.kind)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_behaviour_logprobs_are_those_of_the_masked_distribution(
+    structured: StructuredOutput, temperature: float
+) -> None:
+    it, prompt = driver(), [5, 6, 7]
+    asked = [
+        it.add(prompt, structured=structured, temperature=temperature, seed=seed, max_tokens=40, top_logprobs=2, ignore_eos=False)
+        for seed in range(4)
+    ]  # fmt: skip
+    free = it.add(prompt, seed=1, max_tokens=20)
+    it.run()
+    for request in asked:
+        got = it.responses[request]
+        assert got.error is None
+        expected = masked_logprobs(prompt, got.tokens, structured, temperature)
+        np.testing.assert_allclose(got.logprobs, expected, atol=TOLERANCE)
+        text = tiny_tokenizer().decode(got.tokens, skip_special_tokens=True)
+        if got.stop_reason is StopReason.STOP and structured.kind.startswith("json"):
+            assert isinstance(json.loads(text), dict)
+    assert any(it.responses[request].logprobs.count(0.0) for request in asked), "a forced token has probability 1"
+    # A request without a grammar beside them is sampled as ever.
+    got = it.responses[free]
+    np.testing.assert_allclose(got.logprobs, full_logprobs(tiny_model(), prompt, got.tokens), atol=TOLERANCE)
+
+
+def test_tokens_are_drawn_in_proportion_to_the_masked_distribution() -> None:
+    """One token under ``[abc]``, 1,500 seeds: frequencies within five deviations of the softmax over three tokens."""
+    it, prompt, structured = driver(max_num_seqs=64), [5, 6, 7], StructuredOutput("regex", "[abc]")
+    letters = tiny_tokenizer().convert_tokens_to_ids(["a", "b", "c"])
+    drawn = [it.add(prompt, structured=structured, seed=seed * 7919, max_tokens=1) for seed in range(1500)]
+    it.run()
+    counts = {letter: sum(it.responses[request].tokens == [letter] for request in drawn) for letter in letters}
+    assert sum(counts.values()) == 1500
+    for letter in letters:
+        (logprob,) = masked_logprobs(prompt, [letter], structured, 1.0)
+        share = np.exp(logprob)
+        assert abs(counts[letter] - 1500 * share) < 5 * np.sqrt(1500 * share * (1 - share)) + 1
+
+
+def test_a_grammar_that_becomes_too_complex_fails_its_own_response_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = driver().generate([5], structured=KINDS[2], seed=1, max_tokens=20)
+    it, advance = driver(), GrammarMatcher.advance
+    other = it.add([5], structured=KINDS[2], seed=1, max_tokens=20)
+
+    def fail_at(matcher: GrammarMatcher, token_ids: list[int]) -> None:
+        if matcher is it.core._slots.sequences[0].matcher and len(it.core._slots.read(0).tokens) == 4:
+            raise GrammarError("too complex")
+        advance(matcher, token_ids)
+
+    fails = it.add([6], structured=KINDS[2], seed=2, max_tokens=20)
+    it.core._waiting.rotate()  # the one that fails takes the first slot
+    it.step()
+    monkeypatch.setattr(GrammarMatcher, "advance", fail_at)
+    it.run()
+    assert it.responses[fails].error == "too complex" and it.responses[other].error is None
+    assert it.responses[other].tokens == expected.tokens
+
+
+def test_an_engine_without_a_tokenizer_rejects_a_grammar() -> None:
+    it = Driver(tiny_model())
+    with pytest.raises(GrammarError, match="no tokenizer"):
+        it.add([5], structured=StructuredOutput("json_object"))
+
+
+# Continuation -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def two_engines() -> list[Driver]:
+    return [driver(), driver()]
+
+
+def sampled(params: SamplingParams, draw: random.Random | None) -> TokenChunk:
+    """A response over two engines. ``draw`` interrupts it: by an abort, by a freeze that recomputes, by an engine's death."""
+    engines = [*two_engines()]
+    it, response = engines[0], Continuation([5, 6, 7], params, grammar_continuation=True)
+    while (segment := response.next_segment()) is not None:
+        asked = vars_of(segment.sampling_params)
+        request = it.add(segment.prompt_token_ids, stream_every=1, **asked)
+        event = "none" if draw is None else draw.choice(["abort", "freeze", "death", "none"])
+        if event != "none":
+            it.step(draw.randrange(6))  # type: ignore[union-attr]
+        if event == "abort":
+            it.pause(PauseMode.ABORT)
+            it.core.resume()
+        elif event == "freeze":
+            it.pause(PauseMode.RECOMPUTE)
+            it.core.resume()
+        if event == "death":  # with what it has streamed, and without a word at the end
+            engines.reverse()
+            got = it.responses[request]
+            it.core.abort()
+            it = engines[0]
+            reason = got.stop_reason if got.stop_reason is not StopReason.ABORT else None
+        else:
+            it.run()
+            got = it.responses[request]
+            reason = got.stop_reason
+        assert got.error is None
+        response.add(TokenChunk(got.tokens, got.logprobs, got.versions, reason), segment.number)
+    assert response.restarts == 0
+    return TokenChunk(response.token_ids, response.logprobs, response.versions, response.stop_reason)
+
+
+def vars_of(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in params.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("schedule", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 300))])
+def test_any_interruptions_give_the_uninterrupted_response(schedule: int) -> None:
+    draw = random.Random(schedule)
+    params = SamplingParams(
+        max_tokens=draw.randrange(1, 45),
+        temperature=draw.choice([0.0, 0.7, 1.0]),
+        seed=schedule,
+        structured=KINDS[schedule % len(KINDS)],
+    )
+    got, expected = sampled(params, draw), sampled(params, None)
+    assert (got.token_ids, got.stop_reason) == (expected.token_ids, expected.stop_reason)
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE)
