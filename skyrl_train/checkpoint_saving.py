@@ -7,7 +7,9 @@ begin ──backend.snapshot (training waits)──collect (no await)──> ret
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.checkpoint import write_rollout_state
 from skyrl_train.runtime.concurrency import Signal
 from skyrl_train.training.backend import TrainingBackend
-from skyrl_train.training.checkpoint import Checkpoints, checkpoint_step
+from skyrl_train.training.checkpoint import Checkpoints, checkpoint_step, folder_bytes
 
 POLICY_FOLDER = "policy"  # the backend's state within a checkpoint
 
@@ -44,6 +46,7 @@ class CheckpointSaving:
 
     Attributes:
         step: step of the newest checkpoint on disk; None: there is none.
+        disk: metrics of the disk and of the newest checkpoint that this process wrote; empty before.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class CheckpointSaving:
         self._events = events
         self._task: asyncio.Task[Path] | None = None
         self.step: int | None = None
+        self.disk: dict[str, float] = {}
 
     @property
     def error(self) -> BaseException | None:
@@ -102,7 +106,13 @@ class CheckpointSaving:
 
         def publish() -> Path:
             with self._events.timed("checkpoint", step=rollout.step):
-                return self._store.write(rollout.step, write)
+                folder = self._store.write(rollout.step, write)
+            with suppress(OSError):  # the figures are a help, and must not end the run
+                self.disk = {
+                    "system/checkpoint_bytes": folder_bytes(folder),
+                    "system/disk_free_bytes": shutil.disk_usage(folder).free,
+                }
+            return folder
 
         self._task = asyncio.create_task(asyncio.to_thread(publish), name="checkpoint")
         # A failed write must wake a trainer that waits for groups.

@@ -15,6 +15,7 @@ from skyrl_train.observability.samples import RecordedGroup
 from skyrl_train.rollout.manager import RolloutManager
 from skyrl_train.rollout.staleness.manager import RolloutCounts
 from skyrl_train.runtime.process import resident_bytes
+from skyrl_train.sample_recorder import engine_gap
 from skyrl_train.types import RolloutGroup
 
 
@@ -65,6 +66,7 @@ class StepReports:
         rollout, ledger = self._rollout, self._rollout.prompts.ledger
         trained.metrics.update(rollout.stages.take_metrics())
         trained.metrics.update(rollout.group_generator.take_metrics())
+        trained.metrics.update(engine_gap(step, trained.samples))
         now, tokens = self._clock(), self._client.generated_tokens
         totals = self.totals
         totals["elapsed_s"] += now - self._step_ended_s
@@ -79,6 +81,7 @@ class StepReports:
                 "async/failed_and_masked": rollout.dispatcher.failed_and_masked,
                 "async/engine_failures": rollout.group_generator.engine_failures,
                 "async/retries": rollout.group_generator.retries,
+                "inference/engine_restarts": self._client.engine_restarts,
                 **self._client.replay_cache.metrics(),
                 **{name: total for name, total in totals.items() if name != "elapsed_s"},
                 "system/rss_bytes": resident_bytes(),

@@ -402,6 +402,7 @@ class PPOTrainer:
 
     def report(self, trained: TrainedStep) -> None:
         """Write the step's metrics and samples and refresh the screen."""
+        trained.metrics.update(self.saving.disk)
         self.reports.write(self.global_step, trained, checkpoint_step=self.saving.step)
 
     # Checkpoints --------------------------------------------------------------------------------------------------

@@ -258,6 +258,11 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         return {number: record.state for number, record in self._pool.fleet.records.items()}
 
     @property
+    def engine_restarts(self) -> int:
+        """Restarts of all engines so far."""
+        return sum(record.restart_count for record in self._pool.fleet.records.values())
+
+    @property
     def engines(self) -> list[InferenceEngineInterface]:
         """The routed engines."""
         return [self._pool.engines[number] for number in self._pool.router.routed]

@@ -264,6 +264,9 @@ declare(
         "s",
     ),
     MetricSpec("generate/latency_s_p99", _LAST, "99th percentile of the same", "s"),
+    MetricSpec(
+        "generate/latency_s_oldest", _LAST, "Time since the attempt of the oldest group that still runs began", "s"
+    ),
     MetricSpec("generate/postprocessed_actions", _MEAN, "Turns whose text the environment changed", "turns"),
     MetricSpec("generate/agent_seconds", _MEAN, "Duration of an agent's run", "s"),
     MetricSpec("generate/failed_agents", _MEAN, "Agents that failed and train all the same", "share"),
@@ -309,6 +312,13 @@ declare(
     MetricSpec("off_policy/chi2", _MEAN, "Mean r^2 - 1, an estimate of the chi-square divergence"),
     MetricSpec("off_policy/kl_k1", _MEAN, "Estimate k1 of KL(behaviour || proximal)", "nats"),
     MetricSpec("off_policy/kl_k3", _MEAN, "Estimate k3 of KL(behaviour || proximal)", "nats"),
+    MetricSpec(
+        "off_policy/engine_gap",
+        _LAST,
+        "Mean absolute difference between the trainer's and the engines' log-probs, over the recorded samples' tokens that "
+        "the policy of this step sampled (lag 0); missing if there are none",
+        "nats",
+    ),
     MetricSpec("off_policy/rejected_tokens/", _SUM, "Tokens rejected by each rule, and by `any`", "tokens"),
     MetricSpec("off_policy/rejected_sequences/", _SUM, "Sequences rejected by each rule, and by `any`", "sequences"),
     # Speed
@@ -344,10 +354,15 @@ declare(
         "Tokens sampled since training began, in requests that have ended",
         "tokens",
     ),
+    MetricSpec(
+        "inference/engine_restarts", _LAST, "Restarts of engines that had died, since the process began", "restarts"
+    ),
     MetricSpec("weight_sync/", _LAST, "The last weight sync"),
     MetricSpec("weight_sync/changed_fraction", _LAST, "Bytes of the weights that changed", "share"),
     MetricSpec("system/", _LAST, "The machine"),
     MetricSpec("system/rss_bytes", _LAST, "Resident memory of the control process as the step ends", "bytes"),
+    MetricSpec("system/checkpoint_bytes", _LAST, "Size of the last checkpoint that this process wrote", "bytes"),
+    MetricSpec("system/disk_free_bytes", _LAST, "Free space where it was written, just afterwards", "bytes"),
     # The pipeline
     MetricSpec(
         "stages/",

@@ -182,9 +182,13 @@ class GroupGenerator:
         return group
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the latency of the groups that finished since the last call; empty if none did."""
+        """Return the latency of the groups that finished since the last call, and of the oldest one that runs, if any."""
         latencies_s, self._latencies_s = self._latencies_s, []
-        return quantiles("generate/latency_s_p", latencies_s, 50, 99) if latencies_s else {}
+        metrics = quantiles("generate/latency_s_p", latencies_s, 50, 99) if latencies_s else {}
+        if self._running:
+            oldest = min(attempt.since for attempt in self._running.values())
+            metrics["generate/latency_s_oldest"] = self._clock() - oldest
+        return metrics
 
     async def _run_attempt(self, attempt: _Attempt) -> RolloutGroup:
         """Run one attempt in a task: an attempt that cancels itself must not cancel the group's task.

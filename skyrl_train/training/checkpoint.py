@@ -185,7 +185,7 @@ class CheckpointStore:
                 self._files.write_text(pointer, target.name + "\n")
                 self._files.sync(pointer)
             except Exception as error:
-                written = _size(unfinished)
+                written = folder_bytes(unfinished)
                 shutil.rmtree(unfinished, ignore_errors=True)
                 pointer.unlink(missing_ok=True)
                 if _is_full_disk(error):
@@ -250,7 +250,7 @@ class CheckpointStore:
             self._files.remove_tree(folder)
 
     def _full_disk(self, step: int, needed: int) -> CheckpointError:
-        needed = max([needed, *map(_size, self._folders())])
+        needed = max([needed, *map(folder_bytes, self._folders())])
         free = shutil.disk_usage(self._root).free
         return CheckpointError(
             f"The disk is full: the checkpoint of step {step} needs at least {needed} bytes in {self._root}, {free} "
@@ -412,7 +412,8 @@ def _age_key(folder: Path) -> tuple[int, bool]:
     return int(match[1]), match[2] is None
 
 
-def _size(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files below ``folder``."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -23,7 +23,7 @@ from skyrl_train.observability.samples import (
     read_samples,
     rows_of,
 )
-from skyrl_train.sample_recorder import SampleRecorder
+from skyrl_train.sample_recorder import SampleRecorder, engine_gap
 from skyrl_train.training.minibatch import build_minibatch
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
@@ -124,6 +124,24 @@ def test_one_group_may_be_chosen_for_several_reasons_and_a_failed_one_for_none()
     recorder.choose(groups, build_minibatch(groups, 10, AlgorithmConfig()))
     assert [entry.chosen for entry in recorder.take()] == ["first,best,worst,stalest"]
     assert SampleRecorder(0).choose(groups, minibatch := build_minibatch(groups, 10, AlgorithmConfig())) is minibatch
+
+
+def test_the_gap_between_trainer_and_engines_is_measured_on_tokens_of_the_same_weights() -> None:
+    def recorded(version: int, *offsets: float) -> RecordedGroup:
+        of_group = group(0, [0.0] * len(offsets), version)
+        trained = []
+        for sample, offset in zip(of_group.samples, offsets, strict=True):
+            mask = sample.sequences[0].sampled.copy()
+            mask[0] = False  # a token that does not train has no log-prob of the trainer
+            logprobs = np.where(mask, sample.sequences[0].logprob_array + offset, 0.0)
+            trained.append(TrainedSequence(mask, np.zeros(6), logprobs, None))
+        return RecordedGroup(of_group, "first", tuple(trained))
+
+    gap = engine_gap(8, [recorded(7, 0.5, -0.1), recorded(6, 9.0)])["off_policy/engine_gap"]
+    assert gap == pytest.approx(0.3)
+    untold = TrainedSequence(np.ones(6, np.bool_), np.zeros(6), None, None)
+    assert engine_gap(8, [recorded(6, 9.0), RecordedGroup(group(0, [0.0], 7), "first", (untold,))]) == {}
+    assert engine_gap(8, [RecordedGroup(group(0, [0.0], 7), "first")]) == engine_gap(8, []) == {}
 
 
 # Rows and messages ------------------------------------------------------------------------------------------------

@@ -323,6 +323,7 @@ async def test_a_stage_describes_its_load_and_its_queue() -> None:
             in w.dispatcher.describe()
         )
         assert sum("generated, and in its stages" in line for line in w.dispatcher.describe()) == 4
+        assert w.group_generator.take_metrics() == {"generate/latency_s_oldest": 10.0}
         metrics = w.group_generator.stages.take_metrics()
         assert metrics == {
             "stages/reference/queue_length": 2.0,

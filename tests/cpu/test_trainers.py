@@ -352,7 +352,7 @@ async def test_a_failed_checkpoint_ends_the_run_and_leaves_the_previous_one(tmp_
 
 
 async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
-    h = Harness(tmp_path, engine=ScriptedEngine(hashed_token, free_running=True))
+    h = Harness(tmp_path, "trainer.ckpt_interval=2", engine=ScriptedEngine(hashed_token, free_running=True))
     await h.train()
     row = h.rows[-1]
     assert row["async/trained"] == 32 and row["async/submitted"] == 32 and row["async/in_flight"] == 0
@@ -365,6 +365,9 @@ async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
         "staleness/histogram/1",
     ):
         assert key in row
+    assert "system/checkpoint_bytes" not in h.rows[0]
+    # The checkpoint of step 2 is written before a snapshot for step 4 is taken.
+    assert h.rows[4]["system/checkpoint_bytes"] > 100 and h.rows[4]["system/disk_free_bytes"] > 0
 
 
 async def test_times_and_totals_continue_over_a_kill_and_a_resume(tmp_path: Path) -> None:
@@ -387,6 +390,7 @@ async def test_times_and_totals_continue_over_a_kill_and_a_resume(tmp_path: Path
     assert all(row["time"] > 1.7e9 for row in second.rows), "unix time"
     assert len(second.rows) == 8 and generated > 0
     assert 0 < second.rows[0]["generate/latency_s_p50"] <= second.rows[0]["generate/latency_s_p99"]
+    assert all(row["inference/engine_restarts"] == 0 for row in second.rows)
 
 
 def fail_at_step(h: Harness, step: int) -> None:
