@@ -88,7 +88,8 @@ def train(
     run = load_run(result.path)
     if not result.finished:
         console.print("Stopped with a checkpoint; the same call continues the run.", highlight=False)
-    console.print(repr(run), markup=False, highlight=False, soft_wrap=True)
+    for line in (*map(str, run.advice), repr(run)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return run
 
 

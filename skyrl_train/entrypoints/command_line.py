@@ -3,7 +3,7 @@
 Verbs that take a recipe are declared here, the others in their own modules.
 
 Exit codes: 0 done, or stopped by SIGTERM / Ctrl-C with a checkpoint; 1 it failed; 2 the command line, a setting or an input is
-wrong; 130 interrupted before anything began.
+wrong; 3 a run has trained to its end, but every sample had the same reward; 130 interrupted before anything began.
 """
 
 from __future__ import annotations

@@ -14,7 +14,11 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.entrypoints.run import check_implementations, load_inputs, print_warnings, train
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
+from skyrl_train.observability.advice import CONSTANT_STEPS
+from skyrl_train.observability.run import load_run
 from skyrl_train.observability.screen import final_line, train_command
+
+NOTHING_LEARNED = 3  # exit code
 
 
 def print_plan(recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool) -> None:
@@ -33,7 +37,7 @@ def print_plan(recipe: str, overrides: Sequence[str], config_dir: Path | None, *
 
 
 def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool) -> int:
-    """Train, print the final line, and return the exit code.
+    """Train, print alarms or advice and the final line, and return the exit code.
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the run failed.
@@ -49,11 +53,17 @@ def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None,
     except KeyboardInterrupt:  # while starting up: once training runs, signals are handled
         Console(stderr=True).print("interrupted before training began; give the same command again")
         return 130
+    code = 0
     if result.was_finished:
         line = (
             f"{result.path} has finished training; nothing is left to do. Give another trainer.run_dir to train again."
         )
     else:
+        for advice in load_run(result.path).advice:
+            console.print(str(advice), markup=False, highlight=False, soft_wrap=True)
+        # A run of a few steps tests a set-up; a rare reward may be missing there.
+        if result.finished and result.summary.only_reward is not None and result.summary.steps >= CONSTANT_STEPS:
+            code = NOTHING_LEARNED
         program = "python -m skyrl_train" if Path(sys.argv[0]).name == "__main__.py" else "skyrl-train"
         launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER", "")  # set by ./uvw
         options = [*(["--strict"] if strict else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
@@ -66,4 +76,4 @@ def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None,
             seconds=result.seconds,
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return 0
+    return code

@@ -193,6 +193,14 @@ _KINDS: Sequence[EventKind] = (
         _F("source", "str", "", "the module that logged it"),
         _F("text", "str", "", "the message, at most 2,000 characters"),
     )),
+    EventKind("alarm", "an alarm or an advice begins or ends (docs/tutorials/troubleshooting.md has a section for each)", (
+        _F("id", "str", "", "which one"),
+        _F("level", "str", "", "alarm | tuning"),
+        _F("state", "str", "", "begins | ends"),
+        _F("step", "int", "", "the step after which it was found, or has not been found for 10 steps"),
+        _F("finding", "str", "", "what was found, with its figure; as it ends, what was found last"),
+        _F("action", "str", "", "what to do"),
+    )),
     EventKind("lost", "what this record lacks since the last such event", (
         _F("events", "int", "events", "that were not written, because the queue or the disk was full"),
         _F("sampled_out", "int", "events", "of requests, environments and agents that the limit left out"),

@@ -10,9 +10,10 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.observability.advice import Advice, AdviceHistory, Row, advise, edge_rows
 from skyrl_train.observability.failures import FailureLog
 from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl
 from skyrl_train.observability.samples import RecordedGroup, rows_of
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 40  # of a prompt and of a response on the screen
 LAGS = "staleness/histogram/"
+KEPT_FAILURES = 1000  # for advice
 
 # Trackers ----------------------------------------------------------------------------------------------------------
 
@@ -128,6 +131,11 @@ class Reporter:
         self._failure_log = FailureLog(run_folder.logs)
         self._last_reason = ""  # of a failed attempt at a group
         self._evaluation = self._sample = ""  # the newest ones, for the screen
+        # The inputs of advice, as a reader of the run folder has them.
+        self._metric_rows: list[Row] = []
+        self._failed_attempts: deque[dict[str, Any]] = deque(maxlen=KEPT_FAILURES)
+        self._settings = asdict(config)
+        self._history = AdviceHistory()
         self._view: TerminalView | PlainView | None = None
         self._trackers: list[Tracker] = []
 
@@ -152,6 +160,7 @@ class Reporter:
         for file in (self._folder.metrics, self._folder.evaluations):
             file.truncate_after(step)
         self._folder.samples.discard_after(step)
+        self._metric_rows = edge_rows(list(read_jsonl(self._folder.metrics.path)))
         self._trackers = make_trackers(self._folder.logs, self._config, step)
         title = f"{self._folder.path} ({self._config.trainer.mode})"
         self._view = make_view(self._console, self._total_steps, title, start_step=step)
@@ -183,6 +192,8 @@ class Reporter:
         group_indices |= {f"{outcome}_group_indices": list(some) for outcome, some in untrained.items()}
         times = {"time": round(time.time(), 3), "elapsed_s": round(elapsed_s, 3)}
         self._folder.metrics.append({"step": step, **times, **metrics, **group_indices})
+        self._metric_rows = edge_rows([*self._metric_rows, {**times, **metrics}])
+        advice = self._advise(step)
         if samples:
             self._folder.samples.write("train", step, functools.partial(self._rows, step, samples, decode))
         for tracker in self._trackers:
@@ -190,7 +201,7 @@ class Reporter:
         if self._view is not None:
             failures = self._failures(int(metrics["async/failed"]), int(metrics["async/retries"]))
             report = step_report(step, metrics, checkpoint_step, failures)
-            self._view.update(replace(report, evaluation=self._evaluation, sample=self._sample))
+            self._view.update(replace(report, evaluation=self._evaluation, sample=self._sample, advice=advice))
 
     def _rows(
         self, step: int, samples: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str]
@@ -244,6 +255,19 @@ class Reporter:
                 f"{self._folder.logs / TRAINER_LOG} has the traceback)"
             )
         self._last_reason = reason
+        self._failed_attempts.append({"t": time.time(), "reason": reason})
+
+    def _advise(self, step: int) -> list[Advice]:
+        """Return what is found after ``step``; record what begins and ends, and show alarms as they do."""
+        advice = advise(self._metric_rows, self._failed_attempts, self._settings)
+        begun, ended = self._history.update(step, advice)
+        for state, some in (("begins", begun), ("ends", ended)):
+            for each in some:
+                self._folder.events.record("alarm", state=state, step=step, **asdict(each))
+                logger.info("step %d: %s %s", step, state, each)
+                if each.level == "alarm" and self._view is not None:
+                    self._view.note(str(each) if state == "begins" else f"alarm over: {each.id}")
+        return advice
 
     def waiting(self, in_flight: int, failed: int, retries: int) -> None:
         """Show that the run is alive. Called about every second.

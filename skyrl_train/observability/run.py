@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import EventReader, Events
+from skyrl_train.observability.advice import FAILURES, Advice, advise, edge_rows
 from skyrl_train.observability.run_folder import (
     CONFIG,
     EVALUATIONS,
@@ -24,6 +26,8 @@ from skyrl_train.observability.screen import RunSummary, summarize
 
 if TYPE_CHECKING:
     import pandas
+
+FAILURE_SEGMENTS = 4  # newest segments of events, of 4 MiB each, in which failures are looked for
 
 
 class Run:
@@ -54,6 +58,16 @@ class Run:
     def summary(self) -> RunSummary:
         """Steps, rewards and training time."""
         return summarize(list(read_jsonl(self.path / METRICS)))
+
+    @cached_property
+    def advice(self) -> list[Advice]:
+        """The alarms after the last step, or, without any, advice for tuning; docs/tutorials/troubleshooting.md explains each."""
+        try:
+            settings = asdict(self.config)
+        except (ConfigError, OSError):  # advice needs few settings
+            settings = {}
+        failures = EventReader(self.path / EVENTS, FAILURE_SEGMENTS).poll(FAILURES)
+        return advise(edge_rows(list(read_jsonl(self.path / METRICS))), failures, settings)
 
     @cached_property
     def metrics(self) -> pandas.DataFrame:

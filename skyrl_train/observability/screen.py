@@ -22,6 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from skyrl_train.observability.advice import ESS, NO_SIGNAL, TRUNCATED, Advice
+
 Clock = Callable[[], float]
 
 REFRESH_INTERVAL_S = 0.1
@@ -34,9 +36,6 @@ TREND_STEPS = 10
 LAG_WIDTH = 20  # characters of the bar of all groups
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-=+*#"
-
-# Figures beyond these are shown in red.
-LOW_ESS, HIGH_NO_SIGNAL, HIGH_TRUNCATED = 0.3, 0.5, 0.25
 
 REWARD = "reward/mean"
 ENDS = 0.05  # share of the steps over which the first and last rewards are averaged
@@ -85,6 +84,7 @@ class StepReport:
     groups_by_lag: Mapping[int, int] = field(default_factory=dict)
     evaluation: str = ""  # the newest one, in one line
     sample: str = ""  # a prompt and its response, in one line
+    advice: Sequence[Advice] = ()  # the most urgent first
 
 
 class Progress:
@@ -261,6 +261,12 @@ class TerminalView:
         lines.add_row("waiting", Text(facts["waiting"]))
         if "failed" in facts:
             lines.add_row("failed", Text(facts["failed"], style="red"))
+        if report.advice:
+            first, more = report.advice[0], len(report.advice) - 1
+            style = "red" if first.level == "alarm" else ""
+            label = Text({"alarm": "ALARM", "tuning": "advice"}[first.level], style=style)
+            lines.add_row(label, Text(f"{first.finding}{f' (and {more} more)' if more else ''}", style=style))
+            lines.add_row("", Text(first.action))
         if report.sample:
             lines.add_row("sample", Text(report.sample, style="dim"))
         return Panel(Group(top, lines), title=Text(self._title), title_align="left")
@@ -329,9 +335,9 @@ def _health(report: StepReport) -> Text:
     figures = [
         ("entropy {:.2f}", report.entropy, False),
         ("grad {:.2g}", report.grad_norm, not math.isfinite(report.grad_norm)),
-        ("ess {:.2f}", report.ess, report.ess < LOW_ESS),
-        ("no signal {:.0%}", report.no_signal, report.no_signal > HIGH_NO_SIGNAL),
-        ("truncated {:.0%}", report.truncated, report.truncated > HIGH_TRUNCATED),
+        ("ess {:.2f}", report.ess, report.ess < ESS),
+        ("no signal {:.0%}", report.no_signal, report.no_signal > NO_SIGNAL),
+        ("truncated {:.0%}", report.truncated, report.truncated > TRUNCATED),
     ]
     shown = [(form.format(value), "red" if alarms else "") for form, value, alarms in figures if not math.isnan(value)]
     return Text("  ").join(Text(text, style=style) for text, style in shown)
@@ -430,10 +436,7 @@ def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: st
     if summary.first_reward is None or summary.last_reward is None:
         learned = "no reward yet"
     elif summary.only_reward is not None:
-        learned = (
-            f"WARNING: all samples have the reward {summary.only_reward:.3f}, so there was nothing to learn. Look at some "
-            f"responses (skyrl_train.load_run({run_dir!r}).samples) and check what computes the reward"
-        )
+        learned = f"WARNING: all samples have the reward {summary.only_reward:.3f}, so there was nothing to learn"
     else:
         learned = (
             f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (best step {summary.best_reward:.3f})"

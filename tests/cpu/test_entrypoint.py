@@ -28,6 +28,7 @@ from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 HERE = __name__
@@ -84,6 +85,23 @@ def test_sigterm_before_training_begins_is_as_ctrl_c(
         signal.signal(signal.SIGTERM, before)
     assert cleaned_up == [True]
     assert "interrupted before training began" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "code"), [(4, 0), (5, 3)])
+def test_a_run_that_had_nothing_to_learn_from_says_so_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], steps: int, code: int
+) -> None:
+    async def training(inputs: object, run_folder: RunFolder, *arguments: object) -> bool:
+        for step in range(1, steps + 1):
+            run_folder.metrics.append({"step": step, "reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0})
+        return True
+
+    monkeypatch.setattr("skyrl_train.entrypoints.run._train", training)
+    ended, text = run(tmp_path, capfd)
+    assert ended == code
+    *_, before, last = text.splitlines()
+    assert "WARNING: all samples have the reward 0.000" in last
+    assert before.startswith("alarm: All samples of the last 5 steps have the reward 0") is (steps >= 5)
 
 
 def prompts(tmp_path: Path, text: str) -> str:

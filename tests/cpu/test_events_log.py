@@ -106,6 +106,15 @@ def test_a_follower_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
     assert reader.poll() == []
 
 
+def test_a_reader_may_begin_with_the_newest_segments_and_leave_out_kinds(tmp_path: Path) -> None:
+    for number in range(1, 5):
+        lines = [b'{"kind":"note","text":"%d"}' % number, b'{"kind":"notes"}', b'{"kind":"warning","text":"note"}']
+        (tmp_path / f"{number:06}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert [event["text"] for event in EventReader(tmp_path, newest=2).poll(["note"])] == ["3", "4"]
+    assert [event["text"] for event in EventReader(tmp_path, newest=9).poll(["note"])] == ["1", "2", "3", "4"]
+    assert EventReader(tmp_path / "none", newest=2).poll() == []
+
+
 def test_values_that_json_lacks_are_written(tmp_path: Path) -> None:
     with closing(EventLog(tmp_path)) as log:
         log.record("note", text="half \ud83d", number=math.nan, large=1 << 70, path=Path("x"))

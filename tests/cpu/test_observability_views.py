@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability import reporter as tracking
+from skyrl_train.observability.advice import Advice
 from skyrl_train.observability.reporter import Reporter, Tracker, make_trackers, register_tracker, tracker_names
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.screen import (
@@ -168,6 +169,18 @@ def test_the_panel_keeps_to_one_line_for_each_fact_and_shows_what_alarms_in_red(
     # Each frame of the live panel is drawn over the one before; the last one has no more lines than the first.
     last = shown[shown.rindex("╭") :]
     assert last.count("│") // 2 == 9 and "the prompt" in last and "…" in last
+
+
+def test_the_panel_shows_the_most_urgent_alarm_and_what_to_do() -> None:
+    alarms = [Advice(name, "alarm", f"The {name} [is] wrong.", f"Mend the {name}.") for name in ("first", "second")]
+    for advice, label in ((alarms, "ALARM"), ([Advice("it", "tuning", "It is slow.", "Make it fast.")], "advice")):
+        console, raw = console_of(terminal=True)
+        view = make_view(console, 300, "quickstart", clock=ManualClock())
+        view.update(dataclasses.replace(REPORT, advice=advice))
+        view.close()
+        shown = raw.getvalue().decode()
+        assert label in shown and advice[0].finding in shown and advice[0].action in shown
+        assert ("(and 1 more)" in shown) is (label == "ALARM")
 
 
 def test_the_panel_draws_the_rewards_so_far() -> None:
