@@ -78,6 +78,7 @@ class StepReports:
             trained.metrics,
             counts=rollout.staleness.counts,
             totals={
+                "async/generate_ahead_steps": rollout.staleness.ahead,
                 "async/failed_and_masked": rollout.dispatcher.failed_and_masked,
                 "async/engine_failures": rollout.group_generator.engine_failures,
                 "async/retries": rollout.group_generator.retries,
@@ -125,7 +126,7 @@ def step_metrics(
 
     Args:
         phases: metrics that the phases of the step returned.
-        totals: further counts by metric name.
+        totals: further numbers by metric name.
         step_s: seconds since the end of the previous step.
         idle_fraction: of the generation slots during the step, in [0, 1].
         generated_tokens: tokens sampled during the step, in requests that have ended.

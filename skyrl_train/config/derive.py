@@ -29,9 +29,6 @@ TRAINER_CLASSES = {
     TrainerMode.fully_async: "skyrl_train.fully_async_trainer:FullyAsyncTrainer",
     TrainerMode.partial_rollout: "skyrl_train.partial_rollout_trainer:PartialRolloutTrainer",
 }
-# One step ahead, with generation and training balanced, the trainer waits for a fifth of its time; two steps ahead, not at
-# all. More than two mostly make the training data older (docs/benchmarks.md, "How far ahead").
-DEFAULT_GENERATE_AHEAD_STEPS = 2
 
 
 def trainer_mode(mode: str) -> TrainerMode:
@@ -85,8 +82,8 @@ def max_staleness_steps(config: RunConfig) -> int:
     return 1 if mode is TrainerMode.one_step_off else config.trainer.fully_async.max_staleness_steps
 
 
-def generate_ahead_steps(config: RunConfig) -> float:
-    """Return D, the steps that generation may run ahead: by default 2, or less if S has no room for it."""
+def generate_ahead_steps(config: RunConfig) -> float | None:
+    """Return D, the steps that generation may run ahead. None: it adapts during the run, up to ``S - k + 1``."""
     mode = trainer_mode(config.trainer.mode)
     if mode is TrainerMode.sync:
         return 0
@@ -95,8 +92,13 @@ def generate_ahead_steps(config: RunConfig) -> float:
     if mode is TrainerMode.partial_rollout:
         return config.trainer.partial_rollout.oversubmit_factor - 1
     depth = config.trainer.fully_async.generate_ahead_steps
-    largest = max_staleness_steps(config) - (weight_sync_interval(config) - 1)  # S >= D + k - 1
-    return max(0, min(DEFAULT_GENERATE_AHEAD_STEPS, largest)) if depth is None else depth
+    return 0 if depth is None and max_staleness_steps(config) < weight_sync_interval(config) else depth
+
+
+def largest_depth(config: RunConfig) -> float:
+    """Return the largest depth of the run: D, or what ``S >= D + k - 1`` allows if it adapts."""
+    depth = generate_ahead_steps(config)
+    return max_staleness_steps(config) - weight_sync_interval(config) + 1 if depth is None else depth
 
 
 def weight_sync_interval(config: RunConfig) -> int:
@@ -107,9 +109,9 @@ def weight_sync_interval(config: RunConfig) -> int:
 
 
 def capacity(config: RunConfig) -> int:
-    """Return how many groups may be admitted and untrained at once: ``(D + k) * B``, rounded down."""
+    """Return how many groups may be admitted and untrained at once: ``(D + k) * B`` with the largest D, rounded down."""
     minibatch = config.trainer.policy_mini_batch_size
-    return int(generate_ahead_steps(config) * minibatch + 1e-9) + weight_sync_interval(config) * minibatch
+    return int(largest_depth(config) * minibatch + 1e-9) + weight_sync_interval(config) * minibatch
 
 
 def num_workers(config: RunConfig) -> int:

@@ -50,16 +50,10 @@ def _schedule(config: RunConfig) -> Warnings:
     bound, k, depth = (
         asynchronous.max_staleness_steps,
         asynchronous.weight_sync_interval,
-        derive.generate_ahead_steps(config),
+        derive.largest_depth(config),
     )
     if bound < depth + k - 1:
         return  # an error
-    if asynchronous.staleness_policy == "wait_batched" and depth == 0:
-        yield (
-            f"{FULLY_ASYNC}.staleness_policy=wait_batched with generate_ahead_steps=0: no group begins ahead that could be held "
-            f"back, so it is the same as wait. Set generate_ahead_steps={max(1, bound - k + 1)} and "
-            f"max_staleness_steps={max(bound, k)}, or staleness_policy=wait."
-        )
     begins_with = asynchronous.streaming_min_groups or minibatch
     if asynchronous.overlap_weight_sync and round(depth * minibatch, 6) < begins_with:
         yield (

@@ -35,11 +35,11 @@ class Plan:
     n_samples_per_prompt: int  # n
     train_batch_size: int  # groups per generation phase
     max_staleness_steps: int  # S; in sync, batch // minibatch - 1
-    generate_ahead_steps: float  # D
+    generate_ahead_steps: float | None  # D; None: it adapts, up to S - k + 1
     weight_sync_interval: int  # k
     overlap_weight_sync: bool
     streaming_min_groups: int | None  # None: a step begins with all its groups
-    capacity: int  # groups that may be admitted and untrained at once: (D + k) * B, rounded down
+    capacity: int  # groups that may be admitted and untrained at once: (D + k) * B with the largest D, rounded down
     num_workers: int  # W
     staleness_policy: str
     max_model_len: int  # tokens per request, prompt and response
@@ -292,8 +292,14 @@ def _rollout_rows(plan: Plan) -> Rows:
         }.get(plan.mode, f"; requests in flight: {plan.config.generator.pause_mode}")
         overlap = "; the next step begins meanwhile" if plan.overlap_weight_sync else ""
         when = "after each step (k=1)" if k == 1 else f"every k={k} steps"
+        depth = plan.generate_ahead_steps
         rows = [
-            ("depth", f"D={plan.generate_ahead_steps:g} step(s) that generation runs ahead"),
+            (
+                "depth",
+                f"D adapts to the slowest groups: up to {derive.largest_depth(plan.config):g} step(s) that generation runs ahead"
+                if depth is None
+                else f"D={depth:g} step(s) that generation runs ahead",
+            ),
             ("bound", f"S={bound}; {guarantee}"),
             ("deadline", f"a group whose oldest token has version v trains by step v + {bound + 1}"),
             ("workers", f"W={plan.num_workers} groups generated at once"),
@@ -313,7 +319,6 @@ def _rollout_rows(plan: Plan) -> Rows:
 _GUARANTEES = {
     "accept": "an older group is trained all the same, corrected and counted",
     "wait": "never exceeded: the trainer waits if it must",
-    "wait_batched": "never exceeded: the trainer waits if it must; no group begins while enough steps are ready",
     "mask": "older tokens are not trained",
     "drop": "an older group is dropped, and the next prompt takes its slot",
 }

@@ -323,10 +323,10 @@ class FullyAsyncConfig:
 
     max_staleness_steps: CountOrZero = 4  # S: bound on the lag of a group, in steps; 0: the synchronous order
     generate_ahead_steps: NonNegative | None = (
-        None  # D: steps that generation may run ahead, also 0.5; None: min(2, S-k+1)
+        None  # D: steps that generation may run ahead, also 0.5; None: as many as slow groups require, up to S-k+1
     )
-    num_parallel_generation_workers: int | None = None  # W: groups generated at once; None: (D + 1) * B
-    staleness_policy: str = "mask"  # mask | accept | wait | wait_batched | drop | path.to.Policy: for groups beyond S
+    num_parallel_generation_workers: int | None = None  # W: groups generated at once; None: (largest D + k) * B
+    staleness_policy: str = "mask"  # mask | accept | wait | drop | path.to.Policy: for groups beyond S
     weight_sync_interval: Count = 1  # k: optimizer steps between two weight syncs
     streaming_min_groups: Count | None = None  # train as soon as so many groups are ready; None: on whole batches
     overlap_weight_sync: bool = False  # begin the next step once the weights are copied, before the engines serve them

@@ -126,7 +126,7 @@ def _fully_async_sizes(config: RunConfig) -> Errors:
     bound, k, depth = (
         asynchronous.max_staleness_steps,
         asynchronous.weight_sync_interval,
-        derive.generate_ahead_steps(config),
+        derive.largest_depth(config),
     )
     workers, streaming = derive.num_workers(config), asynchronous.streaming_min_groups
     if bound < depth + k - 1:

@@ -374,6 +374,9 @@ declare(
     MetricSpec(
         "async/idle_fraction", _LAST, "Share of the generation slots' time that was idle during the step", "share"
     ),
+    MetricSpec(
+        "async/generate_ahead_steps", _LAST, "D, how far generation may run ahead until the next weight sync", "steps"
+    ),
     MetricSpec("async/in_flight", _LAST, "Groups in generation", "groups"),
     MetricSpec("async/buffered", _LAST, "Finished groups that wait to be trained", "groups"),
     MetricSpec("async/submitted", _LAST, "Groups admitted since training began", "groups"),

@@ -314,6 +314,7 @@ def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | 
         lag_max=int(metrics["staleness/max"]),
         in_flight=int(metrics["async/in_flight"]),
         buffered=int(metrics["async/buffered"]),
+        ahead=metrics.get("async/generate_ahead_steps", math.nan),
         generated_tokens_per_s=metrics["inference/tokens_per_second"],
         trained_tokens_per_s=metrics["policy/tokens_per_second"],
         wait_for_batch=min(1.0, metrics["time/wait_for_batch"] / step_s),

@@ -68,6 +68,7 @@ class StepReport:
     lag_max: int = 0
     in_flight: int = 0  # groups
     buffered: int = 0  # groups
+    ahead: float = math.nan  # steps that generation may run ahead
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
     wait_for_batch: float = 0.0  # share of the step in which training waited for groups
@@ -346,13 +347,14 @@ def _health(report: StepReport) -> Text:
 def _facts(report: StepReport, waiting: tuple[int, Failures] | None = None) -> list[tuple[str, str]]:
     in_flight, failures = waiting or (report.in_flight, report.failures)
     saved = "none yet" if report.checkpoint_step is None else f"step {report.checkpoint_step}"
+    ahead = "" if math.isnan(report.ahead) else f", {report.ahead:.1f} steps ahead"
     generated, trained = (
         f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
         for rate in (report.generated_tokens_per_s, report.trained_tokens_per_s)
     )
     facts = [
         ("lag", f"{report.lag_mean:.1f} (max {report.lag_max})"),
-        ("groups", f"{in_flight} in flight, {report.buffered} buffered"),
+        ("groups", f"{in_flight} in flight, {report.buffered} buffered{ahead}"),
         ("tokens/s", f"{generated} generated, {trained} trained"),
         (
             "waiting",

@@ -1,6 +1,7 @@
 """Schedules that drop nothing and keep the staleness bound: how fast could one be, with and without knowledge of lengths?
 
-The model: group ``i`` takes ``durations[i]`` seconds in one of ``slots`` slots; a step takes ``B`` finished groups and ``step_s``
+The model: group ``i`` takes ``durations[i]`` seconds in one of ``slots`` slots (in :func:`least_time` it may be several responses
+in several slots, ``work[i]`` seconds together); a step takes ``B`` finished groups and ``step_s``
 seconds, and syncs the weights at its end. A schedule begins the groups in the order of their indices (the order of the data is
 guaranteed too). It keeps the bound ``S``: a group begun under version ``v`` trains in step ``v + S + 1`` or earlier.
 
@@ -27,25 +28,26 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
 
-from skyrl_train.rollout.staleness.policies import StalenessPolicy, StalenessView, WaitBatchedPolicy, WaitPolicy
-
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The constraints of a schedule. ``len(durations)`` is a multiple of ``batch_groups``."""
+    """The constraints of a schedule. ``len(durations)`` is a multiple of ``batch_groups``.
+
+    ``work``: the slot seconds of each group; None: its duration, which is that of its only response.
+    """
 
     durations: Sequence[float]
     batch_groups: int
     max_staleness_steps: int
     step_s: float
     slots: int
+    work: Sequence[float] | None = None
 
     @property
     def steps(self) -> int:
@@ -126,7 +128,8 @@ def least_time(pipeline: Pipeline) -> float:
     batch, bound, steps = pipeline.batch_groups, pipeline.max_staleness_steps, pipeline.steps
     durations = np.asarray(pipeline.durations, dtype=float)
     longest = durations.reshape(steps, batch).max(axis=1)
-    work = np.concatenate([[0.0], np.cumsum(durations)]) / pipeline.slots
+    of_groups = pipeline.durations if pipeline.work is None else pipeline.work
+    work = np.concatenate([[0.0], np.cumsum(of_groups)]) / pipeline.slots
     windows: dict[int, list[tuple[int, float]]] = {}
     for block in range(steps):
         begin, end = max(0, block - bound), min(steps, block + bound + 1)
@@ -178,16 +181,13 @@ def _kind(schedule: Schedule, pipeline: Pipeline) -> tuple[int, ...]:
 # With the distribution of lengths known -------------------------------------------------------------------------------
 
 
-_POLICIES: tuple[StalenessPolicy, ...] = (WaitPolicy(), WaitBatchedPolicy())  # followed after the choice
-
-
 def planned_time(pipeline: Pipeline, futures: int, horizon: int, seed: int = 0) -> float:
     """Return the seconds of a schedule that is planned by rollouts (Bertsekas, Tsitsiklis and Wu, 1997).
 
     After each weight sync it tries every choice (how many steps may begin ahead) in the same sampled futures. The remaining time
     of a running group is drawn from the durations longer than its age; later groups draw from all durations. From then on, each
-    future follows ``wait`` or ``wait_batched``; the planner takes the choice whose better policy is fastest on the mean. With
-    enough futures, long enough, it is no worse than either policy on the mean.
+    future follows ``wait`` with D = S; the planner takes the choice that is fastest on the mean. With enough futures, long
+    enough, it is no worse than that on the mean.
 
     Args:
         futures: number of sampled futures after each weight sync.
@@ -209,22 +209,18 @@ def _plan(
     choices = sorted({allowed_groups(schedule, steps, pipeline) for steps in ahead})
     if len(choices) == 1:
         return choices[0]
-    totals = {(choice, policy): 0.0 for choice in choices for policy in _POLICIES}
+    totals = dict.fromkeys(choices, 0.0)
     begin_later = (horizon + pipeline.max_staleness_steps + 1) * pipeline.batch_groups
     for _ in range(futures):
         begun = _other_ends(schedule, known, random)
         durations = [0.0] * begun.begun + random.choices(known, k=begin_later)
         future = replace(pipeline, durations=durations)
-        for choice, policy in totals:
-            totals[choice, policy] += _time(begun.copy(), choice, policy, future, horizon)
-    return min(totals, key=lambda pair: totals[pair])[0]
-
-
-def _time(schedule: Schedule, allowed: int, policy: StalenessPolicy, future: Pipeline, horizon: int) -> float:
-    one_step(schedule, allowed, future)
-    for _ in range(horizon - 1):
-        one_step(schedule, allowed_groups(schedule, _ahead(policy, schedule, future), future), future)
-    return schedule.now
+        for choice in choices:
+            end = one_step(begun.copy(), choice, future)
+            for _ in range(horizon - 1):
+                one_step(end, allowed_groups(end, pipeline.max_staleness_steps, future), future)
+            totals[choice] += end.now
+    return min(totals, key=totals.__getitem__)
 
 
 def _other_ends(schedule: Schedule, known: list[float], random: Random) -> Schedule:
@@ -237,16 +233,3 @@ def _other_ends(schedule: Schedule, known: list[float], random: Random) -> Sched
         other.running.append((begin + duration, version, begin))
     heapq.heapify(other.running)
     return other
-
-
-def _ahead(policy: StalenessPolicy, schedule: Schedule, pipeline: Pipeline) -> int:
-    """Return how many steps beyond the next may begin under a policy, with D = S and a weight sync after each step."""
-    view = StalenessView(
-        step=schedule.version + 1,
-        batch_groups=pipeline.batch_groups,
-        slots=pipeline.batch_groups,
-        max_staleness_steps=pipeline.max_staleness_steps,
-        running=Counter(version for _, version, _ in schedule.running),
-        finished=Counter(schedule.finished),
-    )
-    return int(policy.depth(view, pipeline.max_staleness_steps, 1))

@@ -35,7 +35,7 @@ class World:
     policy: str = "wait"
     b: int = 2
     s: int = 2
-    d: float = 1.0
+    d: float | None = 1.0
     w: int = 8
     k: int = 1
     steps: int = 8
@@ -68,7 +68,7 @@ class World:
             policy=policy,
             b=b,
             s=s,
-            d=rng.choice((0, room, min(1, room), rng.uniform(0, room), rng.randint(0, 4 * room) / 4)),
+            d=rng.choice((None, None, 0, room, min(1, room), rng.uniform(0, room), rng.randint(0, 4 * room) / 4)),
             w=rng.choice((1, b, 2 * b, 50)),
             k=k,
             steps=rng.randint(1, 12),
@@ -194,7 +194,7 @@ class Run:
         self._drop_overdue()
         all_fit, before = len(self.reissue) <= self.m.capacity(), self.fresh_starts
         self._admit()
-        if all_fit:  # always, unless W or D have shrunk
+        if all_fit:  # always, unless W or D have shrunk; D does where it adapts
             assert not self.reissue and not self.replay_cache
             assert self.sizes.policy == "drop" or self.fresh_starts == before, "what was feasible when saved still is"
 
@@ -335,9 +335,7 @@ class Run:
         chosen = self.m.select(free, committed=len(self.taken), at_least=at_least)
         wanted = self.world.b - len(self.taken) if at_least is None else at_least
         if chosen is None and len(free) >= wanted:
-            assert self.sizes.policy in ("wait", "wait_batched", "drop"), (
-                "nothing waits for a slow group under the other policies"
-            )
+            assert self.sizes.policy in ("wait", "drop"), "nothing waits for a slow group under the other policies"
             self.waits += 1
         if chosen is not None:
             assert wanted <= len(chosen) <= self.world.b - len(self.taken)
@@ -350,7 +348,7 @@ class Run:
         for group in part:
             lag = (self.m.step - 1) - group.oldest_version
             self.lags.append(lag)
-            if self.sizes.policy in ("wait", "wait_batched", "drop"):
+            if self.sizes.policy in ("wait", "drop"):
                 assert lag <= self.m.max_staleness_steps
             if self.sizes.policy == "mask":
                 assert self.m.oldest_trained_version is not None
@@ -410,13 +408,13 @@ class Run:
     def _resize(self) -> None:
         self.resizes_left -= 1
         bound = self.world.k - 1 + self.rng.randint(0, 5)
-        depth = self.rng.uniform(0, bound - self.world.k + 1)
+        depth = None if self.sizes.d is None else self.rng.uniform(0, bound - self.world.k + 1)
         before = (self.m.max_staleness_steps, self.m.generate_ahead_steps, self.m.max_running)
         workers = self.rng.choice((1, self.world.b, 20))
         try:
             self.m.resize(max_staleness_steps=bound, generate_ahead_steps=depth, max_running=workers)
         except StalenessError:
-            assert self.sizes.policy in ("wait", "wait_batched") and bound < before[0]
+            assert self.sizes.policy == "wait" and bound < before[0]
             assert before == (self.m.max_staleness_steps, self.m.generate_ahead_steps, self.m.max_running)
         else:
             self.sizes = replace(self.sizes, s=bound, d=depth, w=workers)
@@ -428,6 +426,7 @@ class Run:
 
     def _check(self) -> None:
         c = self.m.counts
+        assert 0 <= self.m.ahead <= self.m.max_staleness_steps - self.world.k + 1
         assert (c.running, c.buffered) == (len(self.running), len(self.buffer))
         assert all(
             self.outcomes[name] == count

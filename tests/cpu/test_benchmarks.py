@@ -19,7 +19,7 @@ QUICK = [
     ("gpu_weight_sync --dry --updates 1", "embedded dry shared_memory: "),
     ("gpu_attention --dry --output attention.json", "| 256 | 1 | "),
     (
-        "staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 1 --width 2 --futures 2",
+        "staleness_price strictness --samples 1 --batch 4 --steps 12 --tails 2 --bounds 1 --width 2 --futures 2",
         "| balanced | 2 | 1 |",
     ),
 ]
@@ -31,8 +31,8 @@ SLOW = [
         "beside training blocks",
     ),
     ("modes --steps 2 --cases 2", "| fully_async, streaming | 3 + 1 |"),
-    ("staleness_price throughput --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
-    ("staleness_price depth --batch 4 --steps 12 --tails 2 --slots 1", "| 2 | 1 | `drop` |"),
+    ("staleness_price throughput --batch 2 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
+    ("staleness_price depth --batch 2 --steps 12 --tails 2", "| 2 | training-bound | "),
     ("async_vs_sync --steps 2 --rounds 1 trainer.policy_mini_batch_size=2", "median of 1 rounds"),
     (
         "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies fsdp2",

@@ -50,7 +50,6 @@ async def test_a_run_trains_the_same_with_and_without(tmp_path: Path, overrides:
             f"{FULLY_ASYNC}.generate_ahead_steps=0",
             f"{FULLY_ASYNC}.weight_sync_interval=2",
         ],
-        [f"{FULLY_ASYNC}.staleness_policy=wait_batched", f"{FULLY_ASYNC}.generate_ahead_steps=0"],
         ["trainer.train_batch_size=8"],
     ],
     ids=str,

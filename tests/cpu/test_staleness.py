@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class Finished:
 def manager(
     b: int,
     s: int,
-    d: float,
+    d: float | None,
     *,
     w: int = 100,
     steps: int = 1000,
@@ -591,6 +591,86 @@ def test_impossible_sizes_are_refused_while_running_too(sizes: dict[str, int]) -
     with pytest.raises(ValueError, match="need"):
         m.resize(**sizes)
     assert (m.max_staleness_steps, m.generate_ahead_steps, m.max_running) == (2, 1, 100)
+
+
+# A depth that adapts
+
+
+def depths(m: StalenessManager, running: Iterable[int], first: int = 0) -> list[float]:
+    """Trains a step for each number; so many of the newest groups still run as it ends, or as many as leave it complete.
+    Returns the depth after each step."""
+    found: list[float] = []
+    runs: list[Finished] = []
+    buffer: list[Finished] = []
+    for number in running:
+        while m.capacity():
+            runs.append(Finished(first, m.step - 1))
+            m.admit(first, m.step - 1)
+            first += 1
+        number = min(number, len(runs) + len(buffer) - m.batch_groups)
+        ended, runs = runs[: len(runs) - number], runs[len(runs) - number :]
+        for group in ended:
+            m.finish(group.group_index)
+        buffer = train(m, buffer + ended)
+        found.append(m.ahead)
+    return found
+
+
+def test_the_depth_is_one_step_and_the_groups_that_still_run_when_a_step_begins() -> None:
+    m = manager(4, 6, None, policy="mask")
+    assert m.ahead == 2, "before anything is measured"
+    assert depths(m, [5, 6, 2]) == [2.25, 2.5, 2.5], "the largest of the last 16 steps"
+    assert depths(manager(4, 6, None, policy="mask"), [6, *[2] * 16])[-2:] == [2.5, 1.5], "which does not count longer"
+
+
+@pytest.mark.parametrize(("s", "k", "most"), [(0, 1, 0), (1, 1, 1), (3, 2, 2), (4, 1, 4)])
+def test_the_depth_is_at_most_what_the_bound_leaves(s: int, k: int, most: int) -> None:
+    m = manager(4, s, None, policy="mask", k=k)
+    assert m.ahead == min(2, most)
+    assert max(depths(m, [100] * 8)) == m.ahead == most
+
+
+def test_a_group_that_is_late_does_not_deepen_the_pipeline() -> None:
+    m = manager(2, 3, None, policy="accept")
+    m.admit(0, 0)  # it never ends
+    assert depths(m, [0] * 20, first=1)[-1] == 1, "1.5 with it"
+
+
+def test_steps_without_a_weight_sync_are_measured_too() -> None:
+    # 8 groups run as step 2 begins, for which version 0 admits 3 + D steps of groups: 2 - 3 + 8 / 2 = 3.
+    assert depths(manager(2, 5, None, policy="mask", k=3), [8, 3, 0]) == [2, 2, 3]
+
+
+@pytest.mark.parametrize(("overlap", "depth"), [(True, 3), (False, 2)])
+def test_the_groups_that_run_are_counted_when_the_next_step_may_begin(overlap: bool, depth: float) -> None:
+    m = manager(2, 4, None, policy="mask", overlap=overlap)
+    for group_index in range(6):
+        m.admit(group_index, 0)
+    for group_index in range(2):
+        m.finish(group_index)
+    train(m, [Finished(0, 0), Finished(1, 0)], publish=False)
+    for group_index in range(2, 6):  # during the weight sync
+        m.finish(group_index)
+    m.served(1)
+    assert m.ahead == depth
+
+
+def test_a_smaller_bound_limits_the_adapting_depth_and_a_given_depth_ends_it() -> None:
+    m = manager(4, 4, None, policy="mask")
+    m.resize(max_staleness_steps=1)
+    assert (m.ahead, m.generate_ahead_steps) == (1, None)
+    m.resize(max_staleness_steps=4)
+    assert m.ahead == 2
+    m.resize(generate_ahead_steps=0.5)
+    assert (m.ahead, m.generate_ahead_steps) == (0.5, 0.5)
+
+
+def test_a_resumed_run_goes_on_with_the_depth_that_it_had() -> None:
+    m = manager(4, 6, None, policy="mask")
+    assert depths(m, [1] * 16)[-1] == 1.25
+    restored = manager(4, 6, None, policy="mask")
+    restored.load_state_dict({**m.state_dict(), "buffered": 0}, m.step, [])
+    assert restored.ahead == 1.25
 
 
 # Checkpoints

@@ -97,35 +97,10 @@ def test_once_everything_has_finished_a_feasible_view_never_waits(view: Stalenes
         assert not WaitPolicy().must_wait(ended, min(ended.slots, sum(ended.finished.values())))
 
 
-@given(views(), st.integers(0, 16).map(lambda quarters: quarters / 4), st.integers(1, 3))
-def test_wait_batched_holds_groups_back_only_if_the_trainer_needs_none_before_the_next_weight_sync(
-    view: StalenessView, d: float, k: int
-) -> None:
-    if not view.feasible:
-        return
-    depth = resolve_staleness_policy("wait_batched").depth(view, d, k)
-    assert depth in (0, d)
-    ready = sum(view.finished.values()) + view.batch_groups - view.slots
-    steps_are_ready = ready >= k * view.batch_groups and 2 * ready >= view.max_staleness_steps * view.batch_groups
-    none_is_due = all(replace(view, step=view.step + ahead, finished={}, slots=0).feasible for ahead in range(k))
-    assert depth == (0 if steps_are_ready and none_is_due else d)
-
-
-def test_groups_that_wait_batched_holds_back_begin_at_once_when_the_trainer_needs_them() -> None:
-    m = manager(2, 2, 2, policy="wait_batched")
-    buffer = finish(m, range(6))
-    admitted = []
-    for version in (1, 2, 3):
-        buffer = train(m, buffer)
-        admitted.append(m.capacity())
-        buffer += finish(m, range(10 * version, 10 * version + m.capacity()), version)
-    assert admitted == [0, 0, 6], "two steps were ready, one was, none was"
-
-
-def test_the_built_in_policies_are_the_four_of_semantics_4_2_and_one_more_that_waits() -> None:
-    assert STALENESS_POLICIES.names() == ["accept", "drop", "mask", "wait", "wait_batched"]
+def test_the_built_in_policies_are_the_four_of_semantics_4_2() -> None:
+    assert STALENESS_POLICIES.names() == ["accept", "drop", "mask", "wait"]
     bounded = {name for name in STALENESS_POLICIES.names() if resolve_staleness_policy(name).bounded}
-    assert bounded == {"wait", "wait_batched", "mask", "drop"}
+    assert bounded == {"wait", "mask", "drop"}
 
 
 class FreshestFirst(StalenessPolicy):

@@ -8,7 +8,8 @@
 
 Two numbers, both in steps, control it. The *depth* ``D`` (``generate_ahead_steps``, any fraction) paces generation: while
 version ``v`` is served, groups are admitted until ``(D + v + k) * B`` are accepted or running, where ``k`` is the number of
-steps between two weight syncs; so a group typically lags ``D`` steps. The *bound* ``S >= D + k - 1`` (``max_staleness_steps``)
+steps between two weight syncs; so a group typically lags ``D`` steps. By default ``D`` adapts: it is as large as the groups
+that were still running when a step began required, in the last steps. The *bound* ``S >= D + k - 1`` (``max_staleness_steps``)
 is the promise: a group whose oldest token has version ``v`` may train at the latest in step ``v + S + 1``, its *deadline*.
 Selection takes the earliest deadlines first. When a group needs more time, the staleness policy decides what happens
 (``policies.py``). If it lets such groups train late, the next group takes the late one's place in the pipeline, and the late
@@ -25,7 +26,7 @@ Pure: no task, no clock, no torch. All calls come from the control loop, except 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,8 @@ from skyrl_train.rollout.staleness.policies import StalenessPolicy, StalenessVie
 if TYPE_CHECKING:
     from skyrl_train.rollout.buffer import BufferedGroup
 
+_FIRST_DEPTH = 2.0  # steps; of a run whose depth adapts, until it has measured
+_MEASURED_STEPS = 16  # the depth suffices for each of so many past steps
 _RESIZABLE = ("max_staleness_steps", "generate_ahead_steps", "max_running")
 
 
@@ -108,7 +111,7 @@ class StalenessManager:
     Args:
         batch_groups: ``B``, groups per optimizer step.
         max_staleness_steps: ``S``, the bound on the lag of a group.
-        generate_ahead_steps: ``D >= 0``, in steps; may be fractional.
+        generate_ahead_steps: ``D >= 0``, in steps; may be fractional. None: it adapts, up to ``S - k + 1``.
         max_running: ``W``, groups in generation at once.
         total_steps: no more groups are admitted than these steps train.
         policy: decides about groups that exceed the bound.
@@ -118,6 +121,7 @@ class StalenessManager:
     Attributes:
         counts: groups by state.
         step: ``t``, the step that trains next, on top of the weights after step ``t - 1``. Read-only.
+        ahead: ``D`` until the next weight sync. Read-only.
 
     Raises:
         ValueError: the sizes cannot work together.
@@ -128,7 +132,7 @@ class StalenessManager:
         *,
         batch_groups: int,
         max_staleness_steps: int,
-        generate_ahead_steps: float,
+        generate_ahead_steps: float | None,
         max_running: int,
         total_steps: int,
         policy: StalenessPolicy,
@@ -155,14 +159,17 @@ class StalenessManager:
         self._promised = max_staleness_steps  # the largest S since the step began, for groups that were selected before
         self._last_due = 0  # the last version whose weight sync was due
         self._served = 0  # the last version that all engines serve; admission builds on it
-        self._ahead = generate_ahead_steps  # the depth until the next weight sync
+        # For each of the last steps, the depth with which it would not have waited.
+        self._sufficient = deque([_FIRST_DEPTH], maxlen=_MEASURED_STEPS)
+        self.ahead = self._depth()
 
-    def _check_sizes(self, max_staleness_steps: int, generate_ahead_steps: float, max_running: int) -> None:
+    def _check_sizes(self, max_staleness_steps: int, generate_ahead_steps: float | None, max_running: int) -> None:
         if max_running < 1:
             raise ValueError("need W >= 1")
-        if not 0 <= generate_ahead_steps <= max_staleness_steps - self.weight_sync_interval + 1:
+        depth = 0 if generate_ahead_steps is None else generate_ahead_steps
+        if not 0 <= depth <= max_staleness_steps - self.weight_sync_interval + 1:
             raise ValueError(
-                f"need 0 <= D and S >= D + k - 1; S = {max_staleness_steps}, D = {generate_ahead_steps}, "
+                f"need 0 <= D and S >= D + k - 1; S = {max_staleness_steps}, D = {depth}, "
                 f"k = {self.weight_sync_interval}"
             )
 
@@ -175,6 +182,7 @@ class StalenessManager:
     ) -> None:
         """Change S, D or W during the run. Groups that are selected for the current step stay selected.
 
+        None keeps a value. A depth that adapts does so until it is given, and is then fixed.
         A smaller depth or W takes effect as groups end; no running group is cancelled for it. Afterwards there may be
         capacity, and :meth:`overdue` groups.
 
@@ -197,7 +205,7 @@ class StalenessManager:
             )
         self.max_staleness_steps, self.generate_ahead_steps, self.max_running = bound, depth, running
         self._resized = True
-        self._ahead = depth
+        self.ahead = self._depth()
         # Groups that were selected under the larger bound may still train in this step.
         self._promised = max(self._promised, bound)
 
@@ -214,18 +222,38 @@ class StalenessManager:
     def capacity(self) -> int:
         """Return how many groups may be admitted now."""
         accepted, running = self.counts.accepted, self.counts.running
-        # Running groups whose deadline passes with the served policy do not count: groups that are admitted now take their
-        # places in the pipeline. There are none under a policy that keeps every deadline or drops such groups.
-        deadline_passed = self._served - self.max_staleness_steps  # versions below this one
-        late = sum(groups for version, groups in self._running.counts.items() if version < deadline_passed)
-        paced = self._max_accepted() - accepted - (running - late)
+        paced = self._max_accepted() - accepted - self._running_in_time()
         return max(0, min(self.max_running - running, paced, self._total_groups - accepted - running))
+
+    def _running_in_time(self) -> int:
+        """Return the number of running groups whose deadline has not passed with the served policy.
+
+        The others do not count for admission: groups that are admitted now take their places in the pipeline. There are none
+        under a policy that keeps every deadline or drops such groups.
+        """
+        deadline_passed = self._served - self.max_staleness_steps  # versions below this one
+        return sum(groups for version, groups in self._running.counts.items() if version >= deadline_passed)
 
     def _max_accepted(self) -> int:
         """Groups that may be accepted before the next weight sync, without late ones."""
-        ahead = int(self._ahead * self.batch_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
+        ahead = int(self.ahead * self.batch_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
         whole_steps = self._served + self.weight_sync_interval
         return min(ahead + whole_steps * self.batch_groups, self._total_groups)
+
+    def _depth(self) -> float:
+        """Return ``D``. One that adapts suffices for each of the last steps, as far as the bound allows."""
+        if self.generate_ahead_steps is not None:
+            return self.generate_ahead_steps
+        return max(0.0, min(max(self._sufficient), self.max_staleness_steps - self.weight_sync_interval + 1))
+
+    def _measure_depth(self) -> None:
+        """Record the depth with which step ``t``, which may begin now, would not wait.
+
+        With depth ``D``, ``(D + v + k) * B`` groups were admitted while version ``v`` is served. Without those of the earlier
+        ``t - 1`` steps and those that still run, at least ``B`` have to be finished.
+        """
+        running = self._running_in_time() / self.batch_groups
+        self._sufficient.append(self.step - self._served - self.weight_sync_interval + running)
 
     def may_admit(self, version: int) -> bool:
         """Return whether a group may continue from recorded tokens of ``version`` after a resume. If not, it starts over."""
@@ -393,10 +421,13 @@ class StalenessManager:
 
     def advance(self) -> None:
         """End the step. If a weight sync is due, it begins now."""
-        if self.weight_sync_due:
+        due = self.weight_sync_due
+        if due:
             self._last_due = self.step
         self.step += 1
         self._promised = self.max_staleness_steps
+        if not due or self.overlap:  # otherwise the next step begins when the version is served
+            self._measure_depth()
 
     def served(self, version: int) -> None:
         """Record that all engines serve ``version``: admission continues, as far ahead as the policy allows.
@@ -410,23 +441,27 @@ class StalenessManager:
             raise StalenessError(f"version {version} is served before step {version} has ended")
         if not self._served < version <= self._last_due:
             return
+        if not self.overlap:
+            self._measure_depth()
         self._served = version
-        depth = self.policy.depth(self.view(), self.generate_ahead_steps, self.weight_sync_interval)
+        most = self._depth()
+        depth = self.policy.depth(self.view(), most, self.weight_sync_interval)
         if not depth >= 0:  # NaN included; with a negative depth the trainer would wait for groups forever
             raise StalenessError(
                 f"{type(self.policy).__name__}.depth returned {depth!r}; a staleness policy returns 0 to "
-                f"generate_ahead_steps = {self.generate_ahead_steps:g} steps"
+                f"generate_ahead_steps = {most:g} steps"
             )
-        self._ahead = min(depth, self.generate_ahead_steps)
+        self.ahead = min(depth, most)
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the last due version, and the sizes if they were changed.
+        """Return the counts, the last due version and the depth, and the sizes if they were changed.
 
         Groups that were admitted under the changed sizes are kept. Groups in flight are issued again, so they do not count.
         """
         state: dict[str, Any] = {**asdict(self.counts), "published": self._last_due}  # a resumed run begins with a sync
+        state["ahead"] = self._depth()
         state["submitted"] -= state["running"]
         state["running"] = 0
         return {**state, "resized": {name: getattr(self, name) for name in _RESIZABLE}} if self._resized else state
@@ -458,7 +493,8 @@ class StalenessManager:
             self._last_due = step - 1  # the weight sync was due and failed; the resume makes up for it
         # A version that was not due opens no admission, although the resumed engines may serve it.
         self._served = self._last_due
-        self._ahead = self.generate_ahead_steps
+        self._sufficient = deque([state.get("ahead", _FIRST_DEPTH)], maxlen=_MEASURED_STEPS)
+        self.ahead = self._depth()
         if not self.policy.sustains(self.view()):
             raise StalenessError(
                 f"the checkpoint contains finished groups that cannot all be trained within "

@@ -3,7 +3,6 @@
 | policy | what gives way | trained tokens older than S | lost groups |
 |---|---|---|---|
 | ``wait`` | time: the trainer waits for the slow group | none | none |
-| ``wait_batched`` | time, as with ``wait``; while enough steps are ready, no group starts | none | none |
 | ``mask`` | signal: tokens that are too old get loss mask 0 | none | none |
 | ``accept`` | the bound: stale tokens are trained, corrected and counted | yes | none |
 | ``drop`` | the group: the next prompt takes its slot | none | groups that finish too late |
@@ -54,11 +53,6 @@ class StalenessView:
         return replace(self, running=Counter(self.running) + Counter({version: 1}))
 
     @property
-    def ready(self) -> int:
-        """Finished groups, selected for step ``t`` or not."""
-        return sum(self.finished.values()) + self.batch_groups - self.slots
-
-    @property
     def feasible(self) -> bool:
         """True if every outstanding group fits into the steps from ``t`` until its deadline, in any order of finishing.
 
@@ -87,8 +81,8 @@ class StalenessPolicy:
     def depth(self, view: StalenessView, generate_ahead_steps: float, weight_sync_interval: int) -> float:
         """Return the steps that generation may run ahead until the next weight sync: 0 to ``generate_ahead_steps``.
 
-        Called when the engines begin to serve a version that was due. Until the first such call, and after a resume or a
-        resize, the depth is ``generate_ahead_steps``.
+        Called when the engines begin to serve a version that was due, with the depth of the settings, or the adapted one.
+        Until the first such call, and after a resume or a resize, that is the depth.
         """
         return generate_ahead_steps
 
@@ -147,24 +141,6 @@ class WaitPolicy(StalenessPolicy):
 
     def sustains(self, view: StalenessView) -> bool:
         return view.feasible
-
-
-@STALENESS_POLICIES.register("wait_batched")
-class WaitBatchedPolicy(WaitPolicy):
-    """``wait``, but no new group starts while enough steps are ready to train without waiting.
-
-    Groups that start while the trainer runs without waiting are the ones it waits for later: a slow group of each version,
-    one after the other. Delayed until the trainer needs them, the groups of several steps start together, and it waits for
-    all their slow groups at once. This pays off where a response takes several times the S steps; elsewhere generation idles
-    now and then without benefit. No effect with D = 0.
-    """
-
-    def depth(self, view: StalenessView, generate_ahead_steps: float, weight_sync_interval: int) -> float:
-        """Return 0 if the groups of S / 2 steps, and of all steps until the next sync, are ready and none of them waits."""
-        enough = max(weight_sync_interval, view.max_staleness_steps / 2) * view.batch_groups
-        # The last step before the next sync: if it can be filled without waiting, so can the steps before it.
-        last = replace(view, step=view.step + weight_sync_interval - 1, slots=view.batch_groups)
-        return 0 if view.ready >= enough and not self.must_wait(last, last.slots) else generate_ahead_steps
 
 
 @STALENESS_POLICIES.register("mask")
