@@ -45,9 +45,9 @@ SETTINGS = {
     "sync": (),
     "partial_rollout": ("staleness_policy=accept",),
     "one_step_off": (),
-    "fully_async": ("generate_ahead_steps=2", "max_staleness_steps=4", "staleness_policy=accept"),
-    "fully_async, mask": ("generate_ahead_steps=2", "max_staleness_steps=4", "staleness_policy=mask"),
-    "fully_async, streaming": ("generate_ahead_steps=2", "max_staleness_steps=4", "streaming_min_groups=8"),
+    "fully_async": ("generate_ahead_steps=null", "max_staleness_steps=4", "staleness_policy=accept"),
+    "fully_async, mask": ("generate_ahead_steps=null", "max_staleness_steps=4", "staleness_policy=mask"),
+    "fully_async, streaming": ("generate_ahead_steps=null", "max_staleness_steps=4", "streaming_min_groups=8"),
 }
 COLOCATED = ("sync", "partial_rollout")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,15 @@ def test_the_table_and_the_plot_of_finished_measurements(fork_server: ForkServer
     assert (tmp_path / "price.svg").read_text().startswith("<?xml")
     table = "policy_learning --out rows.jsonl --table"
     assert "| policy | TIS |" in printed_by_fork(fork_server, table, tmp_path)
+
+
+def test_the_model_of_the_comparison_with_peers_is_as_fast_as_the_real_trainer(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    printed = printed_by_fork(fork_server, "against_peers --batch 4 --steps 8 --tails 2 --bounds 1", tmp_path)
+    figures = re.search(r"model (\S+), real trainer (\S+)", printed)
+    assert figures is not None and figures[1] == figures[2]
+    assert "| 2 | training-bound | 1 |" in printed
 
 
 def printed_by_fork(fork_server: ForkServer, line: str, folder: Path) -> str:
