@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from skyrl_train.entrypoints.compare import compare
 from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.page import page
 from skyrl_train.entrypoints.report import report
@@ -107,5 +108,6 @@ def train(
 app.command(rich_help_panel=LOOK)(watch)
 app.command(rich_help_panel=LOOK)(page)
 app.command(rich_help_panel=LOOK)(report)
+app.command(rich_help_panel=LOOK)(compare)
 app.command(rich_help_panel=USE)(serve)
 app.command(rich_help_panel=USE)(export)

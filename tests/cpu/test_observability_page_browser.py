@@ -16,6 +16,8 @@ from browser import CHROMIUM, Browser, browsing
 from recorded_runs import RecordedRun
 
 from skyrl_train.observability.page.app import create_page
+from skyrl_train.observability.report.compare import compare_runs, comparison_html
+from skyrl_train.observability.report.files import write_report
 from skyrl_train.observability.run_folder import CONFIG, METRICS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
@@ -119,4 +121,17 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
             await browser.until("document.querySelector('nav [aria-current]')")
         await browser.until("document.querySelector('.ctl')")
         assert "injected" not in await browser.value("document.title")
+
+        # The same pictures in files, without a server.
+        comparison = tmp_path / "compare.html"
+        comparison.write_text(comparison_html(compare_runs([runs / "first-1", runs / "second-1", hostile])))
+        for path, canvases in ((comparison, 7), (write_report(runs / "first-1"), 8)):
+            await browser.open(path.as_uri())
+            await browser.until(f"document.querySelectorAll('.uplot canvas').length >= {canvases}")
+            assert await browser.value("document.documentElement.scrollWidth") <= 390, path.name
+        await browser.until("document.querySelector('.lanes').clientHeight > 100")
+        await browser.until(painted(".lanes canvas"))
+        await browser.size(1300, 800)
+        await shot(browser, "report")
+        assert "JavaScript" not in await browser.value("document.querySelector('main').innerText")
         assert browser.complaints == []

@@ -1,4 +1,4 @@
-"""The report of a run: what it says of whole, damaged and hostile run folders, and what its two files contain."""
+"""Reports and comparisons: what they say of whole, damaged and hostile run folders, and what their files contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recorded_runs import RecordedRun
 
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.events.log import EVENTS, EventLog
-from skyrl_train.observability.report import files
+from skyrl_train.observability.report import compare, files
 from skyrl_train.observability.report.facts import (
     SYNCS,
     WAITS,
@@ -37,7 +37,6 @@ from skyrl_train.observability.report.sections import (
     Preformatted,
     Section,
     TextTable,
-    number,
     shown,
     text_curve,
 )
@@ -330,6 +329,64 @@ def test_a_report_that_fails_does_not_fail_the_run(
     assert f"the report of {recorded} cannot be written" in caplog.text
 
 
+# Comparisons ------------------------------------------------------------------------------------------------------
+
+
+def write_run(run: Path, rewards: list[float], seed: int = 0) -> None:
+    run.mkdir(parents=True)
+    (run / CONFIG).write_text(json.dumps({"trainer": {"seed": seed, "mode": "sync"}}))
+    rows = [
+        {"step": step, "elapsed_s": 2.0 * step, "time/step": 2.0, "reward/mean": reward, OVERVIEW[0]: 100 * step}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_runs_are_compared_at_equal_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs" / "a-1", [0.1] * 20)
+    write_run(tmp_path / "runs" / "a-2", [0.2] * 40 + [0.9] * 20, seed=7)
+    write_run(tmp_path / "runs" / "no-steps", [])
+    output = tmp_path / "both.html"
+    assert main(["compare", str(tmp_path / "runs"), "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[1:6] for line in lines if line[:1] == ["a-1"]] == [["0.1", "0.1", "0.1", "2", "s"]]
+    assert [line[1:6] for line in lines if line[:1] == ["a-2"]] == [["0.2", "0.2", "0.2", "2", "s"]], (
+        "not what came later"
+    )
+    assert ["trainer.seed", "0", "7", "0"] in lines
+    assert "20 steps" in out and "0:40" in out and "2000 tokens" in out and "seed 0" in out
+    html = output.read_text()
+    answers = json.loads(html.partition('id="answers">')[2].partition("</script>")[0])
+    assert [answers[f"compare {axis}"]["at"]["budget"] for axis in ("step", "elapsed", "tokens")] == [20, 40, 2000]
+    assert len(answers["metrics 1"]["step"]) == 60
+
+
+@pytest.mark.parametrize("runs", [["a"], ["none"], ["a", "none"]])
+def test_a_comparison_needs_two_runs(tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", [0.1])
+    assert main(["compare", *(str(tmp_path / run) for run in runs)]) == 2
+    assert "needs two runs" in capsys.readouterr().err
+
+
+def test_runs_of_the_same_name_are_told_apart_and_texts_are_harmless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "x" / "[red]a\x1b[31m", [0.1])
+    write_run(tmp_path / "y" / "[red]a\x1b[31m", [0.1])
+    (tmp_path / "y" / "[red]a\x1b[31m" / CONFIG).write_text(json.dumps({"trainer": {HOSTILE: HOSTILE}}))
+    assert main(["compare", str(tmp_path / "x"), str(tmp_path / "y"), "--output", str(tmp_path / "c.html")]) == 0
+    assert "[red]a\\x1b[31m" in (out := capsys.readouterr().out).replace("\n", "") and "\x1b" not in out
+    assert "<img" not in (tmp_path / "c.html").read_text()
+    assert main(["compare", str(tmp_path / "x"), str(tmp_path / "y"), "--output", str(tmp_path)]) == 2
+
+
+def test_a_comparison_has_all_metrics_that_its_view_draws() -> None:
+    script = (STATIC / "compare.js").read_text()
+    listed = re.findall(r'\["([a-z_0-9/]+)"', script.partition("const CURVES = [")[2].partition("];")[0])
+    assert (OVERVIEW[0], *listed) == compare.CURVES
+
+
 # Parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +420,7 @@ def test_markdown_keeps_texts_apart_from_its_own_marks() -> None:
     ],
 )  # fmt: skip
 def test_numbers_are_short(value: Any, unit: str, text: str) -> None:
-    assert (shown(value, unit) if isinstance(value, float) else number(value)) == text
+    assert shown(value, unit) == text
 
 
 @given(st.lists(_numbers, max_size=80), st.integers(1, 40), st.integers(1, 9))

@@ -17,7 +17,7 @@ Columns = Mapping[str, NDArray[np.float64]]
 
 
 def compared(runs: Sequence[Columns], axis: str) -> dict[str, Any]:
-    """Compare runs at the largest budget that all of them have reached.
+    """Compare runs at the largest budget that all of them have reached, except those without a step.
 
     Args:
         runs: the columns of each run's metrics, each of shape ``[rows]``.
@@ -29,7 +29,7 @@ def compared(runs: Sequence[Columns], axis: str) -> dict[str, Any]:
     """
     name = AXES[axis]
     reached = [float(np.nanmax(run[name])) if name in run and np.isfinite(run[name]).any() else 0.0 for run in runs]
-    budget = min(reached, default=0.0)
+    budget = min((one for one in reached if one > 0), default=0.0)
     return {"budget": budget, "reached": reached, "runs": [_within(run, name, budget) for run in runs]}
 
 

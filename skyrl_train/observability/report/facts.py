@@ -133,11 +133,11 @@ def learning(columns: Columns) -> str:
         return f"Nothing was learned: all samples have the reward {extremes[0]:.3g}, which teaches nothing."
     length = f"in {counted(len(rewards), 'step', 'steps')}, {duration(_last(columns, 'elapsed_s'))} of training"
     if len(rewards) < FEW_STEPS:
-        return f"Too few steps to see a trend: reward {rewards[0]:.3g} -> {rewards[-1]:.3g} {length}."
+        return f"Too few steps to see a trend: reward {rewards[0]:.3g} → {rewards[-1]:.3g} {length}."
     ends = max(3, round(len(rewards) * END_SHARE))
     first, last = rewards[:ends], rewards[-ends:]
     (low, high), (low_last, high_last) = bootstrap_interval(first), bootstrap_interval(last)
-    change = f"reward {first.mean():.3g} ({low:.3g} to {high:.3g}) -> {last.mean():.3g} "
+    change = f"reward {first.mean():.3g} ({low:.3g} to {high:.3g}) → {last.mean():.3g} "
     change += f"({low_last:.3g} to {high_last:.3g}) {length}"
     sums = np.concatenate([[0.0], np.cumsum(rewards)])
     means = (sums[ends:] - sums[:-ends]) / ends

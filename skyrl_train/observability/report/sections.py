@@ -241,12 +241,10 @@ def _steps(facts: RunFacts) -> list[Section]:
 
 
 def _run(facts: RunFacts) -> list[Section]:
-    def value(setting: Any) -> str:
-        return excerpt(
-            setting if isinstance(setting, str) else json.dumps(setting, ensure_ascii=False, default=str), MAX_TEXT
-        )
-
-    rows = [[row["key"], value(row["value"]), value(row["default"]) if row["known"] else "?"] for row in facts.settings]
+    rows = [
+        [row["key"], setting_text(row["value"]), setting_text(row["default"]) if row["known"] else "?"]
+        for row in facts.settings
+    ]
     settings: Block = Paragraph("None, or config.yaml cannot be read.")
     if rows:
         settings = TextTable(("setting", "value", "default"), rows, code=frozenset({0, 1, 2}))
@@ -278,9 +276,14 @@ def unit_of(metric: str) -> str:
         return ""
 
 
-def shown(value: float, unit: str) -> str:
-    """Return a number with its unit."""
-    if not math.isfinite(value) or unit not in ("share", "s"):
+def setting_text(value: Any) -> str:
+    """Return the value of a setting; of a long one its beginning and its end."""
+    return excerpt(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), MAX_TEXT)
+
+
+def shown(value: Any, unit: str) -> str:
+    """Return a number with its unit; a dash for anything else."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or unit not in ("share", "s"):
         return number(value)
     if unit == "share":
         return f"{value:.1%}"

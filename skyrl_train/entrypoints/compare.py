@@ -1,0 +1,80 @@
+"""``skyrl-train compare``: which of several runs is better, and how they differ. It only reads the runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skyrl_train.errors import ConfigError, SkyRLError
+
+WIDTH = 120  # columns of the tables where there is no terminal
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
+    output: Annotated[Path, typer.Option(help="The HTML file with curves.")] = Path("compare.html"),
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> int:
+    """Compare the rewards of runs at equal steps, time and tokens, their speed, and their settings."""
+    import webbrowser
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from skyrl_train.observability.page.comparison import RESAMPLES
+    from skyrl_train.observability.page.folders import RunsFolder
+    from skyrl_train.observability.report.compare import compare_runs, comparison_html
+    from skyrl_train.observability.report.sections import number, setting_text, shown
+    from skyrl_train.observability.run_folder import replace_file
+    from skyrl_train.observability.screen import duration, visible
+
+    folders = [RunsFolder(path) for path in runs]
+    paths = [folder.path(name) for folder in folders for name in sorted(folder.names())]
+    if len(paths) < 2:
+        raise ConfigError(f"A comparison needs two runs; found: {', '.join(map(str, paths)) or 'none'}.")
+    comparison = compare_runs(paths)
+    names = [visible(name) for name in comparison.names]
+
+    def reward(at: dict[str, Any]) -> str:
+        low, high = at.get("low", math.nan), at.get("high", math.nan)
+        return number(at.get("reward")) + (f"\n{number(low)} to {number(high)}" if math.isfinite(low) else "")
+
+    steps, elapsed, tokens = (comparison.at[axis] for axis in ("step", "elapsed", "tokens"))
+    figures = Table(box=None, pad_edge=False)
+    figures.add_column("run", overflow="fold")
+    for header in (
+        f"reward at\n{number(steps['budget'])} steps", f"reward at\n{duration(elapsed['budget'])}",
+        f"reward at\n{number(tokens['budget'])} tokens", "a step\ntakes", "sampled\ntokens/s", "slots\nidle", "lag",
+        "steps\nin all",
+    ):  # fmt: skip
+        figures.add_column(header, justify="right", no_wrap=True)
+    for name, *at, reached in zip(names, steps["runs"], elapsed["runs"], tokens["runs"], steps["reached"], strict=True):
+        numbers = [
+            shown(at[0].get("step_s"), "s"),
+            number(at[0].get("sampled_per_s")),
+            shown(at[0].get("idle"), "share"),
+        ]
+        figures.add_row(name, *map(reward, at), *numbers, number(at[0].get("lag")), number(reached))
+    settings = Table("setting", *names, box=None, pad_edge=False)
+    for row in comparison.settings:
+        settings.add_row(*(visible(text) for text in (row["key"], *map(setting_text, row["values"]))))
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(figures)
+    console.print(
+        "\nRewards: means over the last tenth of the largest budget that all runs with steps have reached. Intervals: 95 %, from "
+        f"{RESAMPLES} resamples of blocks of these steps, seed 0; they tell the noise of steps, not of seeds.\n"
+    )
+    console.print(settings if comparison.settings else "The settings are the same.")
+    try:
+        replace_file(output, comparison_html(comparison))
+    except SkyRLError as error:
+        raise ConfigError(f"{error.__cause__ or error}. Name another file with --output.") from error
+    console.print(f"\n{output}", soft_wrap=True)
+    if show:
+        webbrowser.open(output.resolve().as_uri())
+    return 0
