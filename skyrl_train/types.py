@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
@@ -48,6 +48,25 @@ class GeneratorInput(TypedDict):
     batch_metadata: BatchMetadata
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarSpan:
+    """Tokens ``start`` to ``stop - 1`` of a response were sampled under one grammar, from its beginning.
+
+    ``kind`` and ``value`` are those of a :class:`~skyrl_train.inference.interface.StructuredOutput`, ``stop_token_ids`` are
+    the request's.
+    """
+
+    start: int
+    stop: int
+    kind: str
+    value: str
+    stop_token_ids: tuple[int, ...] = ()
+
+    def moved(self, tokens: int) -> GrammarSpan:
+        """Return the span as it is ``tokens`` further right."""
+        return replace(self, start=self.start + tokens, stop=self.stop + tokens)
+
+
 class GeneratorOutput(TypedDict):
     """One entry per trajectory in each list, or per sequence of a trajectory if ``is_last_step`` is given.
 
@@ -58,6 +77,7 @@ class GeneratorOutput(TypedDict):
     The inner lists of ``response_ids``, ``loss_masks``, ``rollout_logprobs`` and ``rollout_versions`` are aligned by token.
     ``loss_masks`` is 1 on sampled tokens and 0 on all other tokens of the response (tool results, templates), where
     ``rollout_logprobs`` is 0.0 and ``rollout_versions`` -1. ``rewards`` has one float per response or per token.
+    ``rollout_grammars`` has the spans of each response that were sampled under a grammar; the trainer masks the same tokens.
     """
 
     prompt_token_ids: list[list[int]]
@@ -70,6 +90,7 @@ class GeneratorOutput(TypedDict):
     rollout_versions: list[list[int]] | None
     trajectory_ids: list[TrajectoryID] | None
     is_last_step: list[bool] | None
+    rollout_grammars: NotRequired[list[list[GrammarSpan]]]
 
 
 class PauseMode(StrEnum):
@@ -108,6 +129,7 @@ class RolloutSequence:
             0, like the next two.
         proximal_logprobs: log-probs of the trained policy at the time when the group finished, [T].
         values: the critic's values at that time of the states in which the tokens were sampled, [T].
+        grammars: spans of the response that were sampled under a grammar.
     """
 
     token_array: np.ndarray
@@ -119,6 +141,7 @@ class RolloutSequence:
     reference_logprobs: list[float] | None = None
     proximal_logprobs: list[float] | None = None
     values: list[float] | None = None
+    grammars: tuple[GrammarSpan, ...] = ()
 
     @classmethod
     def of_lists(
@@ -130,11 +153,13 @@ class RolloutSequence:
         versions: Sequence[int],
         rewards: Sequence[float],
         stop_reason: str,
+        grammars: Iterable[Sequence[Any]] = (),
         **by_stages: list[float] | None,
     ) -> RolloutSequence:
         """Convert lists to a sequence.
 
         Args:
+            grammars: the values of each span in their order.
             by_stages: numbers added by stages, by the names of the attributes.
 
         Raises:
@@ -147,6 +172,10 @@ class RolloutSequence:
             version_array=packed("q", versions),
             reward_array=packed("d", rewards),
             stop_reason=stop_reason,
+            grammars=tuple(
+                GrammarSpan(start, stop, kind, value, tuple(stop_ids))
+                for start, stop, kind, value, stop_ids in grammars
+            ),
             **by_stages,
         )
 
@@ -176,6 +205,7 @@ class RolloutSequence:
             "reference_logprobs": self.reference_logprobs,
             "proximal_logprobs": self.proximal_logprobs,
             "values": self.values,
+            "grammars": [astuple(span) for span in self.grammars],
         }
 
     @property

@@ -131,6 +131,10 @@ def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> Rollo
             rewards=[float(value) for value in rewards],
             stop_reason=stop_reason,
         )
+    if grammars := fields.get("rollout_grammars"):
+        if not all(0 <= span.start < span.stop <= sequence.num_response_tokens for span in grammars[row]):
+            _fail(fields, "rollout_grammars", row, "has a span that is not within the response.")
+        sequence = replace(sequence, grammars=tuple(grammars[row]))
     untrained = ~sequence.sampled
     if not untrained.any():
         return sequence

@@ -61,6 +61,7 @@ from skyrl_train.inference.request_trace import RequestTrace
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.inference.response_text import ResponseText, text_of
 from skyrl_train.runtime.concurrency import close_all, gather_or_cancel
+from skyrl_train.types import GrammarSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -459,6 +460,10 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             text = response.text.whole()
         else:
             text = text_of(self.tokenizer, response.token_ids) if request.detokenize else ""
+        structured, grammar = response.params.structured, None
+        if structured is not None and not response.may_restart:
+            stop_ids = response.params.stop_token_ids
+            grammar = GrammarSpan(0, len(response.token_ids), structured.kind, structured.value, stop_ids)
         # Copies: the caller may change its lists, and the replay cache reads the response's own lists later.
         return Generation(
             prompt_token_ids=response.prompt_token_ids,
@@ -471,6 +476,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             stop_string=None if response.text is None else response.text.stop_string,
             segments=response.segments,
             restarts=response.restarts,
+            grammar=grammar,
         )
 
     async def _sample(

@@ -30,6 +30,7 @@ from skyrl_train.inference.response_text import token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from transformers.configuration_utils import PreTrainedConfig
 
 Mask = npt.NDArray[np.uint8]  # packed bits of the vocabulary, the first token in the lowest bit: [ceil(vocab_size / 8)]
 
@@ -83,12 +84,18 @@ class Grammars:
     """The grammars of one model.
 
     Args:
-        vocab_size: of the model's output, at least the tokenizer's.
-        eos_ids: the tokens that end a response of this model; the tokenizer's own end token is one, too.
+        config: the model's. With the tokenizer, it alone names the end tokens: the engine and the trainer, which has other
+            files of the model, must agree on them.
+
+    Attributes:
+        eos_ids: the tokens that end a response of this model.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self.eos_ids = tuple(sorted({*eos_ids, int(tokenizer.eos_token_id)}))
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+        text = config.get_text_config(decoder=True)
+        vocab_size, ends = int(text.vocab_size), getattr(text, "eos_token_id", None)
+        of_config = [ends] if isinstance(ends, int) else ends or []
+        self.eos_ids = tuple(sorted({*of_config, int(tokenizer.eos_token_id)}))
         self._vocab_size = vocab_size
         vocabulary = _Vocabulary(tokenizer, vocab_size, self.eos_ids)
         self._marks = frozenset(vocabulary.special_token_ids)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason, TopLogprobs
+from skyrl_train.types import GrammarSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Generation:
     """A finished response. Each list has one entry per sampled token.
 
     ``text`` has no special tokens and ends before the stop string; ``token_ids`` keeps the tokens of the stop string.
-    ``segments`` counts the engine requests, ``restarts`` those that started over.
+    ``segments`` counts the engine requests, ``restarts`` those that started over. ``grammar`` is the whole response's, where
+    the trainer can mask the same tokens (``EngineCapabilities.grammar_continuation``).
     """
 
     prompt_token_ids: list[int]
@@ -54,6 +56,7 @@ class Generation:
     stop_string: str | None = None
     segments: int = 1
     restarts: int = 0
+    grammar: GrammarSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import torch
 from skyrl_train.algorithms.reductions import SequenceCounts
 from skyrl_train.errors import ConfigError, GeneratorOutputError, StalenessError
 from skyrl_train.events.log import NO_EVENTS, EventLog
+from skyrl_train.types import GrammarSpan
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
@@ -52,6 +53,7 @@ class TrainingSequence:
     group_sequences: int = 1  # of its group
     values: torch.Tensor | None = None  # float32; None: there is no critic
     returns: torch.Tensor | None = None  # float32, the critic's target: advantages + values
+    grammars: tuple[GrammarSpan, ...] = ()  # spans of [T] that were sampled under a grammar
     record: int | None = None  # not None: the backend keeps its log-probs and weights under this key
 
     def __len__(self) -> int:

@@ -18,10 +18,20 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.attention import Segments, cheapest_cuts
 from skyrl_train.training.backend import TrainingSequence
+from skyrl_train.types import GrammarSpan
 
 # The cost of one more forward and backward pass, beside its tokens, in padded tokens. Measured on the small CPU models; on a GPU
 # it is the launch latency of a mid-sized one.
 MICRO_BATCH_COST_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedTokens:
+    """Tokens that were sampled under one grammar. ``places``: of each among the scored tokens; -1: it is not scored."""
+
+    span: GrammarSpan
+    token_ids: list[int]
+    places: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,7 @@ class MicroBatch:
     scored: torch.Tensor  # bool [sum of (T - 1)]: which tokens after the first of each sequence are scored
     counts: torch.Tensor  # int64 [R], scored tokens of each sequence
     targets: torch.Tensor  # int64 [N], the scored tokens
+    guided: tuple[GuidedTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +153,7 @@ def collate_packed(
         scored=flags,
         counts=counts,
         targets=targets,
+        guided=_guided_tokens(sequences, indices, scored),
     )
 
 
@@ -166,6 +178,7 @@ def collate_padded(
         scored=flags,
         counts=counts,
         targets=targets,
+        guided=_guided_tokens(sequences, indices, scored),
     )
 
 
@@ -192,6 +205,27 @@ def _scored_tokens(
     targets = torch.cat([sequences[i].token_ids[1:] for i in indices])[flags]
     counts = torch.stack([scored[i][1:].sum() for i in indices])
     return targets, flags, counts
+
+
+def _guided_tokens(
+    sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
+) -> tuple[GuidedTokens, ...]:
+    guided, before = [], 0
+    for index in indices:
+        flags, sequence = scored[index][1:], sequences[index]
+        if sequence.grammars:
+            places = torch.where(flags, before - 1 + flags.cumsum(0), -1)
+            # The first token of a sequence has no place in ``flags``.
+            guided += [
+                GuidedTokens(
+                    span,
+                    sequence.token_ids[span.start : span.stop].tolist(),
+                    places[span.start - 1 : span.stop - 1].tolist(),
+                )
+                for span in sequence.grammars
+            ]
+        before += int(flags.sum())
+    return tuple(guided)
 
 
 def _longest_first(lengths: Sequence[int], budget: int) -> list[int]:

@@ -21,6 +21,9 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from skyrl_train.training.head_kernels import Sums
 
+# The logit of a token that a grammar forbids: its probability is 0. Finite, because 0 times infinity is no number; and its
+# square is finite in float32, too.
+FORBIDDEN = -1e15
 # Bytes of a tile's logits, of which two or three exist at once, and its largest number of columns (vocabulary). Large enough that
 # the product with a block of the head outweighs reading the block. A power of two: on an H100, products of 16 bit with an odd
 # number of columns took five times as long, because their kernels read element by element.
@@ -62,6 +65,34 @@ class LogitRule:
         return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
+NO_RULE = LogitRule()
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """The tokens that could be sampled at N places. Few masks are distinct, and most places share one.
+
+    ``masks``: packed bits of the vocabulary, the first token in the lowest bit, uint8 ``[U, ceil(V / 8)]``; ``rows``: which of
+    them each place has, int64 ``[N]``.
+    """
+
+    masks: torch.Tensor
+    rows: torch.Tensor
+
+    def forbid_(self, logits: torch.Tensor, tokens: slice, first: int) -> None:
+        """Set logits ``[n, v]`` of forbidden tokens, in place.
+
+        Args:
+            tokens: the n places.
+            first: the token of the first column, a multiple of 8.
+        """
+        width = logits.shape[1]
+        packed = self.masks[self.rows[tokens], first // 8 : -(-(first + width) // 8)]
+        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        bits = (packed[:, :, None] >> shifts) & 1
+        logits.masked_fill_(bits.flatten(1)[:, :width] == 0, FORBIDDEN)
+
+
 def token_scores(
     hidden: torch.Tensor,
     head: torch.nn.Linear,
@@ -70,6 +101,7 @@ def token_scores(
     *,
     fp32: bool,
     differentiate_entropy: bool,
+    allowed: AllowedTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs ``[N]`` of ``targets`` (int64 ``[N]``) and entropies ``[N]`` in nats, float32 or wider.
 
@@ -78,9 +110,10 @@ def token_scores(
     Args:
         hidden: ``[N, d]``, the input of the head.
         fp32: compute the products of a narrower head in float32, as inference engines with a float32 head do.
+        allowed: on the same device; None: all tokens.
     """
     scores: tuple[torch.Tensor, torch.Tensor] = _TokenScores.apply(
-        hidden, head.weight, head.bias, targets, rule, fp32, differentiate_entropy
+        hidden, head.weight, head.bias, targets, rule, fp32, differentiate_entropy, allowed
     )
     return scores
 
@@ -124,6 +157,7 @@ class _TokenScores(torch.autograd.Function):
         rule: LogitRule,
         fp32: bool,
         differentiate_entropy: bool,
+        allowed: AllowedTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = _Head(weight, bias, fp32)
         sums_of_rows, _ = _operations(hidden.device, head.wide)
@@ -131,10 +165,15 @@ class _TokenScores(torch.autograd.Function):
         for tokens, inputs in head.rows(hidden):
             sums = sums_of_rows(len(inputs), partition)
             for block, _, outputs in head.tiles(inputs):
-                sums.add(outputs, targets[tokens], block.start, rule)
+                if allowed is None:
+                    sums.add(outputs, targets[tokens], block.start, rule)
+                else:
+                    logits = rule.apply_(outputs.to(head.wide))
+                    allowed.forbid_(logits, tokens, block.start)
+                    sums.add(logits, targets[tokens], block.start, NO_RULE)
             partition[tokens], logprobs[tokens], entropies[tokens] = sums.scores()
         ctx.save_for_backward(hidden, weight, bias, targets, partition, entropies)
-        ctx.rule, ctx.fp32 = rule, fp32
+        ctx.rule, ctx.fp32, ctx.allowed = rule, fp32, allowed
         if not differentiate_entropy:
             ctx.mark_non_differentiable(entropies)
         ctx.differentiate_entropy = differentiate_entropy
@@ -156,7 +195,14 @@ class _TokenScores(torch.autograd.Function):
             of_rows = (partition[tokens], entropies[tokens], of_logprobs[tokens])
             of_each = of_entropies[tokens] if ctx.differentiate_entropy else None
             for block, of_block, outputs in head.tiles(inputs):
-                gradient = gradient_(outputs, targets[tokens], block.start, ctx.rule, *of_rows, of_each)
+                if ctx.allowed is None:
+                    gradient = gradient_(outputs, targets[tokens], block.start, ctx.rule, *of_rows, of_each)
+                else:
+                    logits = ctx.rule.apply_(outputs.to(head.wide))
+                    masked = logits.clone()
+                    ctx.allowed.forbid_(masked, tokens, block.start)
+                    gradient = gradient_(masked, targets[tokens], block.start, NO_RULE, *of_rows, of_each)
+                    gradient = ctx.rule.backward_(gradient, logits)
                 if to_bias is not None:
                     to_bias[block] += gradient.sum(dim=0, dtype=head.wide)
                 gradient = gradient.to(inputs.dtype)
@@ -170,7 +216,7 @@ class _TokenScores(torch.autograd.Function):
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 

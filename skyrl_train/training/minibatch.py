@@ -250,6 +250,7 @@ def _training_sequences(rows: Sequence[_SequenceRow]) -> list[TrainingSequence]:
             counted_tokens=row.sequence.num_sampled,
             group_tokens=row.group_tokens,
             group_sequences=row.group_sequences,
+            grammars=tuple(span.moved(row.sequence.num_prompt_tokens) for span in row.sequence.grammars),
             **{name: parts[number] for name, parts in columns.items()},  # type: ignore[arg-type]  # None where it may be
         )
         for number, row in enumerate(rows)

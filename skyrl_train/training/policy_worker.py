@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from skyrl_train.algorithms.reductions import reduction_scale
 from skyrl_train.algorithms.tokens import MinibatchTokens, TokenStatistics
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import GeneratorOutputError
-from skyrl_train.models.folder import resolve_dtype
+from skyrl_train.models.folder import load_tokenizer, resolve_dtype
 from skyrl_train.training.backend import Minibatch, TokenRecord, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.collectives import Collectives
@@ -60,7 +61,7 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
         """
         Args:
             model: on its device; its gradients are sums over all ranks once they have added up.
-            model_path: its origin, for messages.
+            model_path: its origin, for messages, and for the tokenizer that grammars need.
             total_steps: optimizer minibatches of the whole run, over which the learning rate decays.
             temperature: of the sampled responses.
             snapshots: of the model and its optimizer: neither moves while one is being copied.
@@ -80,6 +81,7 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
             fp32_head=trainer_config.policy.fp32_head,
             sequence_ranks=collectives.sequence_ranks,
             dtype=resolve_dtype(trainer_config.policy.dtype),
+            tokenizer=partial(load_tokenizer, model_path),
         )
         self._layout = self._scorer.layout
         self._records: dict[int, TokenRecord] = {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.models.folder import load_model
+from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.scorer import Scorer
+from skyrl_train.types import GrammarSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class TokensToScore:
     prompt_token_ids: list[int]
     response_ids: list[int]
     loss_mask: list[int]
+    grammars: tuple[GrammarSpan, ...] = ()  # places within the response
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_ids)
@@ -35,6 +38,7 @@ class TokensToScore:
             behaviour_logprobs=nothing,
             versions=torch.full((len(self),), -1),
             group_index=0,
+            grammars=tuple(span.moved(len(self.prompt_token_ids)) for span in self.grammars),
         )
 
 
@@ -70,6 +74,7 @@ class FrozenPolicy:
             micro_batch_tokens=micro_batch_tokens,
             packing=packing,
             fp32_head=fp32_head,
+            tokenizer=partial(load_tokenizer, model_path),
         )
 
     def __call__(self, sequences: Sequence[TokensToScore]) -> list[list[float]]:

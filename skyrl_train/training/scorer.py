@@ -16,18 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, ModelError
+from skyrl_train.inference.grammar import Grammars
+from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.training.attention import caps_attention_scores, packing_obstacle, use_segments
 from skyrl_train.training.batch import MicroBatch, RowLayout, collate_packed, collate_padded, two_short_sequences
-from skyrl_train.training.head import LogitRule, token_scores
+from skyrl_train.training.head import AllowedTokens, LogitRule, token_scores
 from skyrl_train.training.sequence_parallel import SequenceRanks
 
 ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries hold at once
@@ -62,6 +66,7 @@ class Scorer:
         fp32_head: bool = False,
         sequence_ranks: SequenceRanks | None = None,
         dtype: torch.dtype | None = None,
+        tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
         """
         Args:
@@ -70,6 +75,7 @@ class Scorer:
             fp32_head: compute the head's products in float32, also for a narrower model.
             sequence_ranks: the ranks that score every micro-batch together, a slice of its tokens each; None: this one alone.
             dtype: in which the model computes; None: the dtype of its parameters. A sharded model may have wider parameters.
+            tokenizer: returns the model's tokenizer, which only responses that were sampled under a grammar need.
 
         Raises:
             ConfigError: ``packing`` or ``fp32_head`` is True, or there are ``sequence_ranks``, and the model does not allow it.
@@ -78,6 +84,7 @@ class Scorer:
         self._model = model
         self._fp32_head = False
         self._sequence_ranks = sequence_ranks
+        self._tokenizer = tokenizer
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
         if caps_attention_scores(model) and model.config.get_text_config()._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")
@@ -110,19 +117,61 @@ class Scorer:
         method = method or self._method
         ranks = self._sequence_ranks if method.packed else None
         part, own = (micro_batch, None) if ranks is None else ranks.slice_of(micro_batch)
+        allowed = self._allowed_tokens(micro_batch)
+        if allowed is not None and own is not None:
+            allowed = replace(allowed, rows=allowed.rows[own])
         if method.chunked:
             scores = chunked_scores(
-                self._model, part, self._rule, fp32=self._fp32_head, differentiate_entropy=differentiate_entropy
+                self._model,
+                part,
+                self._rule,
+                fp32=self._fp32_head,
+                differentiate_entropy=differentiate_entropy,
+                allowed=allowed,
             )
         else:
             temperature = self._rule.temperature
-            scores = full_scores(self._model, part, temperature, differentiate_entropy=differentiate_entropy)
+            scores = full_scores(
+                self._model, part, temperature, differentiate_entropy=differentiate_entropy, allowed=allowed
+            )
         if not torch.is_grad_enabled():
             reshard(self._model)
         if ranks is None or own is None:
             return scores
         number = len(micro_batch.targets)
         return ranks.join(scores[0], own, number), ranks.join(scores[1], own, number)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self._tokenizer is None:
+            raise ConfigError(
+                "A response was sampled under a grammar, and the scorer has no tokenizer to repeat its masks."
+            )
+        return Grammars(self._tokenizer(), self._model.config)
+
+    def _allowed_tokens(self, micro_batch: MicroBatch) -> AllowedTokens | None:
+        """Repeat the masks under which tokens were sampled: a grammar's mask is a function of the tokens before.
+
+        Raises:
+            GrammarError: a response does not follow its grammar.
+        """
+        if not micro_batch.guided:
+            return None
+        rows = np.zeros(len(micro_batch.targets), np.int64)
+        numbers: dict[bytes, int] = {}
+        for guided in micro_batch.guided:
+            span = guided.span
+            matcher = self._grammars.matcher(StructuredOutput(span.kind, span.value), (), span.stop_token_ids)  # type: ignore[arg-type]
+            last = len(guided.token_ids) - 1
+            for number, (token, place) in enumerate(zip(guided.token_ids, guided.places, strict=True)):
+                if place >= 0:
+                    rows[place] = numbers.setdefault(matcher.mask.tobytes(), len(numbers) + 1)
+                if number < last:  # behind an end token a grammar has no mask
+                    matcher.advance([token])
+        everything = b"\xff" * len(next(iter(numbers), b""))
+        masks = np.frombuffer(b"".join([everything, *numbers]), np.uint8).reshape(len(numbers) + 1, -1)
+        device = compute_device(self._model)
+        return AllowedTokens(torch.from_numpy(masks.copy()).to(device), torch.from_numpy(rows).to(device))
 
     @torch.no_grad()
     def _fastest_correct_method(self, packing: bool | None, dtype: torch.dtype) -> ScoringMethod:
@@ -183,20 +232,34 @@ def reshard(model: PreTrainedModel) -> None:
 
 
 def chunked_scores(
-    model: PreTrainedModel, micro_batch: MicroBatch, rule: LogitRule, *, fp32: bool, differentiate_entropy: bool
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    rule: LogitRule,
+    *,
+    fp32: bool,
+    differentiate_entropy: bool,
+    allowed: AllowedTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies ``[N]``; nothing of size N times the vocabulary exists at any time.
 
     Args:
         rule: all operations of the model after its head, and the temperature.
-        fp32: see :func:`skyrl_train.training.head.token_scores`.
+        fp32, allowed: see :func:`skyrl_train.training.head.token_scores`.
     """
     head, body = _head(model), model.base_model
     device = compute_device(model)
     outputs, targets = micro_batch.outputs.to(device), micro_batch.targets.to(device)
 
     def of_head(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_scores(hidden, head, targets, rule, fp32=fp32, differentiate_entropy=differentiate_entropy)  # type: ignore[arg-type]
+        return token_scores(
+            hidden,
+            head,  # type: ignore[arg-type]
+            targets,
+            rule,
+            fp32=fp32,
+            differentiate_entropy=differentiate_entropy,
+            allowed=allowed,
+        )
 
     def of_model(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, outputs)
@@ -209,7 +272,12 @@ def chunked_scores(
 
 
 def full_scores(
-    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, *, differentiate_entropy: bool
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    temperature: float,
+    *,
+    differentiate_entropy: bool,
+    allowed: AllowedTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies ``[N]`` from the model's own logits ``[N, V]``, float32 or wider."""
     device = compute_device(model)
@@ -227,6 +295,9 @@ def full_scores(
         handle.remove()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits if temperature == 1.0 else logits / temperature
+    if allowed is not None:
+        logits = logits.clone()
+        allowed.forbid_(logits, slice(None), 0)
     targets = micro_batch.targets.to(logits.device)
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
     with torch.set_grad_enabled(differentiate_entropy and torch.is_grad_enabled()):

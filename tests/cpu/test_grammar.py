@@ -12,15 +12,32 @@ import numpy as np
 import pytest
 import torch
 from chat_models import QWEN_SPECIAL, THINK, TOOL_CALL, byte_tokenizer
-from embedded_models import EOS, TOLERANCE, VOCAB, Driver, full_logprobs, tiny_model
+from embedded_models import EOS, TOLERANCE, VOCAB, Driver, empty_copy, full_logprobs, tiny_model
 from transformers import PreTrainedTokenizerBase
+from transformers.configuration_utils import PreTrainedConfig
 
+from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.endpoint.sessions.export import to_sequences
+from skyrl_train.endpoint.sessions.session import SessionStatistics
+from skyrl_train.endpoint.sessions.turns import TurnTree
 from skyrl_train.errors import GrammarError
+from skyrl_train.generators.harness.generator import AgentRun, to_output
+from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, check_grammar
 from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
+from skyrl_train.inference.requests import Generation
 from skyrl_train.models.tiny import character_tokenizer
-from skyrl_train.types import PauseMode
+from skyrl_train.rollout.buffer import decode_group, encode_group
+from skyrl_train.rollout.stages.logprobs import tokens_to_score
+from skyrl_train.training import head
+from skyrl_train.training.backend import TrainingSequence
+from skyrl_train.training.batch import collate_packed, collate_padded
+from skyrl_train.training.distributed.worker import PackedSequences
+from skyrl_train.training.minibatch import build_minibatch
+from skyrl_train.training.reference import TokensToScore
+from skyrl_train.training.scorer import Scorer, ScoringMethod
+from skyrl_train.types import GrammarSpan, PauseMode, RolloutGroup, TrajectoryID
 
 LETTERS = '{}[]":, abc0123-'  # with four words and three special tokens, as many tokens as the tiny models have
 WORDS = ["ab", '":', "abc", "12"]
@@ -51,7 +68,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def grammars() -> Grammars:
-    return Grammars(tiny_tokenizer(), VOCAB, [EOS])
+    return Grammars(tiny_tokenizer(), tiny_model().config)
 
 
 def allowed(matcher: GrammarMatcher) -> set[int]:
@@ -68,7 +85,7 @@ def test_the_mask_allows_the_tokens_that_some_text_of_the_language_continues_wit
         "".join(t) for n in range(1, 7) for t in itertools.product("abc0", repeat=n) if pattern.fullmatch("".join(t))
     ]
     tokenizer = character_tokenizer("abc0")
-    made = Grammars(tokenizer, len(tokenizer), [])
+    made = Grammars(tokenizer, PreTrainedConfig(vocab_size=len(tokenizer)))
     prefixes = {text[:n] for text in language for n in range(5)}
     assert len(prefixes) > 40
     for prefix in prefixes:
@@ -97,7 +114,8 @@ def test_a_matcher_with_a_prefix_allows_what_the_one_that_saw_every_token_allows
 def test_marks_are_no_text_and_stop_tokens_end_only_a_complete_text() -> None:
     tokenizer = byte_tokenizer(QWEN_SPECIAL, [*THINK, *TOOL_CALL], "<|im_end|>")
     end, other, call = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>", "<tool_call>"))
-    made, letter = Grammars(tokenizer, len(tokenizer) + 3, [end]), tokenizer.convert_tokens_to_ids("a")
+    made = Grammars(tokenizer, PreTrainedConfig(vocab_size=len(tokenizer) + 3, eos_token_id=[end]))
+    letter = tokenizer.convert_tokens_to_ids("a")
     anything = StructuredOutput("regex", "(.|\n)*")
     assert not allowed(made.matcher(anything)) & {other, call}
     # A special stop token ends the text; one that is a letter stays a letter.
@@ -287,3 +305,92 @@ def test_any_interruptions_give_the_uninterrupted_response(schedule: int) -> Non
     got, expected = sampled(params, draw), sampled(params, None)
     assert (got.token_ids, got.stop_reason) == (expected.token_ids, expected.stop_reason)
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE)
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+def guided_sequences(structured: StructuredOutput) -> tuple[list[TrainingSequence], list[list[float]]]:
+    """Three turns of an engine as training sequences, the second without a grammar; and their behaviour log-probs."""
+    it, prompt, sequences, behaviour = driver(), [5, 6, 7, 8], [], []
+    for seed in range(3):
+        asked = {"structured": structured, "ignore_eos": False} if seed != 1 else {}
+        got = it.generate(prompt, seed=seed + 1, max_tokens=12, temperature=0.7, **asked)
+        span = GrammarSpan(0, len(got.tokens), structured.kind, structured.value)
+        tokens = TokensToScore(prompt, got.tokens, [1] * len(got.tokens), (span,) if asked else ())
+        sequences.append(tokens.training_sequence())
+        behaviour.append(got.logprobs)
+    # A token in the middle that is not trained (too old) is a part of the text all the same.
+    sequences[0].loss_mask[6] = False
+    return sequences, behaviour
+
+
+@pytest.mark.parametrize("structured", KINDS[:3], ids=lambda structured: structured.kind)
+@pytest.mark.parametrize("method", [ScoringMethod(True, True), ScoringMethod(False, False)], ids=["chunked", "full"])
+def test_the_trainer_recomputes_log_probs_and_gradients_under_the_same_masks(
+    structured: StructuredOutput, method: ScoringMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_BLOCK_COLUMNS", 8)  # three blocks, in some of which a mask forbids everything
+    sequences, behaviour = guided_sequences(structured)
+    model = empty_copy(tiny_model())
+    model.load_state_dict(tiny_model().state_dict())
+    scorer = Scorer(model, temperature=0.7, micro_batch_tokens=200, tokenizer=tiny_tokenizer)
+    masks = [sequence.loss_mask for sequence in sequences]
+    collate = collate_packed if method.packed else collate_padded
+    order = sorted(range(3), key=lambda index: -len(sequences[index]))
+    batch = collate(sequences, order, masks)
+    weights = torch.linspace(-1.0, 2.0, len(batch.targets))
+    logprobs, entropies = scorer.logprobs_and_entropies(batch, method, differentiate_entropy=True)
+    (weights * (logprobs + 0.1 * entropies)).sum().backward()
+    got = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    # The reference: a softmax over the allowed tokens alone, place by place.
+    model.zero_grad()
+    expected, expected_entropies, sampled_from = [], [], []
+    for index in order:
+        sequence, made = sequences[index], grammars()
+        ids = sequence.token_ids
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / 0.7
+        for place in sequence.loss_mask.nonzero().flatten().tolist():
+            at = [*range(VOCAB)]
+            if sequence.grammars:
+                at = sorted(allowed(made.matcher(structured, ids[4:place].tolist())))
+            of_allowed = logits[place - 1, at].log_softmax(-1)
+            expected.append(of_allowed[at.index(int(ids[place]))])
+            expected_entropies.append(-(of_allowed.exp() * of_allowed).sum())
+            sampled_from.append(behaviour[index][place - 4])
+    (weights * (torch.stack(expected) + 0.1 * torch.stack(expected_entropies))).sum().backward()
+    torch.testing.assert_close(logprobs, torch.stack(expected), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(entropies, torch.stack(expected_entropies), atol=TOLERANCE, rtol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, atol=5e-3, rtol=1e-3, msg=lambda text: f"{name}: {text}")  # noqa: B023
+    # The importance ratio of the policy that sampled is 1; a forced token has probability 1 under every policy.
+    np.testing.assert_allclose(logprobs.detach(), sampled_from, atol=TOLERANCE)
+    forced = torch.tensor(sampled_from) == 0.0
+    assert forced.any() and not logprobs.detach()[forced].any() and not entropies.detach()[forced].abs().gt(1e-6).any()
+
+
+def test_spans_of_grammars_reach_the_trainer_through_sessions_and_checkpoints() -> None:
+    tree, schema = TurnTree(), KINDS[1]
+    first = Generation(
+        [5, 6], [7, 8], [-0.1, -0.2], [0, 0], StopReason.STOP, "", grammar=GrammarSpan(0, 2, schema.kind, "")
+    )
+    tree.add(None, first)
+    free = Generation([5, 6, 7, 8, 9], [10], [-0.3], [0], StopReason.STOP, "")
+    tree.add(0, free)
+    prompt, span = [5, 6, 7, 8, 9, 10, 9], GrammarSpan(0, 3, "regex", "ab", (2,))
+    last = Generation(prompt, [3, 4, 1], [0.0, -0.1, -0.1], [1, 1, 1], StopReason.STOP, "", grammar=span)
+    tree.add(1, last)
+    sequences = to_sequences(tree, 1.0, {})
+    run = AgentRun(sequences, SessionStatistics(3, 1, 0, 0, 6, 0, 1, 0, True), 0.0, 0)
+    (sample,) = to_samples(to_output([run], [TrajectoryID("a", 0)]), 1)
+    (sequence,) = sample.sequences
+    assert sequence.response_ids == [7, 8, 9, 10, 9, 3, 4, 1]
+    assert sequence.grammars == (GrammarSpan(0, 2, schema.kind, ""), GrammarSpan(5, 8, "regex", "ab", (2,)))
+    group = RolloutGroup(0, "u", "", (sample,), 0)
+    assert decode_group(encode_group(group)) == group
+    trained = build_minibatch([group], 1, AlgorithmConfig()).sequences
+    assert [span.start for span in trained[0].grammars] == [2, 7]
+    (arrived,) = PackedSequences.of(trained).unpack()
+    assert arrived.grammars == trained[0].grammars
+    assert tokens_to_score(group)[0].training_sequence().grammars == trained[0].grammars

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skyrl_train.endpoint.sessions.turns import TurnTree, token_list
+from skyrl_train.types import GrammarSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class SessionSequence:
         rewards: a turn's reward is on its last token.
         stop_reason: of the last turn.
         turns: indices of the turns that are trained in this sequence.
+        grammars: of the turns that followed one.
     """
 
     prompt_token_ids: list[int]
@@ -36,6 +38,7 @@ class SessionSequence:
     rewards: list[float]
     stop_reason: str
     turns: list[int]
+    grammars: list[GrammarSpan] = field(default_factory=list)
 
 
 def to_sequences(tree: TurnTree, reward: float, turn_rewards: Mapping[int, float]) -> list[SessionSequence]:
@@ -84,6 +87,8 @@ def to_sequences(tree: TurnTree, reward: float, turn_rewards: Mapping[int, float
                 sequence.versions.extend([-1] * between)
                 sequence.rewards.extend([0.0] * between)
             sampled = turn.sampled_tokens
+            if turn.grammar is not None:
+                sequence.grammars.append(turn.grammar.moved(len(sequence.response_ids)))
             sequence.response_ids.extend(responses[turn.index])
             sequence.loss_mask.extend([1] * sampled)
             sequence.logprobs.extend(array("d", turn.logprobs))

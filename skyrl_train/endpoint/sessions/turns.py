@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.requests import Generation
+from skyrl_train.types import GrammarSpan
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -36,6 +37,7 @@ class Turn:
         context: int32, the prompt's tokens after the parent's.
         response, versions: int32, one entry per sampled token. ``logprobs``: float64.
         end: number of tokens from the start of the conversation to the end of the response.
+        grammar: of the response.
     """
 
     index: int
@@ -46,6 +48,7 @@ class Turn:
     versions: bytes
     stop_reason: str
     end: int
+    grammar: GrammarSpan | None = None
     children: tuple[int, ...] = ()
 
     @property
@@ -106,6 +109,7 @@ class TurnTree:
             versions=_packed(generation.versions),
             stop_reason=generation.stop_reason.value,
             end=end,
+            grammar=generation.grammar,
         )
         if extended is None:
             self._roots.append(turn.index)

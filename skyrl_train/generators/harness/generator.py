@@ -347,6 +347,7 @@ def to_output(runs: Sequence[AgentRun], ids: Sequence[TrajectoryID]) -> Generato
         "rollout_versions": [row.versions for row, _, _ in rows],
         "trajectory_ids": [trajectory_id for _, trajectory_id, _ in rows],
         "is_last_step": [is_last for _, _, is_last in rows],
+        "rollout_grammars": [row.grammars for row, _, _ in rows],
     }
 
 

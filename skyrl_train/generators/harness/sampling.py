@@ -35,7 +35,7 @@ class SessionSampling:
         known_as: name of the session in requests to the client. The endpoint's session ids differ in every run, but
             trajectories keep their names, under which requests are recorded and replayed. None: the endpoint's id.
         overridden: number of requests with other sampling settings or a seed. A grammar (``response_format``) is applied
-            but counted too: its log-probs belong to the masked distribution, which the trainer does not evaluate.
+            but counted too where the trainer cannot mask the same tokens (``EngineCapabilities.grammar_continuation``).
         faults: engine errors of requests that no later attempt has made up for, by request. The agent sees only a failed
             request.
         repetitions: number of requests so far, by request.
@@ -129,7 +129,12 @@ class RunSampling:
     def _as_configured(
         self, request: GenerationRequest, session: SessionSampling, key: _RequestKey
     ) -> GenerationRequest:
-        params, differs = run_params(request.params, session.run, agents_choose=self._agents_choose)
+        params, differs = run_params(
+            request.params,
+            session.run,
+            agents_choose=self._agents_choose,
+            exact_grammars=self.capabilities.grammar_continuation,
+        )
         session.overridden += differs
         seed = request.params.seed
         if session.seed is not None:
@@ -142,10 +147,13 @@ class RunSampling:
         return replace(request, params=replace(params, seed=seed), session_id=session.known_as or request.session_id)
 
 
-def run_params(requested: SamplingParams, run: SamplingParams, *, agents_choose: bool) -> tuple[SamplingParams, bool]:
+def run_params(
+    requested: SamplingParams, run: SamplingParams, *, agents_choose: bool, exact_grammars: bool = False
+) -> tuple[SamplingParams, bool]:
     """Return the parameters to sample with, and whether the agent requested another distribution or a seed.
 
-    A grammar is applied because an agent that requests one cannot parse other output. It counts as another distribution.
+    A grammar is applied because an agent that requests one cannot parse other output. It counts as another distribution, unless
+    the trainer masks the same tokens (``exact_grammars``).
     """
     # Only the fields that shape the distribution; budgets and stop conditions leave the log-probs as they are.
     chosen = {
@@ -164,7 +172,8 @@ def run_params(requested: SamplingParams, run: SamplingParams, *, agents_choose:
         **{name: kept.get(name, getattr(run, name)) for name in _RUN_FIELDS},
     )
     differs = any(value != getattr(params, name) for name, value in chosen.items())
-    differs |= not agents_choose and (requested.seed is not None or requested.structured != run.structured)
+    differs |= not agents_choose and requested.seed is not None
+    differs |= not agents_choose and not exact_grammars and requested.structured != run.structured
     return params, differs
 
 

@@ -139,7 +139,7 @@ def worth_scoring(algorithm: AlgorithmConfig) -> Callable[[RolloutGroup], bool]:
 def tokens_to_score(group: RolloutGroup) -> list[TokensToScore]:
     """Return all sequences of the group, sample by sample. Pure."""
     return [
-        TokensToScore(sequence.prompt_token_ids, sequence.response_ids, sequence.loss_mask)
+        TokensToScore(sequence.prompt_token_ids, sequence.response_ids, sequence.loss_mask, sequence.grammars)
         for sample in group.samples
         for sequence in sample.sequences
     ]

@@ -56,7 +56,8 @@ _TENSOR_FIELDS = (
     "values",
     "returns",
 )
-_NUMBER_FIELDS = ("group_index", "counted_tokens", "group_tokens", "group_sequences", "record")
+# Small, or absent from most sequences: sent as they are.
+_PLAIN_FIELDS = ("group_index", "counted_tokens", "group_tokens", "group_sequences", "grammars", "record")
 
 
 class Role(StrEnum):
@@ -104,7 +105,7 @@ class PackedSequences:
     rejected where all sequences are checked.
     """
 
-    numbers: dict[str, list[int | None]]
+    plain: dict[str, list[Any]]
     lengths: dict[str, list[int]]
     values: dict[str, npt.NDArray[np.generic]]
 
@@ -118,11 +119,11 @@ class PackedSequences:
             present = [tensor for tensor in column if tensor is not None]
             lengths[name] = [-1 if tensor is None else len(tensor) for tensor in column]
             values[name] = torch.cat(present).numpy() if present else np.zeros(0)
-        return cls({name: [getattr(s, name) for s in sequences] for name in _NUMBER_FIELDS}, lengths, values)
+        return cls({name: [getattr(s, name) for s in sequences] for name in _PLAIN_FIELDS}, lengths, values)
 
     def unpack(self) -> list[TrainingSequence]:
         """Return the original sequences."""
-        columns: dict[str, list[Any]] = {name: list(column) for name, column in self.numbers.items()}
+        columns: dict[str, list[Any]] = {name: list(column) for name, column in self.plain.items()}
         for name in _TENSOR_FIELDS:
             lengths = self.lengths[name]
             together = torch.from_numpy(self.values[name].copy())  # Ray's arrays are read-only
@@ -130,7 +131,7 @@ class PackedSequences:
             columns[name] = [next(parts) if length >= 0 else None for length in lengths]
         return [
             TrainingSequence(**{name: column[index] for name, column in columns.items()})
-            for index in range(len(self.numbers[_NUMBER_FIELDS[0]]))
+            for index in range(len(self.plain[_PLAIN_FIELDS[0]]))
         ]
 
 

@@ -163,7 +163,7 @@ class EmbeddedEngineCore:
         if self._tokenizer is None:
             raise GrammarError("The engine has no tokenizer, without which it cannot follow a grammar.")
         try:
-            return Grammars(self._tokenizer(), self._vocab_size, self._eos_ids)
+            return Grammars(self._tokenizer(), self.model.config)
         except ModelError as error:
             raise GrammarError(f"The engine cannot follow a grammar: {error}") from error
 
