@@ -26,7 +26,11 @@ def watch(
     """Show the panel of a run until the run ends, or Ctrl-C, which does not disturb the run."""
     from rich.console import Console
 
+    from skyrl_train.events.log import EVENTS
     from skyrl_train.observability.page.folders import RunsFolder, fingerprint, read_settings, spread_rows
+    from skyrl_train.observability.page.incidents import run_advice
+    from skyrl_train.observability.page.series import MetricTable
+    from skyrl_train.observability.page.timeline import EventStore
     from skyrl_train.observability.reporter import step_report
     from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
     from skyrl_train.observability.screen import Failures, make_view
@@ -36,7 +40,9 @@ def watch(
         raise ConfigError(f"{run} has no run. Name a run, or a folder of runs.")
     name = names[0]
     header = runs.row(name)
-    match read_settings(runs.file(name, CONFIG)):
+    settings = read_settings(runs.file(name, CONFIG))
+    table, store = MetricTable(runs.file(name, METRICS)), EventStore(runs.file(name, EVENTS))
+    match settings:
         case {"trainer": {"failures": {"max_failed_rollouts": int(allowed)}}}:
             pass
         case _:
@@ -79,7 +85,8 @@ def watch(
                         for row in spread_rows(runs.file(name, EVALUATIONS), 1)[-1:]
                     ]
                     report = step_report(step, numbers, saved, failures)
-                    view.update(replace(report, evaluation="".join(evaluated)))
+                    advice = run_advice(table.columns(), store, settings)
+                    view.update(replace(report, evaluation="".join(evaluated), advice=advice))
             view.waiting(in_flight, failures)
             header = runs.row(name)
             if once or header["state"] not in ("live", "silent"):

@@ -15,13 +15,15 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
+T = TypeVar("T")
 Row: TypeAlias = Mapping[str, Any]  # of metrics.jsonl
 
 DOCS = "docs/tutorials/troubleshooting.md"
 FIRST_STEPS, LAST_STEPS = 5, 10
 FAILURES = ("failed", "retried")  # kinds of events
+FAILURE_SEGMENTS = 4  # newest segments of the record, of 4 MiB each: the failures of ten steps are in them
 # Steps after which something that is found no more has ended: what is close to its threshold comes and goes.
 HOLD_STEPS = 10
 REASON_WIDTH = 120  # characters
@@ -51,8 +53,8 @@ class Advice:
         return f"{self.level}: {self.finding} {self.action} ({self.docs})"
 
 
-def edge_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the first and the last rows of a run, all that :func:`advise` reads."""
+def edge_rows(rows: Sequence[T]) -> list[T]:
+    """Return the first and the last rows of a run, or their places: all that :func:`advise` reads."""
     return [*rows] if len(rows) <= FIRST_STEPS + LAST_STEPS else [*rows[:FIRST_STEPS], *rows[-LAST_STEPS:]]
 
 
@@ -206,7 +208,7 @@ def failing_rollouts(run: LastSteps) -> tuple[str, str] | None:
         return None
     return (
         f"{_counted(len(reasons), 'attempt')} failed in the last {LAST_STEPS} steps; the newest: "
-        f"{textwrap.shorten(reasons[-1], REASON_WIDTH, placeholder=' ...')}",
+        f"{textwrap.shorten(reasons[-1], REASON_WIDTH, placeholder=' ...').rstrip('.')}.",
         "logs/trainer.log in the run folder has the traceback of each kind of failure.",
     )
 

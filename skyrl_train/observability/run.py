@@ -11,7 +11,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import EventReader, Events
-from skyrl_train.observability.advice import FAILURES, Advice, advise, edge_rows
+from skyrl_train.observability.advice import FAILURE_SEGMENTS, FAILURES, Advice, advise, edge_rows
 from skyrl_train.observability.run_folder import (
     CONFIG,
     EVALUATIONS,
@@ -26,8 +26,6 @@ from skyrl_train.observability.screen import RunSummary, summarize
 
 if TYPE_CHECKING:
     import pandas
-
-FAILURE_SEGMENTS = 4  # newest segments of events, of 4 MiB each, in which failures are looked for
 
 
 class Run:

@@ -407,6 +407,29 @@ def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
     assert client.get("/api/incidents?run=run").json()["events"]["failures"][0]["count"] == 8
 
 
+def test_alarms_of_now_and_of_the_past_are_shown(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", [{"step": step, "generate/truncated": 0.5} for step in range(1, 13)])
+    alarm = {"id": "no-signal", "level": "alarm", "finding": HOSTILE, "action": "Mend it."}
+    for states in (("begins", "ends", "begins"), ("begins",)):  # the second process does not end that of the first one
+        log = EventLog(tmp_path / "run" / EVENTS)
+        log.record("process", host="", pid=1, version="", python="", config="", git=None, command=[])
+        for step, state in enumerate(states):
+            log.record("alarm", state=state, step=step, **alarm)
+        log.close()
+    client = client_of(tmp_path)
+    (advice,) = client.get("/api/advice?run=run").json()
+    assert advice["id"] == "truncated-responses" and advice["level"] == "alarm" and "50%" in advice["finding"]
+    assert advice["docs"].endswith("troubleshooting.md#truncated-responses")
+    rows = client.get("/api/incidents?run=run").json()["events"]["alarms"]
+    assert [(row["step"], row["ended"], row["finding"]) for row in rows] == [
+        (0, None, HOSTILE),
+        (2, None, HOSTILE),
+        (0, 1, HOSTILE),
+    ]
+    write_metrics(tmp_path / "new", [])
+    assert client.get("/api/advice?run=new").json() == []
+
+
 def test_a_run_that_was_stopped_or_failed_says_so(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", [{"step": 1}])
     process = {"host": "", "pid": 1, "version": "", "python": "", "config": "", "git": None, "command": []}

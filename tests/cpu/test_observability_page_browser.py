@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import uvicorn
 from browser import CHROMIUM, Browser, browsing
 from recorded_runs import RecordedRun
 
+from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.report.compare import compare_runs, comparison_html
 from skyrl_train.observability.report.files import write_report
@@ -65,6 +66,10 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
     hostile.mkdir()
     (hostile / CONFIG).write_text(json.dumps({"trainer": {"mode": HOSTILE, HOSTILE: HOSTILE}}))
     (hostile / METRICS).write_text(json.dumps({"step": 1, HOSTILE: 1.0}) + '\n{"step": 2, "reward/mean": NaN}\n{"ste')
+    with closing(EventLog(hostile / EVENTS)) as log:
+        alarm = {"id": HOSTILE, "level": "alarm", "finding": HOSTILE, "action": HOSTILE}
+        log.record("alarm", state="begins", step=1, **alarm)
+        log.record("retried", group=1, attempt=1, reason=HOSTILE)
     async with serving(runs) as url, browsing(tmp_path / "profile") as browser:
         await browser.size(1300, 800)
         await browser.open(url)
@@ -93,7 +98,7 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
             await browser.until(f"document.querySelector('nav [aria-current]').href.endsWith('/{view}')")
             await browser.until("!document.querySelector('main').innerText.includes('Reading')")
             await shot(browser, view)
-        assert await browser.value("document.querySelector('h3').innerText") == "Failed groups and attempts"
+        assert await browser.value("document.querySelector('h3').innerText") == "Alarms and advice"
         await browser.open(f"{url}#/compare?run=first-1&run=second-1")
         await browser.until("document.querySelectorAll('.uplot canvas').length >= 6")
         await browser.until("document.body.innerText.includes('trainer.max_steps')")
@@ -119,6 +124,8 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
         for view in ("overview", "timeline", "samples", "evaluations", "engines", "failures", "metrics", "config"):
             await browser.open(f"{url}#/run/hostile/{view}")
             await browser.until("document.querySelector('nav [aria-current]')")
+            await browser.until("document.querySelector('.advice.alarm').innerText.includes('1 attempt failed')")
+            await shot(browser, f"hostile_{view}")
         await browser.until("document.querySelector('.ctl')")
         assert "injected" not in await browser.value("document.title")
 

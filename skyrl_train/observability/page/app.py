@@ -7,6 +7,7 @@ import hmac
 import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from skyrl_train.observability.metrics import spec_of
 from skyrl_train.observability.page.comparison import AXES, compared
 from skyrl_train.observability.page.encoding import to_json
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
-from skyrl_train.observability.page.incidents import incidents, log_end, log_files
+from skyrl_train.observability.page.incidents import incidents, log_end, log_files, run_advice
 from skyrl_train.observability.page.samples import prompt_rows, step_rows, whole_sequence
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
@@ -67,6 +68,7 @@ def create_page(root: Path, token: str | None = None) -> Starlette:
     answers: dict[str, Callable[[QueryParams], Any]] = {
         "runs": page.runs_list,
         "run": page.run,
+        "advice": page.advice,
         "metrics": page.metrics,
         "settings": page.settings,
         "evaluations": page.evaluations,
@@ -112,6 +114,12 @@ class _Page:
             "settings": settings,
             "metrics": [_described(metric) for metric in columns if metric not in ("step", "time", "elapsed_s")],
         }
+
+    def advice(self, query: QueryParams) -> Any:
+        name = _text(query, "run")
+        settings = read_settings(self._runs.file(name, CONFIG))
+        advice = run_advice(self._table(name).columns(), self._store(name), settings)
+        return [asdict(each) | {"docs": each.docs} for each in advice]
 
     def metrics(self, query: QueryParams) -> Any:
         table = self._table(_text(query, "run"))

@@ -1,12 +1,16 @@
-"""What went wrong in a run: failed attempts by their reason, warnings, and the ends of its logs."""
+"""What went wrong in a run: alarms, failed attempts by their reason, warnings, and the ends of its logs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_train.observability.advice import FAILURE_SEGMENTS, FAILURES, Advice, advise, edge_rows
 from skyrl_train.observability.page.timeline import MAX_SCANNED, EventStore
 
 LOG_BYTES = 1 << 17
@@ -23,6 +27,7 @@ def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] 
     failed = (event for event in events if event["kind"] in ("failed", "retried"))
     said = (event for event in events if event["kind"] == "warning")
     return {
+        "alarms": _alarms(events),
         "failures": _counted(failed, lambda event: (event["kind"], event["reason"]), ("kind", "reason"), "group"),
         "warnings": _counted(
             said, lambda event: (event["level"], event["source"], event["text"]), ("level", "source", "text"), ""
@@ -31,6 +36,37 @@ def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] 
         "lost": sum(event["events"] for event in events if event["kind"] == "lost"),
         "sampled_out": sum(event["sampled_out"] for event in events if event["kind"] == "lost"),
     }
+
+
+def run_advice(
+    columns: Mapping[str, NDArray[np.float64]], store: EventStore, settings: Mapping[str, Any]
+) -> list[Advice]:
+    """Return the alarms or the tuning advice after the last step, see :func:`advise`.
+
+    Args:
+        columns: the metrics, each of shape ``[rows]``.
+        store: the record; failures are looked for in its newest part.
+        settings: of ``config.yaml``.
+    """
+    places = edge_rows(range(len(columns.get("step", ()))))
+    rows = [{name: column[place] for name, column in columns.items()} for place in places]
+    events = store.rare(FAILURE_SEGMENTS) or ()
+    return advise(rows, [event for event in events if event["kind"] in FAILURES], settings)
+
+
+def _alarms(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per alarm or advice that began, the newest first; ``ended`` is None if its process recorded no end."""
+    rows: list[dict[str, Any]] = []
+    begun: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        of = event["process"], event.get("id")
+        if event["kind"] == "alarm" and event["state"] == "begins":
+            begun[of] = {name: event[name] for name in ("id", "level", "step", "at", "finding", "action")}
+            begun[of]["ended"] = None
+            rows.append(begun[of])
+        elif event["kind"] == "alarm" and of in begun:
+            begun.pop(of)["ended"] = event["step"]
+    return rows[::-1][:MAX_ROWS]
 
 
 def _counted(events: Iterable[dict[str, Any]], key: Any, names: tuple[str, ...], example: str) -> list[dict[str, Any]]:

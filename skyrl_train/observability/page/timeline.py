@@ -39,7 +39,7 @@ MAX_ENGINE_POINTS = 400
 _KEPT_SEGMENTS = 16  # in memory
 _FIRST_BYTES = 1 << 16
 MAX_SCANNED = 100  # segments in which failures are looked for
-_RARE = re.compile(rb'"kind":"(failed|retried|warning|process|run|resume|end|lost)"')
+_RARE = re.compile(rb'"kind":"(failed|retried|warning|alarm|process|run|resume|end|lost)"')
 _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
 
 
@@ -149,7 +149,7 @@ class EventStore:
         return {"t0": t0, "t1": t1, "first": begins[0], "last": last, "known_from": from_, **_drawn(parsed, from_, t1)}
 
     def rare(self, segments: int = MAX_SCANNED) -> list[dict[str, Any]] | None:
-        """Return the events about failures, warnings and processes of the newest ``segments``, in their order.
+        """Return the events about failures, warnings, alarms and processes of the newest ``segments``, in their order.
 
         The first segment of each of the newest processes is read too: it says how the process was started. None: nothing is
         recorded.

@@ -1,4 +1,4 @@
-// Evaluations, engines, and what went wrong.
+// Evaluations, engines, alarms, and what went wrong.
 import { html, useState } from "./vendor/preact.js";
 import { Chart, zeroBased } from "./charts.js";
 import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useTheme, versionColour } from "./util.js";
@@ -39,6 +39,16 @@ export function Engines({ run, ticks }) {
       <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(6), stroke: PALETTE[2] }]} /></div>`; })}</div>`;
 }
 
+// The alarms or the tuning advice after the last step. Other views than the overview have the most urgent alarm only.
+export function Advice({ run, info, ticks, view }) {
+  // Before the first step, only failures tell something.
+  const { data } = useAnswer(() => get("advice", { run }), run, info.step ? `step ${ticks.metrics}` : `event ${ticks.events}`);
+  const shown = (data ?? []).filter((one, index) => view === "overview" || (one.level === "alarm" && index === 0)), more = (data ?? []).length - shown.length;
+  return shown.map((one) => html`<div class=${`advice ${one.level}`} key=${one.id}>
+    <b>${one.level === "alarm" ? "▲ Alarm" : "Advice"}</b> <${Text}>${one.finding}<//> <${Text}>${one.action}<//> <span class="docs">${plain(one.docs)}</span>
+    ${more > 0 && html` <a href=${`#/run/${encodeURIComponent(run)}/overview`}>and ${more} more</a>`}</div>`);
+}
+
 export function Failures({ run, ticks }) {
   const { data, error } = useAnswer(() => get("incidents", { run }), run, `${ticks.events ?? 0}`);
   const [file, setFile] = useState(null);
@@ -46,6 +56,10 @@ export function Failures({ run, ticks }) {
   if (!data) return html`<div class="empty">Reading events …</div>`;
   const { events, logs } = data, chosen = file ?? logs[0]?.name;
   return html`${!events ? html`<p class="note">This run has recorded no events yet. Runs of older versions have none.</p>` : html`
+    <h3>Alarms and advice</h3>
+    ${events.alarms.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th></th><th class="n">from step</th><th class="n">to step</th><th>when it began</th><th>what to do</th><th>since</th></tr></thead><tbody>
+      ${events.alarms.map((row) => html`<tr><td><span class=${row.level === "alarm" ? "state failed" : ""}>${plain(row.id)}</span></td><td class="n">${row.step}</td><td class="n">${row.ended ?? ""}</td>
+        <td class="wrap"><${Text}>${row.finding}<//></td><td class="wrap"><${Text}>${row.action}<//></td><td class="when">${moment(row.at)}</td></tr>`)}</tbody></table></div>`}
     <h3>Failed groups and attempts</h3>
     ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>first</th><th>last</th></tr></thead><tbody>
       ${events.failures.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.kind === "failed" ? html`<span class="state failed">failed for good</span>` : "failed attempt"}</td><td class="wrap mono"><${Text}>${row.reason}<//></td>
