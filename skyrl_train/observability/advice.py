@@ -419,8 +419,8 @@ def slow_generation(run: LastSteps) -> tuple[str, str] | None:
         action = "Set trainer.mode=fully_async, which generates while it trains."
     elif idle > IDLE:
         action = (
-            "Slots are idle meanwhile, so let generation run further ahead: trainer.fully_async.generate_ahead_steps and "
-            "max_staleness_steps (the lag rises)."
+            "Slots are idle meanwhile, so let generation run further ahead: raise trainer.fully_async.max_staleness_steps "
+            "(the lag rises), and leave generate_ahead_steps unset, so that it adapts."
         )
     else:
         action = "Add engines (generator.inference_engine.num_engines), or raise its max_num_seqs."

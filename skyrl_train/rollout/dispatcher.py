@@ -86,7 +86,7 @@ class Dispatcher:
         self._admission: asyncio.Task[None] | None = None
         self._stopped = False  # no more admission
         self._closing = False  # cancellations are ours
-        self.slots = SlotTimeIntegral(staleness.max_running)
+        self.slots = SlotTimeIntegral(staleness.generation_slots)
 
     # Start and stop ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +175,7 @@ class Dispatcher:
                 self._tasks[task] = group_index
                 self._running[group_index] = task
                 task.add_done_callback(self._group_ended)
+            self.slots.set_capacity(self._staleness.generation_slots)  # the depth may have changed
             self.slots.set_busy(len(self._running))
         finally:
             if admitted:

@@ -186,7 +186,7 @@ class RolloutManager:
         self.staleness.resize(
             max_staleness_steps=max_staleness_steps, generate_ahead_steps=generate_ahead_steps, max_running=num_workers
         )
-        self.dispatcher.slots.set_capacity(self.staleness.max_running)
+        self.dispatcher.slots.set_capacity(self.staleness.generation_slots)
         # A smaller bound may have made groups overdue.
         self.dispatcher.drop_overdue()
         self._changed.notify()
@@ -225,7 +225,7 @@ class RolloutManager:
         self.dispatcher.failed_and_masked = state["workers"]["failed_and_masked"]
         self.group_generator.retries = state.get("retries", 0)  # absent in checkpoints of earlier versions
         self.staleness.load_state_dict(state["counts"], next_step, self.buffer)
-        self.dispatcher.slots.set_capacity(self.staleness.max_running)
+        self.dispatcher.slots.set_capacity(self.staleness.generation_slots)
         restored = {group.group_index: group.oldest_version for group in self.buffer}
         self._events.record("restored", groups=list(restored), versions=list(restored.values()))
         # The bound may be smaller than the one of the interrupted run.

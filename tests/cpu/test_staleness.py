@@ -655,6 +655,15 @@ def test_the_groups_that_run_are_counted_when_the_next_step_may_begin(overlap: b
     assert m.ahead == depth
 
 
+def test_generation_has_as_many_slots_as_the_depth_admits_groups_and_workers_run_them() -> None:
+    m = manager(4, 6, None, policy="mask", w=13)
+    assert m.generation_slots == (2 + 1) * 4
+    depths(m, [6])
+    assert m.generation_slots == 13, "(2.5 + 1) * 4 = 14 would be more"
+    m.resize(generate_ahead_steps=0.5)
+    assert m.generation_slots == 6
+
+
 def test_a_smaller_bound_limits_the_adapting_depth_and_a_given_depth_ends_it() -> None:
     m = manager(4, 4, None, policy="mask")
     m.resize(max_staleness_steps=1)

@@ -225,6 +225,11 @@ class StalenessManager:
         paced = self._max_accepted() - accepted - self._running_in_time()
         return max(0, min(self.max_running - running, paced, self._total_groups - accepted - running))
 
+    @property
+    def generation_slots(self) -> int:
+        """Groups that may run at once: W, or the ones that the depth admits between two weight syncs if they are fewer."""
+        return min(self.max_running, self._groups_ahead() + self.weight_sync_interval * self.batch_groups)
+
     def _running_in_time(self) -> int:
         """Return the number of running groups whose deadline has not passed with the served policy.
 
@@ -236,9 +241,11 @@ class StalenessManager:
 
     def _max_accepted(self) -> int:
         """Groups that may be accepted before the next weight sync, without late ones."""
-        ahead = int(self.ahead * self.batch_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
         whole_steps = self._served + self.weight_sync_interval
-        return min(ahead + whole_steps * self.batch_groups, self._total_groups)
+        return min(self._groups_ahead() + whole_steps * self.batch_groups, self._total_groups)
+
+    def _groups_ahead(self) -> int:
+        return int(self.ahead * self.batch_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
 
     def _depth(self) -> float:
         """Return ``D``. One that adapts suffices for each of the last steps, as far as the bound allows."""
