@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import resource
+import select
 import shutil
 import signal
 import stat
@@ -176,14 +177,33 @@ def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> San
             with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
                 os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
             process.wait()
+        lines = (folder / "status").read_text().splitlines(keepends=True)
+        reports = [json.loads(line) for line in lines if line.endswith("}\n")]  # the last is cut off where it was killed
+        for report in reports:
+            if "child-pid" in report:
+                _wait_for_exit(report["child-pid"])
         stdout, stderr = ((folder / file).read_text(encoding="utf-8", errors="replace") for file in ("out", "err"))
         # bubblewrap reports an exit code only if it has started the program. Else stderr holds its own message, and the
         # result must not pass for the program's.
-        reports = (folder / "status").read_text().splitlines()
-        if apart and not timed_out and not any("exit-code" in json.loads(line) for line in reports):
+        if apart and not timed_out and not any("exit-code" in report for report in reports):
             raise SandboxError(stderr[-300:].strip() or "bubblewrap ended without a message")
         code = process.returncode
         return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out)
+
+
+def _wait_for_exit(pid: int) -> None:
+    """Wait until process ``pid``, the first one of the program's namespace, has ended, and so all others of the namespace.
+
+    bubblewrap ends without waiting for it. The kernel then kills it, and it ends after all others.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([process], [], [])
+    finally:
+        os.close(process)
 
 
 def _in_namespaces(folder: Path, limits: SandboxLimits, user: int, status: int) -> list[str]:
