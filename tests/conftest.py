@@ -1,4 +1,4 @@
-"""How the tests are spread over processes (``pytest -n 2``), the tests of one room (``--room staleness``), a random order
+"""How the tests are spread over processes (``pytest -n 4``), the tests of one room (``--room staleness``), a random order
 (``--shuffle 1``), the examples of property tests, and how close float comparisons come to their tolerances (``--margins``)."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from forks import FORKS, Forks, asking_python
 from hypothesis import is_hypothesis_test, settings
 from hypothesis.internal.conjecture import engine as examples
 from rooms import ROOMS, room_of
@@ -20,19 +21,17 @@ from rooms import ROOMS, room_of
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray) share a process too, and so do the
-# longest of those that use the fork server. These groups run first: one that came last would leave the other processes idle.
+# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray, training ranks) share a process too.
 SHARED = {
+    "test_vllm": "vllm",
+    "test_lora_weight_sync": "vllm",
+    "test_distributed": "two ranks",
     "test_ray": "ray",
     "test_executors": "ray",
     "test_rollout_actors": "ray",
-    "test_distributed": "ray",
-    "test_vllm": "vllm",
-    "test_lora_weight_sync": "vllm",
-    "test_kill_and_resume": "fork server",
-    "test_examples": "fork server",
 }
-LONGEST_FIRST = [*dict.fromkeys(SHARED.values())]
+# These groups run first: one that came last would leave the other processes idle.
+LONGEST_FIRST = [*dict.fromkeys(SHARED.values()), "test_quickstart", "test_kill_and_resume", "test_examples"]
 
 # Property tests. By default the examples are the same in each run, so that only a change of the code or of a test makes one
 # fail. Run with -m slow, each property test tries as many new ones. An example has no deadline, because wall-clock time says
@@ -58,6 +57,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis takes the seed
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until everything is imported: there is no garbage, and a walk through all of it takes a second
+    config.stash[FORKS] = Forks()
+    if config.getoption("numprocesses", None):
+        python = asking_python(config.stash[FORKS].address)
+        config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
     room = config.getoption("--room")
     if room is not None and room not in ROOMS:
         problem = "" if room == "list" else f"there is no room {room!r}. "
@@ -70,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Margins())
     if tries_new_examples(config):
         settings.load_profile("new")
-        if config.option.hypothesis_seed is None:  # the processes of -n 2 get it from the one that starts them
+        if config.option.hypothesis_seed is None:  # the processes of -n 4 get it from the one that starts them
             config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
 
 
@@ -114,13 +118,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Everything is imported. From now on the garbage collector passes over it: a walk through all of it takes a second."""
+    """Everything is imported. From now on the garbage collector passes over it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[FORKS].close()
 
 
 @pytest.hookimpl(optionalhook=True)

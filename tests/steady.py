@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in range(options.runs):
         # The first run is quiet: what fails there is not due to the load.
         busy = options.busy_processes if run >= options.runs - options.busy_runs else 0
-        command = [sys.executable, "-m", "pytest", *(pytest_options or ["tests", "-n", "2"])]
+        command = [sys.executable, "-m", "pytest", *(pytest_options or ["tests", "-n", "4"])]
         command += ["-q", "--shuffle", str(options.seed + run)]
         start = time.perf_counter()
         with busy_processes(busy):

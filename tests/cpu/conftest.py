@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from forked_runs import ForkServer
+from forks import FORKS, Forks
 from ray_worlds import ray_nodes, two_processes  # noqa: F401
 from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import reading_back, started_vllm, tied_vllm, vllm, vllm_forks  # noqa: F401  one of each per session
@@ -27,17 +28,22 @@ from skyrl_train.entrypoints import run
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """Runs commands and scripts in processes that have imported everything. Starts with the first one."""
-    with ForkServer() as server:
-        yield server
+def forks(pytestconfig: pytest.Config) -> Forks:
+    """Starts programs in processes that have imported everything."""
+    return pytestconfig.stash[FORKS]
+
+
+@pytest.fixture(scope="session")
+def fork_server(forks: Forks) -> ForkServer:
+    """Runs commands of the library, and scripts, in such processes."""
+    return ForkServer(forks)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _hosted_objects_are_forked(fork_server: ForkServer) -> Iterator[None]:
+def _hosted_objects_are_forked(forks: Forks) -> Iterator[None]:
     """Their processes have imported everything. ``test_quickstart`` starts one from nothing, as a run does."""
     with pytest.MonkeyPatch.context() as patch:
-        fork_server.forks.install(patch)
+        forks.install(patch)
         yield
 
 

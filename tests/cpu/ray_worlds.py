@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import ray_forks
+from forks import Forks, asking_python
 
 if TYPE_CHECKING:
     from distributed_worlds import TwoProcesses
@@ -23,18 +19,10 @@ STORE_BYTES = 80 << 20
 class RayNodes:
     """The head, which this process has started, and another node, which can be lost."""
 
-    def __init__(self, sockets: Path) -> None:
+    def __init__(self, forks: Forks) -> None:
         import ray
         from ray.cluster_utils import Cluster
 
-        path = str(sockets / "forks")
-        self._forks = subprocess.Popen(
-            [sys.executable, ray_forks.__file__, "--serve", path],
-            stdin=subprocess.PIPE,  # its end is the server's end
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        assert self._forks.stdout is not None and self._forks.stdout.readline()
         ray.init(
             address="local",
             num_cpus=HERE_CPUS,
@@ -43,7 +31,7 @@ class RayNodes:
             log_to_driver=False,
             # A dead node is noticed after a few looks: by default 5, every 3 s. A busy one has 10 s to answer each.
             _system_config={"health_check_initial_delay_ms": 500, "health_check_period_ms": 300},
-            runtime_env={"py_executable": f"{sys.executable} -S -E -s {ray_forks.__file__} {path}"},
+            runtime_env={"py_executable": asking_python(forks.address)},
         )
         self._cluster = Cluster()
         self._cluster.head_node = ray._private.worker._global_node
@@ -70,15 +58,13 @@ class RayNodes:
         if self._far is not None:
             self.lose_far()
         ray.shutdown()
-        self._forks.kill()
-        self._forks.wait()
 
 
 @pytest.fixture(scope="session")
-def ray_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
+def ray_nodes(forks: Forks) -> Iterator[RayNodes]:
     """Ray, with the head only; without Ray, skips the test."""
     pytest.importorskip("ray")
-    nodes = RayNodes(tmp_path_factory.mktemp("ray"))
+    nodes = RayNodes(forks)
     yield nodes
     nodes.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from forked_runs import ForkServer
+from forks import Forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "async"
 SHORT = [
@@ -48,7 +49,7 @@ def test_decoupled_stages_have_a_reward_function_and_a_reference_in_processes_of
 
 
 def test_the_resume_example_loses_nothing(
-    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    forks: Forks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small = [
         "generator.n_samples_per_prompt=2",
@@ -59,7 +60,7 @@ def test_the_resume_example_loses_nothing(
     ]
     main = runpy.run_path(str(EXAMPLES / "resume.py"))["main"]
     monkeypatch.setattr(sys, "argv", ["resume.py", *small])
-    monkeypatch.setitem(main.__globals__, "subprocess", fork_server.forks)
+    monkeypatch.setitem(main.__globals__, "subprocess", forks)
     code = main()
     printed = capfd.readouterr().out
     assert code == 0, printed

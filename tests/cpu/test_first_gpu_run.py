@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from forked_runs import ForkServer
+from forks import Forks
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_gpu_run.py"
 NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -28,9 +28,7 @@ def script() -> ModuleType:
 
 
 @pytest.fixture
-def run(
-    script: ModuleType, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., int]:
+def run(script: ModuleType, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command in this process and in the folder of the test; its sections in processes that are forked."""
 
     def main(*arguments: str) -> int:
@@ -38,9 +36,7 @@ def run(
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
         return script.main()
 
-    forking = SimpleNamespace(
-        run=subprocess.run, Popen=fork_server.forks.Popen, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    forking = SimpleNamespace(run=subprocess.run, Popen=forks.Popen, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(script, "subprocess", forking)
     return main
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from endpoint_worlds import ADMIN_KEY
-from forked_runs import ForkServer
+from forks import Forks
 from request_fields import FieldNote, field_table
 
 from skyrl_train.config.schema import BuildModelConfig
@@ -48,13 +48,13 @@ def test_the_table_of_request_fields_is_the_codes(route: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[str]:
+def base(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[str]:
     """The command of the page, with a model made on the spot and a free port; ends as Ctrl-C ends it."""
     model = tmp_path_factory.mktemp("served") / "policy"
     build_model_folder(BuildModelConfig(alphabet="0123456789+=", hidden_size=32), model, seed=0)
     [command] = re.findall(r"skyrl-train serve (.*)", blocks("bash")[0])
     words = command.replace("runs/quickstart-1/policy", str(model)).replace("--port 8000", "--port 0").split()
-    server = fork_server.forks.Popen(
+    server = forks.Popen(
         [sys.executable, "-m", "skyrl_train", "serve", *words],
         env={**os.environ, serve.KEY_VARIABLE: ADMIN_KEY},
         stdout=subprocess.PIPE,
