@@ -16,8 +16,9 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+import skyrl_train.config.compose
 from skyrl_train.config.compose import RECIPES, from_yaml
 from skyrl_train.config.schema import RunConfig
 
@@ -57,6 +58,18 @@ def read_once(text: str, where: str) -> RunConfig:
 def read(text: str, where: str) -> RunConfig:
     """What ``from_yaml`` returns."""
     return copy.deepcopy(read_once(text, where))
+
+
+@functools.cache
+def recipe(name: str) -> DictConfig:
+    return OmegaConf.structured(skyrl_train.config.compose.compose(name))
+
+
+def settings(*overrides: str, base: str = "base") -> RunConfig:
+    """The same typed result as ``skyrl_train.config.compose.compose``, without the time that hydra's grammar takes."""
+    config = OmegaConf.to_object(OmegaConf.merge(recipe(base), OmegaConf.from_dotlist(list(overrides))))
+    assert isinstance(config, RunConfig)
+    return config
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
+from composition import settings
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.off_policy import CORRECTIONS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
-from skyrl_train.config.compose import compose
 from skyrl_train.config.keys import _limits, _types
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import Plan, resolve
@@ -46,19 +44,6 @@ ENGINE = "generator.inference_engine"
 VLLM_GPUS = (f"{ENGINE}.backend=vllm", f"{ENGINE}.device=cuda")
 VLLM_IPC = (*VLLM_GPUS, "trainer.device=cuda", "generator.weight_transport=cuda_ipc")
 VLLM_RAY = (*VLLM_GPUS, f"{ENGINE}.executor=ray")
-
-
-@cache
-def recipe(name: str) -> RunConfig:
-    return compose(name)
-
-
-def settings(*overrides: str, base: str = "base") -> RunConfig:
-    """The same typed result as ``compose``, without the time that hydra's grammar takes."""
-    merged = OmegaConf.merge(OmegaConf.structured(recipe(base)), OmegaConf.from_dotlist(list(overrides)))
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, RunConfig)
-    return config
 
 
 def fully_async(*overrides: str) -> RunConfig:

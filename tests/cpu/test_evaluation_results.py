@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composition import settings
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from skyrl_train.config import derive
@@ -201,13 +201,6 @@ def test_a_resumed_run_forgets_evaluations_of_steps_that_are_gone_and_knows_the_
 
 
 # Prompts and settings -----------------------------------------------------------------------------------------------
-
-
-def settings(*overrides: str) -> RunConfig:
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(list(overrides)))
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, RunConfig)
-    return config
 
 
 def test_prompts_are_made_by_the_environment_or_read_from_files(tmp_path: Path) -> None:
