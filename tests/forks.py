@@ -86,7 +86,7 @@ IMPORTED_FIRST = (
     "requests",
     "uvloop",
     "wcwidth",
-    # What tests import. Absent ones are skipped by those.
+    # What tests import, and skip where it is not installed.
     "agents",
     "anthropic",
     "hypothesis",
@@ -231,8 +231,8 @@ def serve(address: str) -> None:
     for module in IMPORTED_FIRST:
         with suppress(ImportError):
             importlib.import_module(module)
-    with suppress(ImportError):  # only where tests/cpu is searched for modules
-        importlib.import_module("forked_runs").prepare()
+    sys.path.insert(0, str(Path(__file__).parent / "cpu"))
+    importlib.import_module("forked_runs").prepare()
     assert "ray" not in sys.modules and "vllm" not in sys.modules
     threads = [*Path("/proc/self/task").iterdir()]
     assert len(threads) == 1, "a thread does not survive the fork, and the locks that it holds stay locked"

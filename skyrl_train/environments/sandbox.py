@@ -178,7 +178,9 @@ def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> San
                 os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
             process.wait()
         lines = (folder / "status").read_text().splitlines(keepends=True)
-        reports = [json.loads(line) for line in lines if line.endswith("}\n")]  # the last is cut off where it was killed
+        reports = [
+            json.loads(line) for line in lines if line.endswith("}\n")
+        ]  # the last is cut off where it was killed
         for report in reports:
             if "child-pid" in report:
                 _wait_for_exit(report["child-pid"])
