@@ -20,6 +20,7 @@ from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.page import page
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
+from skyrl_train.entrypoints.trace import trace
 from skyrl_train.entrypoints.watch import watch
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 
@@ -109,5 +110,6 @@ app.command(rich_help_panel=LOOK)(watch)
 app.command(rich_help_panel=LOOK)(page)
 app.command(rich_help_panel=LOOK)(report)
 app.command(rich_help_panel=LOOK)(compare)
+app.command(rich_help_panel=LOOK)(trace)
 app.command(rich_help_panel=USE)(serve)
 app.command(rich_help_panel=USE)(export)

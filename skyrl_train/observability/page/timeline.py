@@ -12,7 +12,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,17 +136,21 @@ class EventStore:
             if t0 is None or t1 is None:
                 parsed = self._read(paths, numbers[-1 - AFTER :])
                 t0, t1 = _last_steps(parsed, steps)
-            begins = [self._index[number].begins for number in numbers]
-            first = max(0, int(np.searchsorted(begins, t0, side="right")) - 1 - BEFORE)
-            behind = int(np.searchsorted(begins, t1, side="right")) + AFTER
-            wanted = numbers[first:behind]
+            wanted = self._around(numbers, t0, t1)
             whole = len(wanted) <= MAX_SEGMENTS + BEFORE + AFTER
             # Of a window that is too long, the end.
             parsed = self._read(paths, wanted if whole else wanted[-MAX_SEGMENTS:])
             last = self._read(paths, numbers[-1:])[0].last
+            begin = self._index[numbers[0]].begins
         # Nothing before the first segment that was read is known.
         from_ = t0 if whole else max(t0, parsed[0].begins)
-        return {"t0": t0, "t1": t1, "first": begins[0], "last": last, "known_from": from_, **_drawn(parsed, from_, t1)}
+        return {"t0": t0, "t1": t1, "first": begin, "last": last, "known_from": from_, **_drawn(parsed, from_, t1)}
+
+    def segments(self, t0: float, t1: float) -> list[EventSegment]:
+        """Return all segments with events about the time between two Unix times, in their order."""
+        with self._lock:
+            paths = self._indexed()
+            return self._read(paths, self._around(list(paths), t0, t1))
 
     def rare(self, segments: int = MAX_SCANNED) -> list[dict[str, Any]] | None:
         """Return the events about failures, warnings, alarms and processes of the newest ``segments``, in their order.
@@ -176,6 +180,12 @@ class EventStore:
             parsed = self._read(paths, list(paths)[-1 - AFTER :])
         events = [event for segment in parsed for event in segment.events.get("engine", ())]
         return _engines(events, -math.inf, math.inf) if parsed else None
+
+    def _around(self, numbers: Sequence[int], t0: float, t1: float) -> Sequence[int]:
+        """Return the numbers of the segments with events about the time between two Unix times."""
+        begins = [self._index[number].begins for number in numbers]
+        first = max(0, int(np.searchsorted(begins, t0, side="right")) - 1 - BEFORE)
+        return numbers[first : int(np.searchsorted(begins, t1, side="right")) + AFTER]
 
     def _indexed(self) -> dict[int, Path]:
         """Read the first line of new segments."""
@@ -232,13 +242,11 @@ def _drawn(segments: Sequence[EventSegment], t0: float, t1: float) -> dict[str, 
         return (event for segment in segments for event in segment.events.get(kind, ()))
 
     spans = [event for event in of("span") if event["t1"] >= t0 and event["t0"] <= t1]
-    last = {segment.process: segment.last for segment in segments}  # the last one of each process
-    groups = [group for group in _groups(of, last, t0, t1) if group["end"] >= t0 and group["begin"] <= t1]
-    groups.sort(key=lambda group: (group["begin"], group["group"]))
+    groups = group_lives(segments, t0, t1)
     trained = list(of("trained"))
     requests = sum(len(group["requests"]) for group in groups)
     answer: dict[str, Any] = {
-        "spans": [[e["name"], _step_of(e, trained), e["t0"], e["t1"]] for e in _longest(spans, MAX_SPANS)],
+        "spans": [[e["name"], step_of(e, trained), e["t0"], e["t1"]] for e in _longest(spans, MAX_SPANS)],
         "steps": [[e["step"], e["at"], e["groups"]] for e in trained if t0 <= e["at"] <= t1],
         "engines": _engines(of("engine"), t0, t1),
         "evaluations": [[e["version"], e["t0"], e["t1"]] for e in of("evaluation") if e["t1"] >= t0 and e["t0"] <= t1],
@@ -254,7 +262,7 @@ def _drawn(segments: Sequence[EventSegment], t0: float, t1: float) -> dict[str, 
     return answer
 
 
-def _step_of(span: dict[str, Any], trained: Sequence[dict[str, Any]]) -> Any:
+def step_of(span: dict[str, Any], trained: Sequence[dict[str, Any]]) -> Any:
     """Return the step of an activity, or None. Passes of the trainer, which have none, belong to the step that ends next."""
     if span["step"] is None and span["name"] in ("update_policy", "accumulate", "finish_update"):
         return next((event["step"] for event in trained if event["at"] >= span["t1"]), None)
@@ -267,15 +275,16 @@ def _longest(spans: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     return sorted(sorted(spans, key=lambda span: span["t0"] - span["t1"])[:count], key=lambda span: span["t0"])
 
 
-def _groups(
-    of: Callable[[str], Iterable[dict[str, Any]]], last: Mapping[int, float], t0: float, t1: float
-) -> list[Group]:
-    """Return the lives of the groups, each from its admission to its end as far as the events tell.
+def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[Group]:
+    """Return the lives of the groups between two Unix times, each from its admission to its end as far as the events tell.
 
-    Args:
-        last: time of the last event of each process, until which its unfinished groups lived.
-        t0, t1: groups that do not touch this window have no responses.
+    Unfinished groups live until the last event of their process.
     """
+    last = {segment.process: segment.last for segment in segments}
+
+    def of(kind: str) -> Iterable[dict[str, Any]]:
+        return (event for segment in segments for event in segment.events.get(kind, ()))
+
     groups: dict[tuple[int, int], Group] = {}
 
     def group_of(event: dict[str, Any], index: int) -> Group:
@@ -338,7 +347,8 @@ def _groups(
     for group in groups.values():
         if group["requests"]:
             group["begin"] = min(group["begin"], min(request[1] for request in group["requests"]))
-    return list(groups.values())
+    alive = (group for group in groups.values() if group["end"] >= t0 and group["begin"] <= t1)
+    return sorted(alive, key=lambda group: (group["begin"], group["group"]))
 
 
 def _request(event: dict[str, Any]) -> list[Any]:
