@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from skyrl_train.entrypoints.compare import compare
+from skyrl_train.entrypoints.doctor import doctor
 from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.page import page
 from skyrl_train.entrypoints.report import report
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     raise AssertionError("a verb ends with an exit code or an error")
+
+
+app.command(rich_help_panel=START)(doctor)
 
 
 @app.command(rich_help_panel=START)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
+from transformers import AutoTokenizer
 
+from skyrl_train.config.memory import Machine
+from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.entrypoints.command_line import app, main
+from skyrl_train.models.tiny import build_model_folder
 
 ROOT = Path(__file__).parents[2]
 VERBS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -91,3 +97,46 @@ def test_watch_shows_a_run_without_a_step_or_settings(tmp_path: Path, capsys: py
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "live, step 0" in capsys.readouterr().out
     assert main(["watch", str(tmp_path / "none")]) == 2
+
+
+# doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_mends_each_thing_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed.getsockname()[1]}")  # bound, and nobody listens
+        monkeypatch.setattr(
+            "importlib.metadata.requires", lambda _: ["numpy>=999", "pytest", "no-such>1; extra == 'x'"]
+        )
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+        monkeypatch.setattr("skyrl_train.config.memory.this_machine", lambda gpus: Machine(2**40, ()))
+        monkeypatch.setattr("skyrl_train.environments.sandbox.why_unavailable", lambda _: "no namespaces here")
+        assert main(["doctor", "quickstart", "trainer.device=cuda", f"trainer.runs_dir={tmp_path}/new/runs"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    mended = {line.split(":")[0].removeprefix("MEND").strip(): line for line in lines if line.startswith("MEND")}
+    assert mended.keys() == {"numpy", "GPUs", "/dev/shm", "runs", "temporary files", "Ray"}
+    assert "pip install 'numpy>=999'" in mended["numpy"]
+    assert "--shm-size" in mended["/dev/shm"]
+    fine = [line.removeprefix("OK").split(":")[0].strip() for line in lines if line.startswith("OK")]
+    assert {"Python", "sandbox", "data", "recipe", "memory"} <= set(fine), (
+        "the quickstart runs no program in the sandbox"
+    )
+
+
+def test_doctor_finds_a_broken_recipe_and_a_missing_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_model_folder(BuildModelConfig(hidden_size=32, num_layers=1), tmp_path / "model", seed=0)
+    path = f"trainer.policy.model.path={tmp_path}/model"
+    main(["doctor", "quickstart", path])
+    assert "OK    chat template" in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = None
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert main(["doctor", "quickstart", path, "data.train_data=[nowhere.jsonl]"]) == 1
+    told = capsys.readouterr().out
+    assert "MEND  recipe: DataError. nowhere.jsonl" in told and "MEND  chat template" in told

@@ -1,0 +1,203 @@
+"""``skyrl-train doctor``: does this machine have what a run needs? One line per check; a failed one says what mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyrl_train.errors import SkyRLError
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import RunConfig
+
+DISTRIBUTION = "skyrl-async"
+GIB = 2**30
+MIN_SHM_BYTES = GIB  # weights travel through it; a container has 64 MiB by default
+MIN_DISK_BYTES = 2 * GIB
+PAGE_PORT = 7860
+CONNECT_LIMIT_S = 2.0
+
+Finding = tuple[str, str, str]  # what was checked, what was found, and what mends it: empty if nothing has to be mended
+
+
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(help="Also check what this recipe needs.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value ...", help="Settings, in hydra's grammar.")
+    ] = None,
+) -> int:
+    """Check this machine: versions, GPUs, shared memory, disk, ports, sandbox, Ray; and a recipe's data, model and template.
+
+    Exit code 1 if a check has failed.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from skyrl_train.config.compose import compose
+
+    config = compose(recipe or "base", overrides or ())
+    checks: list[Callable[[RunConfig], Iterator[Finding]]] = [packages, devices, memory, folders, network, sandbox]
+    if recipe is not None:
+        checks += [inputs, chat_template]
+    console, failed = Console(), 0
+    for check in checks:
+        for name, found, remedy in check(config):
+            mark = Text("OK    ", style="green") if not remedy else Text("MEND  ", style="bold red")
+            console.print(mark + Text(f"{name}: {found}" + (f". {remedy}" if remedy else "")), soft_wrap=True)
+            failed += bool(remedy)
+    return 1 if failed else 0
+
+
+def packages(config: RunConfig) -> Iterator[Finding]:
+    """Python, and the versions of the dependencies that this library pins."""
+    from packaging.requirements import Requirement
+
+    yield "Python", f"{platform.python_version()} at {sys.executable}", ""
+    try:
+        required = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        yield "packages", f"{DISTRIBUTION} is not installed here, so versions are not checked", ""
+        return
+    wrong = 0
+    for requirement in map(Requirement, required):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            installed = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            installed = None
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            wrong += 1
+            yield requirement.name, f"{installed or 'missing'}", f"pip install '{requirement}'"
+    if not wrong:
+        yield "packages", f"the versions that {DISTRIBUTION} asks for", ""
+
+
+def devices(config: RunConfig) -> Iterator[Finding]:
+    """The GPUs that the recipe names."""
+    from skyrl_train.config.memory import this_machine
+
+    found = this_machine(gpus=True).gpu_bytes
+    wanted = [
+        device for device in (config.trainer.device, config.generator.inference_engine.device) if "cuda" in device
+    ]
+    text = ", ".join(f"{size / GIB:.0f} GiB" for size in found) or "none"
+    remedy = (
+        ""
+        if found or not wanted
+        else (
+            "The recipe names cuda and nvidia-smi shows no GPU: install the driver, start the container with --gpus all, or set "
+            "trainer.device=cpu generator.inference_engine.device=cpu"
+        )
+    )
+    yield "GPUs", text, remedy
+
+
+def memory(config: RunConfig) -> Iterator[Finding]:
+    """Shared memory, through which weights reach the engines."""
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    remedy = (
+        ""
+        if free >= MIN_SHM_BYTES
+        else "docker run --shm-size=16g, or mount -o remount,size=16G /dev/shm; or set generator.weight_transport=disk"
+    )
+    yield "/dev/shm", f"{free / GIB:.1f} GiB free", remedy
+
+
+def folders(config: RunConfig) -> Iterator[Finding]:
+    """Where the run writes: may it, and is there room?"""
+    wanted = Path(config.trainer.run_dir or config.trainer.runs_dir).absolute()
+    for name, folder in (("runs", wanted), ("temporary files", Path(tempfile.gettempdir()))):
+        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(exists).free
+        remedy = ""
+        if not os.access(exists, os.W_OK | os.X_OK):
+            remedy = f"chown {os.getuid()} {exists}, or set trainer.runs_dir (TMPDIR for temporary files)"
+        elif free < MIN_DISK_BYTES:
+            remedy = "Free space, or set trainer.runs_dir (TMPDIR for temporary files) to another disk"
+        yield name, f"{folder}, {free / GIB:.0f} GiB free", remedy
+
+
+def network(config: RunConfig) -> Iterator[Finding]:
+    """The page's port, and the address of a Ray cluster."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", PAGE_PORT))
+            yield "port of the page", f"{PAGE_PORT} is free", ""
+        except OSError:
+            # Not an error: a page may be open already.
+            yield "port of the page", f"{PAGE_PORT} is in use; skyrl-train page --port 0 takes a free one", ""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), CONNECT_LIMIT_S).close()
+            yield "Ray", f"{address} answers", ""
+        except OSError as error:
+            yield "Ray", f"{address} of RAY_ADDRESS: {error}", "ray start --head there, or unset RAY_ADDRESS"
+
+
+def sandbox(config: RunConfig) -> Iterator[Finding]:
+    """User namespaces, in which programs of the code environment run."""
+    from skyrl_train.environments.sandbox import ISOLATIONS, why_unavailable
+
+    used = config.environment.env_class == "python_tests"
+    isolation = str(config.environment.kwargs.get("isolation", ISOLATIONS[0]))
+    problem = why_unavailable(isolation) if isolation in ISOLATIONS else f"isolation {isolation!r} is unknown"
+    if problem is None:
+        yield "sandbox", f"isolation {isolation!r} works", ""
+    elif used:
+        yield "sandbox", "does not work", problem
+    else:
+        yield "sandbox", f"isolation {isolation!r} does not work here; only the environment python_tests needs it", ""
+
+
+def inputs(config: RunConfig) -> Iterator[Finding]:
+    """The recipe's settings, data, names, import paths and memory."""
+    from skyrl_train.entrypoints.run import check_implementations, load_inputs
+
+    try:
+        loaded = load_inputs(config)
+        yield "data", f"{loaded.plan.dataset_len or 'a stream of'} prompts, {loaded.plan.total_steps} steps", ""
+        check_implementations(config)
+        yield "recipe", "settings, names and import paths", ""
+    except SkyRLError as error:
+        yield "recipe", type(error).__name__, str(error)
+        return
+    for warning in loaded.memory.insufficient:
+        yield "memory", "does not suffice", warning
+    if not loaded.memory.insufficient:
+        yield "memory", "; ".join(loaded.memory.tight) or "suffices", ""
+
+
+def chat_template(config: RunConfig) -> Iterator[Finding]:
+    """The tokenizer of a given model."""
+    path = config.trainer.policy.model.path
+    if path is None:
+        return
+    from skyrl_train.models.folder import load_tokenizer
+
+    try:
+        template = load_tokenizer(path).chat_template
+    except SkyRLError as error:
+        yield "tokenizer", type(error).__name__, str(error)
+        return
+    if template:
+        yield "chat template", f"{path} has one", ""
+    else:
+        yield (
+            "chat template",
+            f"{path} has none",
+            "Take the instruct model, or set tokenizer.chat_template and save it there",
+        )
