@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
@@ -76,6 +77,18 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
             f"Recipe {config_name!r} does not build on the schema. Start it with the line `defaults: [{BASE}, _self_]`."
         )
     return _to_run_config(composed, where=config_name)
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return ``config`` with ``key=value`` overrides, which pass the same checks as those of a recipe.
+
+    Raises:
+        ConfigError: see :func:`compose`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "config.yaml"
+        recipe.write_text(f"defaults: [{BASE}, _self_]\n{to_yaml(config)}", encoding="utf-8")
+        return compose(str(recipe), overrides)
 
 
 def recipe_names(config_dir: str | Path | None = None) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import Quote, QuotedString
 from rich.console import Console
 
-from skyrl_train.config.compose import BASE, compose, to_yaml
+from skyrl_train.config.compose import compose, with_overrides
 from skyrl_train.config.import_path import forget_files, import_path_of
 from skyrl_train.config.keys import in_free_section
 from skyrl_train.config.schema import RunConfig
@@ -129,11 +128,7 @@ def _compose(
     if isinstance(recipe_or_config, str | Path):
         return compose(str(recipe_or_config), overrides, config_dir)
     if isinstance(recipe_or_config, RunConfig):
-        # As a recipe, so that it passes the same checks, and overrides mean the same.
-        with tempfile.TemporaryDirectory() as parent:
-            recipe = Path(parent) / "config.yaml"
-            recipe.write_text(f"defaults: [{BASE}, _self_]\n{to_yaml(recipe_or_config)}", encoding="utf-8")
-            return compose(str(recipe), overrides, config_dir)
+        return with_overrides(recipe_or_config, overrides)
     raise ConfigError(
         "train() takes a recipe's name, the path of a yaml file, or a RunConfig (see skyrl_train.compose); got "
         f"{type(recipe_or_config).__name__}. Give settings as overrides=..."

@@ -117,3 +117,19 @@ app.command(rich_help_panel=LOOK)(compare)
 app.command(rich_help_panel=LOOK)(trace)
 app.command(rich_help_panel=USE)(serve)
 app.command(rich_help_panel=USE)(export)
+
+
+@app.command("eval", rich_help_panel=USE)
+def eval_(
+    policy: Annotated[str, typer.Argument(metavar="RUN[:STEP]|MODEL", help="A run; or a model, with --recipe.")],
+    overrides: Overrides = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="The recipe whose trainer.eval says how a model is evaluated.")
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Evaluate a checkpoint or a model as trainer.eval says: pass@k, rewards and lengths. Nothing is trained or written."""
+    from skyrl_train.entrypoints.evaluate import evaluate
+
+    evaluate(policy, recipe, overrides or (), config_dir)
+    return 0

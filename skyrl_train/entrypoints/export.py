@@ -21,7 +21,7 @@ def export(
     """
     from rich.console import Console
 
-    path, step = (Path(found[1]), int(found[2])) if (found := re.fullmatch(r"(.+):(\d+)", run)) else (Path(run), None)
+    path, step = split_step(run)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already. Name a new folder.")
     step = export_checkpoint(path, step, folder)
@@ -29,6 +29,12 @@ def export(
         f"the policy after step {step} of {path} is in {folder}", markup=False, highlight=False, soft_wrap=True
     )
     return 0
+
+
+def split_step(run: str) -> tuple[Path, int | None]:
+    """Split ``RUN:STEP``; the step may be missing."""
+    found = re.fullmatch(r"(.+):(\d+)", run)
+    return (Path(found[1]), int(found[2])) if found else (Path(run), None)
 
 
 def export_checkpoint(run: Path, step: int | None, folder: Path) -> int:

@@ -19,15 +19,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.observability.screen import visible
 from skyrl_train.rollout.data.loader import build_loader
-from skyrl_train.runtime.concurrency import close_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,28 +81,18 @@ def try_group(
 
 def for_one_group(config: RunConfig) -> RunConfig:
     """Return ``config`` with what one group needs: one engine, generation in this process, one attempt, whole weights."""
-    trainer, generator, engine = config.trainer, config.generator, config.generator.inference_engine
-    name, model = derive.weight_transport(config), trainer.policy.model
-    on_gpu = name in derive.TRANSPORTS and derive.TRANSPORTS[name].gpu
+    config = without_trainer(config)
+    engine, failures = config.generator.inference_engine, config.trainer.failures
+    one_engine = replace(
+        engine,
+        num_engines=1,
+        remote_urls=engine.remote_urls[:1],
+        executor="thread" if engine.backend == "embedded" else "process",
+    )
     return replace(
         config,
-        generator=replace(
-            generator,
-            weight_transport="shared_memory" if on_gpu else name,  # the weights come from a model on the CPU
-            inference_engine=replace(
-                engine,
-                num_engines=1,
-                remote_urls=engine.remote_urls[:1],
-                executor="thread" if engine.backend == "embedded" else "process",
-            ),
-        ),
-        rollout=replace(config.rollout, num_actors=0, replay=False),
-        trainer=replace(
-            trainer,
-            # A fresh adapter computes what the base model does.
-            policy=replace(trainer.policy, model=replace(model, lora=replace(model.lora, rank=0))),
-            failures=replace(trainer.failures, max_rollout_retries=0),
-        ),
+        generator=replace(config.generator, inference_engine=one_engine),
+        trainer=replace(config.trainer, failures=replace(failures, max_rollout_retries=0)),
     )
 
 
@@ -121,62 +110,42 @@ async def generate_group(
         RolloutError: the generator, the environment, the agent or the reward function failed, which is the cause.
         SkyRLError: the engine or a stage failed.
     """
-    # They import torch and the engine.
-    from skyrl_train.build.engines import build_client, build_transport
-    from skyrl_train.build.rollout import build_generator, build_stages
+    # They import torch.
     from skyrl_train.build.trainer import prepare_model
-    from skyrl_train.models.folder import load_model, load_tokenizer
     from skyrl_train.rollout.group_generator import GroupGenerator
     from skyrl_train.rollout.stages.pipeline import StagePipeline
-    from skyrl_train.rollout.stages.reward import RewardStage
-    from skyrl_train.types import PauseMode
-    from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 
     config = for_one_group(inputs.config)
     model_path = prepare_model(config, folder)
-    tokenizer = load_tokenizer(model_path)
-    client = build_client(config, inputs.plan, tokenizer, model_path, [0])
-    generator = build_generator(config, inputs.plan, client, tokenizer, model_path)
-    transport = build_transport(config)
-    # A failed attempt at a reward is the failure of the group here, so it is not reported apart.
-    all_stages = build_stages(config, model_path, client.decode, lambda name, reason, error: None)
-    stages = [stage for stage in all_stages if isinstance(stage, RewardStage)]
     changed = asyncio.Event()
     loader = build_loader(inputs.dataset, config.data, config.trainer.seed)
-    try:
-        console.print("Starting: model, engine.", highlight=False)
-        await client.start()
-        model = await asyncio.to_thread(load_model, model_path, config.trainer.policy.dtype, "cpu")
-        await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
-        del model  # the engine has its own copy
-        for stage in stages:
-            await stage.start()
-        await generator.start()
-        await loader.source.start(changed.set)
-        index: int | None = None
-        while index is None or index < prompt:
-            while not loader.ready:
-                changed.clear()
-                await changed.wait()
-            index = loader.issue()
-            if index is None:
-                raise DataError(f"the data has no prompt number {prompt}, counted from 0")
-        group_generator = GroupGenerator(
-            generator,
-            loader.source,
-            client,
-            config.trainer.failures,
-            n_samples_per_prompt=config.generator.n_samples_per_prompt,
-            sampling_params=asdict(config.generator.sampling_params),
-            env_class=config.environment.env_class,
-            seed=config.trainer.seed,
-            stages=StagePipeline(stages),
-        )
-        record = loader.source.record(index)
-        return record, await group_generator.run(index), tokenizer
-    finally:
-        await close_all([generator.aclose, *(stage.aclose for stage in stages), client.teardown, loader.source.aclose])
-        transport.close()
+    console.print("Starting: model, engine.", highlight=False)
+    async with started_generation(config, inputs.plan, model_path) as generation:
+        try:
+            await loader.source.start(changed.set)
+            index: int | None = None
+            while index is None or index < prompt:
+                while not loader.ready:
+                    changed.clear()
+                    await changed.wait()
+                index = loader.issue()
+                if index is None:
+                    raise DataError(f"the data has no prompt number {prompt}, counted from 0")
+            group_generator = GroupGenerator(
+                generation.generator,
+                loader.source,
+                generation.client,
+                config.trainer.failures,
+                n_samples_per_prompt=config.generator.n_samples_per_prompt,
+                sampling_params=asdict(config.generator.sampling_params),
+                env_class=config.environment.env_class,
+                seed=config.trainer.seed,
+                stages=StagePipeline(generation.rewards),
+            )
+            record = loader.source.record(index)
+            return record, await group_generator.run(index), generation.tokenizer
+        finally:
+            await loader.source.aclose()
 
 
 def show(

@@ -257,8 +257,17 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]")
     assert code == 0
     assert "has finished" in text
+    before = {path.name for path in folder.iterdir()}
     for number, target in (("", "of-3"), (":2", "of-2"), (":3", "again-3")):
         assert main(["export", f"{folder}{number}", str(tmp_path / "new" / target)]) == 0
+    capfd.readouterr()
+    for arguments in ([str(folder)], [str(tmp_path / "new" / "of-3"), "--recipe", "quickstart"]):
+        assert (
+            main(["eval", *arguments, TINY[-2], "trainer.eval.generate=5", "trainer.eval.n_samples_per_prompt=2"]) == 0
+        )
+    shown = capfd.readouterr().out
+    assert shown.count("(5 prompts x 2 samples") == shown.count("eval/pass@2 ") == 2
+    assert {path.name for path in folder.iterdir()} == before, "an evaluation writes nothing"
     exported = {path.name: load_file(path / "model.safetensors") for path in (tmp_path / "new").iterdir()}
     final = load_file(folder / "policy" / "model.safetensors")
     assert all(torch.equal(exported["of-3"][name], final[name]) for name in final)
@@ -277,8 +286,9 @@ def test_what_cannot_be_exported_is_refused_with_the_steps_that_can(
     assert main(["export", f"{run_folder}:3", str(tmp_path / "new")]) == 2
     assert main(["export", f"{run_folder}:2", str(tmp_path / "new")]) == 1
     assert main(["export", f"{run_folder}:2", str(tmp_path)]) == 2
+    assert main(["eval", str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    for part in ("not a run folder", "Steps: 2.", "is damaged: manifest.json is missing", "exists already"):
+    for part in ("not a run folder", "Steps: 2.", "is damaged: manifest.json is missing", "exists already", "--recipe"):
         assert part in told
     assert not (tmp_path / "new").exists()
 

@@ -1,0 +1,77 @@
+"""``skyrl-train eval``: the evaluation of a run without training, for any of its checkpoints, or for any model."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from skyrl_train.config.compose import compose, with_overrides
+from skyrl_train.config.import_path import forget_files
+from skyrl_train.entrypoints.export import export_checkpoint, split_step
+from skyrl_train.entrypoints.generation import started_generation, without_trainer
+from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
+from skyrl_train.errors import ConfigError
+from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult
+from skyrl_train.observability.run_folder import CONFIG, read_config
+
+
+def evaluate(policy: str, recipe: str | None, overrides: Sequence[str], config_dir: Path | None) -> EvaluationResult:
+    """Evaluate a policy as the settings ``trainer.eval`` say, print the scores, and return them.
+
+    Args:
+        policy: ``RUN`` or ``RUN:STEP``, whose settings apply; with ``recipe``, a model folder or a hub name.
+
+    Raises:
+        SkyRLError: a setting or an input cannot work, or the engines failed.
+    """
+    console = Console()
+    forget_files()
+    with tempfile.TemporaryDirectory() as folder:
+        if recipe is not None:
+            config = compose(recipe, overrides, config_dir)
+        else:
+            run, step = split_step(policy)
+            if not (run / CONFIG).is_file():
+                raise ConfigError(f"{run} is no run. For a model, name the recipe that evaluates it: --recipe RECIPE.")
+            config = with_overrides(read_config(run), overrides)
+            policy = str(Path(folder) / "model")
+            step = export_checkpoint(run, step, Path(policy))
+            console.print(f"the policy after step {step} of {run}", markup=False, highlight=False, soft_wrap=True)
+        trainer = config.trainer
+        model = replace(trainer.policy.model, path=policy)
+        settings = replace(trainer.eval, interval=trainer.eval.interval or 1)  # else there would be no prompts
+        trainer = replace(trainer, policy=replace(trainer.policy, model=model), eval=settings)
+        inputs = load_inputs(without_trainer(replace(config, trainer=trainer)))
+        check_implementations(inputs.config)
+        print_warnings(inputs, console, strict=False)
+        result = asyncio.run(_evaluate(inputs, policy))
+    console.print(result.headline.partition(": ")[2], markup=False, highlight=False, soft_wrap=True)
+    for name, value in result.metrics.items():
+        console.print(f"{name} {value:g}", markup=False, highlight=False)
+    return result
+
+
+async def _evaluate(inputs: RunInputs, model_path: str) -> EvaluationResult:
+    from skyrl_train.evaluation.engines import SharedEngines
+    from skyrl_train.evaluation.rollouts import PromptRunner
+    from skyrl_train.runtime.concurrency import gather_or_cancel
+
+    async with started_generation(inputs.config, inputs.plan, model_path) as generation:
+        began = time.perf_counter()
+        engines = SharedEngines(generation.generator, generation.client)
+        score = next((stage.run for stage in generation.rewards), None)
+        runner = PromptRunner(inputs.config, engines, score)
+        slots = asyncio.Semaphore(inputs.config.trainer.eval.max_parallel)
+
+        async def run(index: int) -> EvaluatedPrompt:
+            async with slots:
+                return await runner.run(inputs.evaluation_prompts[index], index, version=0)
+
+        prompts = await gather_or_cancel(run(index) for index in range(len(inputs.evaluation_prompts)))
+        return EvaluationResult(0, tuple(prompts), time.perf_counter() - began)

@@ -1,0 +1,88 @@
+"""A generator with started engines that serve one policy, without a trainer: for one group on trial, and for an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from skyrl_train.config import derive
+from skyrl_train.config.plan import Plan
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.runtime.concurrency import close_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from skyrl_train.generators.base import GeneratorInterface
+    from skyrl_train.inference.client import InferenceEngineClient
+    from skyrl_train.rollout.stages.reward import RewardStage
+
+
+@dataclass(frozen=True)
+class StartedGenerator:
+    """What generates and judges samples. All of it is started."""
+
+    client: InferenceEngineClient
+    generator: GeneratorInterface
+    rewards: Sequence[RewardStage]  # at most one
+    tokenizer: PreTrainedTokenizerBase
+
+
+def without_trainer(config: RunConfig) -> RunConfig:
+    """Return ``config`` for generation alone: in this process, by whole weights that are loaded from a folder to the CPU."""
+    generator, model = config.generator, config.trainer.policy.model
+    name = derive.weight_transport(config)
+    on_gpu = name in derive.TRANSPORTS and derive.TRANSPORTS[name].gpu
+    return replace(
+        config,
+        generator=replace(generator, weight_transport="shared_memory" if on_gpu else name),
+        rollout=replace(config.rollout, num_actors=0, replay=False),
+        # A fresh adapter computes what the base model does, and an exported one is merged.
+        trainer=replace(
+            config.trainer,
+            policy=replace(config.trainer.policy, model=replace(model, lora=replace(model.lora, rank=0))),
+        ),
+    )
+
+
+@asynccontextmanager
+async def started_generation(config: RunConfig, plan: Plan, model_path: str) -> AsyncIterator[StartedGenerator]:
+    """Start engines with the weights of ``model_path`` as policy version 0; stop everything on leaving.
+
+    Args:
+        config: from :func:`without_trainer`.
+
+    Raises:
+        SkyRLError: the model cannot be used, or an engine or a stage failed.
+    """
+    # They import torch and the engine.
+    from skyrl_train.build.engines import build_client, build_transport
+    from skyrl_train.build.rollout import build_generator, build_stages
+    from skyrl_train.models.folder import load_model, load_tokenizer
+    from skyrl_train.rollout.stages.reward import RewardStage
+    from skyrl_train.types import PauseMode
+    from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
+
+    tokenizer = load_tokenizer(model_path)
+    numbers = range(config.generator.inference_engine.num_engines)
+    client = build_client(config, plan, tokenizer, model_path, numbers)
+    generator = build_generator(config, plan, client, tokenizer, model_path)
+    transport = build_transport(config)
+    # A failed attempt at a reward is the failure of its group here, so it is not reported apart.
+    stages = build_stages(config, model_path, client.decode, lambda name, reason, error: None)
+    rewards = [stage for stage in stages if isinstance(stage, RewardStage)]
+    try:
+        await client.start()
+        model = await asyncio.to_thread(load_model, model_path, config.trainer.policy.dtype, "cpu")
+        await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
+        del model  # the engines have their own copies
+        for stage in rewards:
+            await stage.start()
+        await generator.start()
+        yield StartedGenerator(client, generator, rewards, tokenizer)
+    finally:
+        await close_all([generator.aclose, *(stage.aclose for stage in rewards), client.teardown])
+        transport.close()
