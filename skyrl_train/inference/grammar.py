@@ -13,6 +13,7 @@ otherwise never allows them.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Collection, Iterable, Sequence
@@ -145,6 +146,29 @@ def grammar_text(structured: StructuredOutput) -> str:
             return LLMatcher.grammar_from_regex(value)
         case "grammar":
             return LLMatcher.grammar_from_lark(value)
+
+
+def after_reasoning(structured: StructuredOutput, closing: str, token: int | None) -> StructuredOutput:
+    """Return the grammar of free text up to the mark ``closing``, and of ``structured`` behind it.
+
+    Args:
+        token: of the mark. None: it is spelt out, and nothing could tell it from the text before, so it comes at once.
+    """
+    match structured.kind:
+        case "json_object":
+            rules = '%json {"type": "object"}'
+        case "json_schema":
+            rules = f"%json {structured.value}"
+        case "regex":
+            (grammar,) = json.loads(LLMatcher.grammar_from_regex(structured.value))["grammars"]
+            rules = grammar["lark_grammar"].removeprefix("start: ")
+        case _:
+            rules = structured.value.removeprefix("start: ")
+    reasoning = json.dumps(closing + "\n\n") if token is None else f"REASONING? <[{token}]> LINES?"
+    text = f"start: {reasoning} answer\nanswer: {rules}"
+    if token is not None:
+        text += "\nREASONING: /(.|\\n)+/\nLINES: /\\n+/"
+    return StructuredOutput("grammar", text)
 
 
 async def check_grammar(structured: StructuredOutput) -> None:

@@ -155,8 +155,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ),
         ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools[0].type", "caller runs"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "required"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type", "force a call"),
-        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type", "force a call"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice.type", "auto, any, tool or none"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "required"),
         (
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
             "tool_choice.disable_parallel_tool_use",

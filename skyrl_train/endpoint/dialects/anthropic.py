@@ -146,6 +146,21 @@ class ToolChoiceAuto(RequestBody):
     ] = None
 
 
+class ToolChoiceAny(RequestBody):
+    """The model has to call a tool."""
+
+    type: Literal["any"]
+    disable_parallel_tool_use: Any = ignored("a forced call is the only one")
+
+
+class ToolChoiceTool(RequestBody):
+    """The model has to call this tool."""
+
+    type: Literal["tool"]
+    name: NonEmpty
+    disable_parallel_tool_use: Any = ignored("a forced call is the only one")
+
+
 class ToolChoiceNone(RequestBody):
     """The model does not see the tools."""
 
@@ -187,6 +202,14 @@ class OutputConfig(RequestBody):
     format: OutputFormat | None = None
 
 
+_TOOL_CHOICES: dict[str, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",
+}
+
+
 class CountTokensBody(RequestBody):
     """The body of ``POST /v1/messages/count_tokens``: the fields that determine the prompt."""
 
@@ -200,11 +223,14 @@ class CountTokensBody(RequestBody):
     )
     tool_choice: (
         Annotated[
-            Annotated[ToolChoiceAuto, Tag("=auto")] | Annotated[ToolChoiceNone, Tag("=none")],
-            variants("type", "auto or none: nothing here can force a call; ask for the call in a message"),
+            Annotated[ToolChoiceAuto, Tag("=auto")]
+            | Annotated[ToolChoiceAny, Tag("=any")]
+            | Annotated[ToolChoiceTool, Tag("=tool")]
+            | Annotated[ToolChoiceNone, Tag("=none")],
+            variants("type", "auto, any, tool or none"),
         ]
         | None
-    ) = Field(None, description="auto and none")
+    ) = Field(None, description="auto, none, any (one call) or a tool by name; forced calls on embedded engines")
     thinking: (
         Annotated[
             Annotated[ThinkingEnabled, Tag("=enabled")]
@@ -242,7 +268,8 @@ class CountTokensBody(RequestBody):
             params=params,
             max_tokens=max_tokens,
             tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()),
-            tool_choice="auto" if self.tool_choice is None else self.tool_choice.type,
+            tool_choice=_TOOL_CHOICES["auto" if self.tool_choice is None else self.tool_choice.type],
+            forced_tool=self.tool_choice.name if isinstance(self.tool_choice, ToolChoiceTool) else None,
             template_kwargs=template_arguments(effort, {**thinking, **(self.chat_template_kwargs or {})}),
         )
 

@@ -41,7 +41,7 @@ from skyrl_train.inference.openai.body import (
 )
 from skyrl_train.inference.openai.dialect import ResponseContext
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.messages import ToolChoice, function_tool
+from skyrl_train.inference.openai.messages import FORCED_NOTE, TEXT_OR_NAMED, function_tool
 
 MAX_RESPONSES = 256  # stored per session; the oldest is dropped first
 
@@ -229,6 +229,13 @@ def _strings(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+class NamedFunctionTool(RequestBody):
+    """The one tool that the model has to call."""
+
+    type: Literal["function"]
+    name: NonEmpty
+
+
 class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
@@ -244,7 +251,13 @@ class ResponsesBody(GenerationBody):
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: StreamSettings | None = Field(None, description="only with stream")
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = Field(None, description="functions only")
-    tool_choice: ToolChoice | None = Field(None, description="auto and none")
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("=text")] | Annotated[NamedFunctionTool, Tag("=named")],
+            TEXT_OR_NAMED,
+        ]
+        | None
+    ) = Field(None, description=FORCED_NOTE)
     text: TextSettings | None = Field(
         None, description="format: text; json_object and json_schema where the engines can be guided"
     )
@@ -332,12 +345,14 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         top_logprobs=read.top_logprobs or 0,
         structured=structured,
     )
+    named = read.tool_choice if isinstance(read.tool_choice, NamedFunctionTool) else None
     request = ChatRequest(
         messages=tuple(chat_messages(read.instructions, read.input)),
         params=params,
         max_tokens=read.max_output_tokens,
         tools=tuple(tools),
-        tool_choice=read.tool_choice or "auto",
+        tool_choice="required" if named is not None else read.tool_choice or "auto",  # type: ignore[arg-type]
+        forced_tool=None if named is None else named.name,
         template_kwargs=template_arguments(effort, read.chat_template_kwargs),
         logprobs=logprobs,
     )
@@ -362,7 +377,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
             "reasoning": {"effort": effort, "summary": None},
             "temperature": params.temperature,
             "text": {"format": shown_format},
-            "tool_choice": read.tool_choice or "auto",
+            "tool_choice": named.model_dump() if named is not None else read.tool_choice or "auto",
             "tools": [{name: getattr(tool, name) for name in repeated_tools} for tool in read.tools or ()],
             "top_logprobs": read.top_logprobs or 0,
             "top_p": params.top_p,

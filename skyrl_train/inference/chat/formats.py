@@ -8,6 +8,7 @@ artificial vocabulary, so that they also read formats whose marks have no token.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,11 +71,40 @@ class ToolFormat:
         marks: each mark by the function's parameter for its id. The first opens a block, the second closes it, the others
             separate its parts. Without marks, a response that is one JSON object is the block.
         typed: the function takes the tools too, because their schemas tell the types of arguments that are written as text.
+        call: a block of one call, with ``{name}`` and ``{arguments}`` for the JSON of its arguments. Empty: arguments are not
+            written as JSON, so that a call cannot be forced.
     """
 
     function: str
     marks: Mapping[str, str]
     typed: bool = False
+    call: str = ""
+
+    def grammar(self, tools: Tools, token_ids: Mapping[str, int]) -> str:
+        """Return a grammar in llguidance's variant of Lark that allows one block with one call of one of ``tools``.
+
+        Arguments follow the tool's schema; keywords that the library cannot follow count with ``strict`` only.
+
+        Args:
+            token_ids: tokens by their text, for marks that have one.
+        """
+        marks = [*self.marks.values(), "{arguments}"]
+        pieces = [piece for piece in re.split(f"({'|'.join(map(re.escape, marks))})", self.call) if piece]
+        rules = [f"start: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+        for number, tool in enumerate(tools):
+            function, items = tool["function"], []
+            name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+            for piece in pieces:
+                if piece == "{arguments}":
+                    items.append(f"arguments_{number}")
+                elif piece in token_ids and piece in marks:
+                    items.append(f"<[{token_ids[piece]}]>")
+                else:
+                    items.append(json.dumps(piece.replace("{name}", name), ensure_ascii=False))
+            lenient = {"lenient": not function.get("strict")}
+            schema = {"type": "object", **function.get("parameters", {}), "x-guidance": lenient}
+            rules += [f"call_{number}: {' '.join(items)}", f"arguments_{number}: %json {json.dumps(schema)}"]
+        return "\n".join(rules)
 
     def parse(self, pieces: Sequence[Piece], tools: Tools) -> Block:
         """Parse a block, including its marks."""
@@ -126,7 +156,11 @@ def _call(attempt: ParsedToolCall) -> CallText:
 
 _TOOL_CALL = {"tool_call_id": "<tool_call>", "tool_call_end_id": "</tool_call>"}
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "qwen3": ToolFormat("parse_qwen3", _TOOL_CALL),  # JSON, as Hermes writes it
+    "qwen3": ToolFormat(  # JSON, as Hermes writes it
+        "parse_qwen3",
+        _TOOL_CALL,
+        call='<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>',
+    ),
     "qwen3.5": ToolFormat("parse_qwen35", _TOOL_CALL, typed=True),  # <function=name><parameter=key>value
     "glm": ToolFormat(
         "parse_glm",
@@ -154,6 +188,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "tool_call_end_id": "<｜tool▁call▁end｜>",
             "tool_sep_id": "<｜tool▁sep｜>",
         },
+        call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     "kimi-k2": ToolFormat(
         "parse_kimi_k2",
@@ -164,8 +200,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "tool_call_argument_begin_id": "<|tool_call_argument_begin|>",
             "tool_call_end_id": "<|tool_call_end|>",
         },
+        call="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
     ),
-    "llama-3": ToolFormat("parse_llama_3", {}),  # the whole response is one JSON object
+    # The whole response is one JSON object.
+    "llama-3": ToolFormat("parse_llama_3", {}, call='{"name": "{name}", "parameters": {arguments}}'),
 }
 REASONING_MARKS: dict[str, tuple[str, str]] = {"think": ("<think>", "</think>")}
 

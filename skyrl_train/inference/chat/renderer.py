@@ -30,6 +30,8 @@ from skyrl_train.inference.chat.formats import (
 )
 from skyrl_train.inference.chat.parsing import MessageBuilder, ResponseParser, StreamParser, WholeParser
 from skyrl_train.inference.chat.pieces import PieceReader, Vocabulary
+from skyrl_train.inference.grammar import after_reasoning
+from skyrl_train.inference.interface import StructuredOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -273,12 +275,37 @@ class ChatRenderer:
             return WholeParser(self._family.renderer({}), self._tokenizer, prompt_token_ids, tools)
         form = self._format or MessageFormat()
         reader = PieceReader(self._vocabulary, form.marks(with_tools=bool(tools)), frozenset(self.stop_token_ids))
-        opened = False
-        if form.reasoning is not None:
-            # A template may open reasoning in the generation prompt; then the response has only the closing mark.
-            tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
-            opened = str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
+        opened = self._reasoning_open(form, prompt_token_ids)
         return StreamParser(reader, MessageBuilder(form, tools, prompt_token_ids, reasoning_open=opened))
+
+    def _reasoning_open(self, form: MessageFormat, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether the generation prompt opens reasoning; then the response has only the closing mark."""
+        if form.reasoning is None:
+            return False
+        tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
+        return str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
+
+    def forced_call(self, tools: Messages) -> StructuredOutput:
+        """Return the grammar of a response that is one call of one of ``tools``.
+
+        Raises:
+            ConfigError: the format of the model's calls has no grammar here.
+        """
+        form = None if self._format is None else self._format.tools
+        if form is None or not form.call:
+            raise ConfigError(
+                f"tool_choice: nothing here can force a call in the format of {self._name!r}, which does not write arguments as "
+                "JSON. Ask for the call in a message."
+            )
+        return StructuredOutput("grammar", form.grammar(tools, self._token_ids))
+
+    def guided(self, structured: StructuredOutput, prompt_token_ids: Sequence[int]) -> StructuredOutput:
+        """Return the grammar of a response: ``structured`` holds for the answer, behind reasoning that the prompt has opened."""
+        form = self._format or MessageFormat()
+        if form.reasoning is None or not self._reasoning_open(form, prompt_token_ids):
+            return structured
+        closing = form.reasoning[1]
+        return after_reasoning(structured, closing, self._token_ids.get(closing))
 
     @cached_property
     def _format(self) -> MessageFormat | None:
@@ -293,6 +320,11 @@ class ChatRenderer:
         hints = "\n".join([self._template, *self._vocabulary.added.values()])
         tools, reasoning = guess_formats(hints)
         return message_format(tool_parser or tools, reasoning_parser or reasoning)
+
+    @cached_property
+    def _token_ids(self) -> dict[str, int]:
+        """The added tokens by their text."""
+        return {text: token for token, text in self._vocabulary.added.items()}
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -80,7 +80,8 @@ class ChatRequest:
         params: sampling parameters; ``max_tokens`` is ignored.
         max_tokens: of one response; None: the rest of the context.
         tools: OpenAI tool specifications (``{"type": "function", "function": {...}}``).
-        tool_choice: "none" hides the tools from the model.
+        tool_choice: "none" hides the tools from the model; "required" forces one call.
+        forced_tool: the tool that "required" forces; None: any of ``tools``.
         adapter: a LoRA adapter by name; None: the policy.
         template_kwargs: further arguments of the chat template (``enable_thinking``).
         logprobs: whether the dialect shows log-probs (they are recorded in any case).
@@ -91,7 +92,8 @@ class ChatRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    forced_tool: str | None = None
     adapter: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     logprobs: bool = False

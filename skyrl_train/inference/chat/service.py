@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from skyrl_train.errors import RequestError
+from skyrl_train.errors import ConfigError, RequestError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.requests import (
     AssistantMessage,
@@ -27,7 +27,7 @@ from skyrl_train.inference.chat.requests import (
     PromptPlan,
 )
 from skyrl_train.inference.grammar import check_grammar
-from skyrl_train.inference.interface import StopReason
+from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.inference.requests import Generation, GenerationRequest, GenerationService
 from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
@@ -190,8 +190,7 @@ class ChatService:
         context, prompt_tokens = self.generation.capabilities.max_model_len, len(plan.prompt_token_ids)
         # Reject before sampling: the engines would raise later, after other choices have begun.
         params, room = request.params, context - prompt_tokens
-        if params.structured is not None and self.generation.capabilities.grammar_continuation:
-            await check_grammar(params.structured)
+        params = await self._guided(request, plan.prompt_token_ids)
         if room < 1:
             raise RequestError(
                 f"The prompt has {prompt_tokens} tokens and leaves no room in a context of {context} tokens. Shorten "
@@ -227,6 +226,32 @@ class ChatService:
             for index in range(request.params.n)
         ]
         return _PlannedTurn(plan, tools, requests)
+
+    async def _guided(self, request: ChatRequest, prompt_token_ids: Sequence[int]) -> SamplingParams:
+        """Return the sampling parameters with the grammar of the whole response.
+
+        Raises:
+            ConfigError: the call that the request asks for cannot be forced.
+            GrammarError: the grammar cannot be compiled.
+        """
+        params, structured = request.params, request.params.structured
+        ours = self.generation.capabilities.grammar_continuation
+        if request.tool_choice == "required":
+            if not ours:
+                raise ConfigError(
+                    "tool_choice: these engines cannot force a call. Ask for the call in a message, or use embedded engines."
+                )
+            names = [tool["function"]["name"] for tool in request.tools]
+            if not names or request.forced_tool not in (None, *names):
+                missing = "a tool" if request.forced_tool is None else f"the tool {request.forced_tool!r:.100}"
+                raise ConfigError(f"tool_choice asks for {missing}, which is not among the tools.")
+            chosen = [tool for tool in request.tools if request.forced_tool in (None, tool["function"]["name"])]
+            structured = self.renderer.forced_call(chosen)
+        if structured is None or not ours:
+            return params
+        structured = self.renderer.guided(structured, prompt_token_ids)
+        await check_grammar(structured)
+        return dataclasses.replace(params, structured=structured)
 
     async def _choice(self, turn: _PlannedTurn, index: int) -> ChatChoice:
         generation = await self.generation.complete(turn.requests[index])

@@ -30,7 +30,15 @@ from skyrl_train.inference.openai.body import (
 )
 from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data, usage
 from skyrl_train.inference.openai.errors import DialectError, openai_error
-from skyrl_train.inference.openai.messages import Messages, ToolChoice, Tools, plain_messages, plain_tools
+from skyrl_train.inference.openai.messages import (
+    FORCED_NOTE,
+    Messages,
+    NamedTool,
+    ToolChoice,
+    Tools,
+    plain_messages,
+    plain_tools,
+)
 from skyrl_train.inference.requests import Generation, GenerationChunk
 
 _TEXT_ONLY = "this endpoint takes and gives text only"
@@ -68,7 +76,7 @@ class ChatCompletionBody(OpenAIBody):
         None, description="text; json_object and json_schema where the engines can be guided"
     )
     tools: Tools | None = Field(None, description="functions only; strict is shown to the model, not enforced")
-    tool_choice: ToolChoice | None = Field(None, description="auto and none")
+    tool_choice: ToolChoice | None = Field(None, description=FORCED_NOTE)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="an argument of the chat template; none also sets enable_thinking to false"
     )
@@ -135,7 +143,8 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         params=params,
         max_tokens=max_tokens,
         tools=plain_tools(read.tools),
-        tool_choice=read.tool_choice or "auto",
+        tool_choice="required" if isinstance(read.tool_choice, NamedTool) else read.tool_choice or "auto",
+        forced_tool=read.tool_choice.function.name if isinstance(read.tool_choice, NamedTool) else None,
         template_kwargs=template_arguments(read.reasoning_effort, read.chat_template_kwargs),
         logprobs=bool(read.logprobs),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from skyrl_train.inference.openai.body import (
@@ -170,13 +170,21 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
 
-def _unforced(choice: Any) -> Any:
-    if choice == "required" or isinstance(choice, dict):
-        raise PydanticCustomError(
-            "unsupported_parameter",
-            "is supported with auto and none only: nothing here can force a call. Ask for it in a message.",
-        )
-    return choice
+class NamedFunction(RequestBody):
+    """A function by its name."""
+
+    name: NonEmpty
 
 
-ToolChoice = Annotated[Literal["auto", "none"], BeforeValidator(_unforced)]
+class NamedTool(RequestBody):
+    """The one tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+TEXT_OR_NAMED = Discriminator(lambda choice: "=text" if isinstance(choice, str) else "=named")
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("=text")] | Annotated[NamedTool, Tag("=named")], TEXT_OR_NAMED
+]
+FORCED_NOTE = "auto, none, required (one call) or a named function; forced calls on embedded engines"

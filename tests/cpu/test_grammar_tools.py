@@ -1,0 +1,228 @@
+"""Forced tool calls: the grammar of each format, reasoning before it, and the four dialects on an embedded engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+from chat_models import FAMILIES, chat_renderer, chat_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
+
+from skyrl_train.endpoint.dialects import anthropic, responses
+from skyrl_train.endpoint.server.app import create_app
+from skyrl_train.endpoint.server.settings import ServerSettings
+from skyrl_train.endpoint.sessions.store import SessionStore
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference.chat.requests import AssistantMessage
+from skyrl_train.inference.chat.service import ChatService
+from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.grammar import Grammars
+from skyrl_train.inference.interface import StructuredOutput
+from skyrl_train.inference.openai import chat as openai_chat
+from skyrl_train.models.folder import load_model
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
+
+QWEN, ADMIN_KEY = "Qwen/Qwen3-0.6B", "k" * 24
+CITY = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"], "additionalProperties": False}
+CITY = {**CITY, "$defs": {"n": {"type": "integer", "maximum": 99}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": CITY}},
+    {
+        "type": "function",
+        "function": {"name": "stop-it", "parameters": {"type": "object", "maxProperties": 0, "not": {}}},
+    },
+]
+FORCING = [
+    QWEN,
+    "deepseek-ai/DeepSeek-V3",
+    "moonshotai/Kimi-K2-Instruct",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "generic without mark tokens",
+]
+
+
+def spoken(
+    name: str, structured: StructuredOutput, seed: int, prompt: list[int], force: int | None = None
+) -> AssistantMessage:
+    """A response of tokens that the grammar allows, drawn evenly; after ten tokens ``force`` as soon as it is allowed."""
+    tokenizer, draw = chat_tokenizer(name), random.Random(seed)
+    grammars = Grammars(tokenizer, PreTrainedConfig(vocab_size=len(tokenizer)))
+    matcher, tokens = grammars.matcher(structured), list[int]()
+    while len(tokens) < 2000:
+        allowed = np.unpackbits(matcher.mask, bitorder="little").nonzero()[0].tolist()
+        if force in allowed:
+            others = [token for token in allowed if token != force]
+            tokens.append(force if len(tokens) >= 10 or not others else draw.choice(others))
+        else:
+            tokens.append(draw.choice(allowed))
+        if tokens[-1] in grammars.eos_ids:
+            break
+        matcher.advance([tokens[-1]])
+    parser = chat_renderer(name).parser(prompt, TOOLS)
+    parser.feed(tokens)
+    return parser.finish()[1]
+
+
+@pytest.mark.parametrize("name", FORCING)
+def test_a_forced_response_is_one_call_that_the_parser_reads(name: str) -> None:
+    called = set()
+    for seed in range(6):
+        message = spoken(name, chat_renderer(name).forced_call(TOOLS), seed, [1, 2])
+        (call,) = message.tool_calls
+        arguments = json.loads(call.arguments)
+        assert (call.name, list(arguments)) in [("look", ["n"]), ("stop-it", [])] and message.content == ""
+        assert call.name == "stop-it" or isinstance(arguments["n"], int)
+        called.add(call.name)
+    assert called == {"look", "stop-it"}
+    (call,) = spoken(name, chat_renderer(name).forced_call(TOOLS[:1]), 0, [1, 2]).tool_calls
+    assert call.name == "look"
+
+
+def test_a_format_that_does_not_write_json_cannot_be_forced() -> None:
+    for name in set(FAMILIES) - {*FORCING, "generic with mark tokens", "nothing known", "deepseek-ai/DeepSeek-R1"}:
+        with pytest.raises(ConfigError, match="nothing here can force a call"):
+            chat_renderer(name).forced_call(TOOLS)
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        StructuredOutput("json_object"),
+        StructuredOutput("json_schema", '{"enum": [{"a": 1}]}'),
+        StructuredOutput("regex", "[ab]/{2}"),
+        None,
+    ],
+    ids=lambda structured: "call" if structured is None else structured.kind,
+)
+def test_reasoning_that_the_prompt_opens_is_free_and_the_grammar_holds_behind_it(
+    structured: StructuredOutput | None,
+) -> None:
+    renderer, tokenizer = chat_renderer(QWEN), chat_tokenizer(QWEN)
+    prompt = tokenizer("<|im_start|>assistant\n<think>\n", add_special_tokens=False)["input_ids"]
+    asked = renderer.forced_call(TOOLS) if structured is None else structured
+    closing = tokenizer.convert_tokens_to_ids("</think>")
+    message = spoken(QWEN, renderer.guided(asked, prompt), 1, prompt, force=closing)
+    assert message.reasoning_content
+    if structured is None:
+        assert len(message.tool_calls) == 1
+    elif structured.kind == "regex":
+        assert message.content in ("a//", "b//")
+    else:
+        assert isinstance(json.loads(message.content), dict)
+    assert renderer.guided(asked, [1, 2]) == asked, "nothing was opened"
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("auto", ("auto", None)),
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        ("look", ("required", "look")),
+    ],
+)
+def test_the_dialects_read_every_choice(choice: str, expected: tuple[str, str | None]) -> None:
+    message, named = {"role": "user", "content": "x"}, choice == "look"
+    chat = {"type": "function", "function": {"name": choice}} if named else choice
+    requests = [openai_chat.parse({"model": "m", "messages": [message], "tools": TOOLS, "tool_choice": chat}).request]
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    item = {"type": "function", "name": choice} if named else choice
+    call = responses.parse({"model": "m", "input": "x", "tools": tools, "tool_choice": item})
+    assert call.echo["tool_choice"] == item
+    requests.append(call.request)
+    kind = {"required": "any", "look": "tool"}.get(choice, choice)
+    block = {"type": kind, **({"name": choice} if named else {})}
+    schemas = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+    body = {"model": "m", "max_tokens": 9, "messages": [message], "tools": schemas, "tool_choice": block}
+    requests.append(anthropic.parse(body).request)
+    assert [(request.tool_choice, request.forced_tool) for request in requests] == [expected] * 3
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    """The endpoint over an embedded engine with random weights."""
+    folder, tokenizer = str(tmp_path_factory.mktemp("forced") / "model"), chat_tokenizer(QWEN)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=8, intermediate_size=16, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    engine = EmbeddedEngine(folder, executor="thread", max_num_seqs=4, max_model_len=4096)
+    client = InferenceEngineClient([engine], tokenizer, QWEN)
+    await client.start()
+    model, transport = load_model(folder, "float32", "cpu"), SharedMemoryTransport()
+    await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.KEEP).sync(0)
+    store = SessionStore(client.renderer)
+    app = create_app(ChatService(client, client.renderer), client, store, ServerSettings(admin_key=ADMIN_KEY))
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://h", headers=headers) as http:
+        yield http
+    await client.teardown()
+    transport.close()
+
+
+async def posted(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = await http.post(route, json={"model": "policy", "seed": 3, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    read: dict[str, Any] = answer.json()
+    return read
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_dialect_forces_a_call(http: httpx.AsyncClient) -> None:
+    message, tool = {"role": "user", "content": "x"}, TOOLS[0]["function"]
+    chosen = {"type": "function", "function": {"name": "look"}}
+    body = {"messages": [message], "tools": TOOLS, "tool_choice": chosen, "return_token_ids": True}
+    chat = await posted(http, "/v1/chat/completions", body)
+    (choice,) = chat["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "look")
+    assert isinstance(json.loads(call["function"]["arguments"])["n"], int)
+    assert choice["skyrl"]["logprobs"].count(0.0) > 30, "name and braces are forced"
+    item = await posted(
+        http, "/v1/responses", {"input": "x", "tools": [{"type": "function", **tool}], "tool_choice": "required"}
+    )
+    assert [(each["type"], each["name"]) for each in item["output"]] == [("function_call", "look")]
+    schemas = [{"name": "look", "input_schema": tool["parameters"]}]
+    body = {"max_tokens": 500, "messages": [message], "tools": schemas, "tool_choice": {"type": "any"}}
+    block = await posted(http, "/v1/messages", body)
+    assert [(each["type"], each["name"]) for each in block["content"]] == [("tool_use", "look")]
+    assert block["stop_reason"] == "tool_use"
+    text = await posted(
+        http, "/v1/completions", {"prompt": "x", "max_tokens": 50, "structured_outputs": {"regex": "ab{3}"}}
+    )
+    assert text["choices"][0]["text"] == "abbb"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "required"}, "asks for a tool, which is not among the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "the tool 'fly'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
+            "Unimplemented keys",
+        ),
+        ({"structured_outputs": {"regex": "(a", "json_object": True}}, "exactly one of json, json_object and regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "contradict each other"),
+    ],
+)
+async def test_what_cannot_be_followed_is_a_clear_400(
+    http: httpx.AsyncClient, fields: dict[str, Any], message: str
+) -> None:
+    for streamed in (False, True):
+        body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": streamed, **fields}
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
