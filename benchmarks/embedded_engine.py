@@ -4,22 +4,27 @@
 
 Prints tokens per second (on the CPU of processor time, so that other programs do not count; else of wall-clock) and the
 ratio to ``generate`` (fixed batch) and to transformers' continuous batching, where that runs (on the CPU it needs psutil).
+``grammar`` is the engine's speed under a JSON schema, as a share of its speed without (``--vocab`` sets the vocabulary).
 All sample at temperature 1 without filters from the same prompts; the engine also returns log-probs and versions.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import string
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
-from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.interface import SamplingParams, StructuredOutput
 from skyrl_train.models.folder import DTYPES
+from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 
@@ -27,11 +32,20 @@ PROMPT = [5, 6, 7, 8]
 REPEATS = 5
 
 
-def build(dtype: str, device: str) -> PreTrainedModel:
+# An array of this many short strings is long enough for every request of the benchmark.
+GUIDED = StructuredOutput(
+    "json_schema",
+    '{"type": "array", "minItems": 400, "items": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, '
+    '"n": {"type": "integer"}}, "required": ["name", "n"], "additionalProperties": false}, "x-guidance": '
+    '{"whitespace_flexible": false}}',
+)
+
+
+def build(dtype: str, device: str, vocab: int = 128) -> PreTrainedModel:
     """Build a model of the quickstart's size: 2 layers, width 128."""
     config = AutoConfig.for_model(
         "qwen3",
-        vocab_size=64,
+        vocab_size=vocab,
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -47,16 +61,24 @@ def build(dtype: str, device: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).to(device).eval()
 
 
-def embedded(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
+def embedded(
+    dtype: str, device: str, requests: int, tokens: int, structured: StructuredOutput | None = None, vocab: int = 128
+) -> Callable[[], int]:
     """Run the engine's core in this thread."""
-    core = EmbeddedEngineCore(build(dtype, device), eos_ids=(1,), max_num_seqs=requests, max_model_len=512)
+    core = EmbeddedEngineCore(
+        build(dtype, device, vocab),
+        eos_ids=(1,),
+        max_num_seqs=requests,
+        max_model_len=512,
+        tokenizer=partial(character_tokenizer, string.printable, words(vocab)),
+    )
     transport = SharedMemoryTransport(dtype)
-    update = transport.gather(build(dtype, device).named_parameters(), version=0)
+    update = transport.gather(build(dtype, device, vocab).named_parameters(), version=0)
     core.pause(PauseMode.KEEP)
     core.receive(update)
     core.load(update)
     core.resume()
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, structured=structured)
 
     def run() -> int:
         for request_id in range(requests):
@@ -66,6 +88,12 @@ def embedded(dtype: str, device: str, requests: int, tokens: int) -> Callable[[]
         return requests * tokens
 
     return run
+
+
+def words(vocab: int) -> list[str]:
+    """Return the tokens of several letters that fill the vocabulary."""
+    pairs = map("".join, itertools.chain(*(itertools.product(string.ascii_letters + ' ,:"', repeat=n) for n in (2, 3))))
+    return list(itertools.islice(pairs, vocab - len(character_tokenizer(string.printable))))
 
 
 def generate(dtype: str, device: str, requests: int, tokens: int) -> Callable[[], int]:
@@ -123,17 +151,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    parser.add_argument("--vocab", type=int, default=128)
     args = parser.parse_args()
     clock = time.process_time if args.device == "cpu" else time.perf_counter
     torch.set_num_threads(1)  # small models are faster on one; the trainer has the other core
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     print(
-        f"{'requests':>8} {'embedded':>10} {'generate':>10} {'ratio':>6} {'continuous':>11} {'ratio':>6}   (tokens/s)"
+        f"{'requests':>8} {'embedded':>10} {'grammar':>8} {'generate':>10} {'ratio':>6} {'continuous':>11} {'ratio':>6}   "
+        "(tokens/s)"
     )
     for requests in args.requests:
         size = (args.dtype, args.device, requests, args.tokens)
-        ours, fixed = tokens_per_second(embedded(*size), generate(*size), clock=clock)
-        line = f"{requests:>8} {ours:>10,.0f} {fixed:>10,.0f} {ours / fixed:>6.2f}"
+        ours, fixed, free, guided = tokens_per_second(
+            embedded(*size),
+            generate(*size),
+            embedded(*size, None, args.vocab),
+            embedded(*size, GUIDED, args.vocab),
+            clock=clock,
+        )
+        line = f"{requests:>8} {ours:>10,.0f} {guided / free:>8.2f} {fixed:>10,.0f} {ours / fixed:>6.2f}"
         try:
             (paged,) = tokens_per_second(continuous_batching(*size), clock=clock, repeats=1)
             line += f" {paged:>11,.0f} {ours / paged:>6.2f}"

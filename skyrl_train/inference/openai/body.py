@@ -161,10 +161,12 @@ def _dialect_error(errors: list[ErrorDetails]) -> DialectError:
     # A misspelt field explains most other errors, so it is reported first.
     error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     param = ""
-    for part in error["loc"]:
+    last = len(error["loc"]) - 1
+    for place, part in enumerate(error["loc"]):
         if isinstance(part, int):
             param += f"[{part}]"
-        elif not part.startswith(_TAG) or error["type"] == "extra_forbidden":
+        # An unknown field is the caller's own word, which may begin like a tag.
+        elif not part.startswith(_TAG) or (place == last and error["type"] == "extra_forbidden"):
             param += f".{part[:100]}" if param else part[:100]
     kind, value = error["type"], error["input"]
     if kind == "variant" and isinstance(value, dict):
