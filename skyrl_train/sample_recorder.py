@@ -114,14 +114,16 @@ class SampleRecorder:
 
 def engine_gap(step: int, recorded: Sequence[RecordedGroup]) -> dict[str, float]:
     """Return the metric ``off_policy/engine_gap`` of a step: how far the log-probs of trainer and engines are apart where both
-    had the same weights. Empty if none of the recorded tokens is that fresh, or the backend does not tell its log-probs."""
+    had the same weights. Empty if no recorded group is that fresh, or the backend does not tell its log-probs."""
     gaps = [np.empty(0)]
     for entry in recorded:
+        # Fresh tokens of an older group do not count: its earlier tokens may be in the KV cache under older weights.
+        if min(entry.group.submitted_version, entry.group.oldest_version) < step - 1:
+            continue
         sequences = [sequence for sample in entry.group.samples for sequence in sample.sequences]
         for sequence, trained in zip(sequences, entry.trained, strict=False):
             if trained.logprobs is not None:
-                fresh = trained.loss_mask & (sequence.version_array == step - 1)
-                gaps.append(np.abs(trained.logprobs - sequence.logprob_array)[fresh])
+                gaps.append(np.abs(trained.logprobs - sequence.logprob_array)[trained.loss_mask])
     differences = np.concatenate(gaps)
     return {"off_policy/engine_gap": float(differences.mean())} if len(differences) else {}
 

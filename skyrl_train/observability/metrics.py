@@ -315,8 +315,8 @@ declare(
     MetricSpec(
         "off_policy/engine_gap",
         _LAST,
-        "Mean absolute difference between the trainer's and the engines' log-probs, over the recorded samples' tokens that "
-        "the policy of this step sampled (lag 0); missing if there are none",
+        "Mean absolute difference between the trainer's and the engines' log-probs, over recorded groups that were generated "
+        "with the weights of this step alone (lag 0, from the first token on); missing if there are none",
         "nats",
     ),
     MetricSpec("off_policy/rejected_tokens/", _SUM, "Tokens rejected by each rule, and by `any`", "tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,7 +138,9 @@ def test_the_gap_between_trainer_and_engines_is_measured_on_tokens_of_the_same_w
             trained.append(TrainedSequence(mask, np.zeros(6), logprobs, None))
         return RecordedGroup(of_group, "first", tuple(trained))
 
-    gap = engine_gap(8, [recorded(7, 0.5, -0.1), recorded(6, 9.0)])["off_policy/engine_gap"]
+    fresh = recorded(7, 0.5, -0.1)
+    begun_before = replace(recorded(7, 9.0), group=replace(recorded(7, 9.0).group, submitted_version=6))
+    gap = engine_gap(8, [fresh, recorded(6, 9.0), begun_before])["off_policy/engine_gap"]
     assert gap == pytest.approx(0.3)
     untold = TrainedSequence(np.ones(6, np.bool_), np.zeros(6), None, None)
     assert engine_gap(8, [recorded(6, 9.0), RecordedGroup(group(0, [0.0], 7), "first", (untold,))]) == {}
