@@ -25,8 +25,10 @@ from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.page.comparison import bootstrap_interval, compared
 from skyrl_train.observability.page.encoding import to_json
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, read_settings, spread_rows
+from skyrl_train.observability.page.incidents import incidents
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
+from skyrl_train.observability.page.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS
 
 HOSTILE = "<script>alert(1)</script>\u202e\u0000\x1b[31m"
@@ -428,6 +430,19 @@ def test_alarms_of_now_and_of_the_past_are_shown(tmp_path: Path) -> None:
     ]
     write_metrics(tmp_path / "new", [])
     assert client.get("/api/advice?run=new").json() == []
+
+
+def test_failures_that_differ_only_in_prompts_and_numbers_are_counted_together(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS)
+    for group, error in enumerate(("3 is not 4", "5 is not 6", "3 is 4")):
+        log.record("retried", group=group, attempt=1, reason=f"on prompt 'uid-{group}@{group}': ValueError: {error}")
+    log.close()
+    found = incidents(EventStore(tmp_path / EVENTS))
+    assert found is not None
+    assert sorted((row["count"], row["reason"], row["examples"]) for row in found["failures"]) == [
+        (1, "on prompt 'uid-2@2': ValueError: 3 is 4", [2]),
+        (2, "on prompt 'uid-0@0': ValueError: 3 is not 4", [0, 1]),
+    ]
 
 
 def test_a_run_that_was_stopped_or_failed_says_so(tmp_path: Path) -> None:

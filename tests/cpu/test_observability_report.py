@@ -180,6 +180,7 @@ def test_the_report_has_its_sections_in_the_order_of_the_questions(recorded: Pat
     text = (recorded / "report.md").read_text()
     headings = re.findall("^## (.+)$", text, re.MULTILINE)
     assert headings == [
+        "Advice",
         "Curves",
         "Who waited",
         "Lag",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,16 @@ from skyrl_train.observability.page.timeline import MAX_SCANNED, EventStore
 LOG_BYTES = 1 << 17
 MAX_LOGS = 100
 MAX_ROWS = 500
+# What differs between failures of one kind: which prompt it was, and numbers.
+_VARYING = re.compile(r"prompt '[^']*'|\d+")
 _SUFFIXES = (".log", ".txt", ".out", ".err")
 
 
 def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] | None:
-    """Return failures and warnings of the newest ``segments`` of the record, equal ones counted. None: nothing is recorded."""
+    """Return failures and warnings of the newest ``segments`` of the record. None: nothing is recorded.
+
+    Those that differ only in numbers and in the prompt are counted together.
+    """
     events = store.rare(segments)
     if events is None:
         return None
@@ -28,10 +34,8 @@ def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] 
     said = (event for event in events if event["kind"] == "warning")
     return {
         "alarms": _alarms(events),
-        "failures": _counted(failed, lambda event: (event["kind"], event["reason"]), ("kind", "reason"), "group"),
-        "warnings": _counted(
-            said, lambda event: (event["level"], event["source"], event["text"]), ("level", "source", "text"), ""
-        ),
+        "failures": _counted(failed, ("kind", "reason"), "group"),
+        "warnings": _counted(said, ("level", "source", "text")),
         "processes": [event for event in events if event["kind"] in ("process", "run", "resume", "end")][-MAX_ROWS:],
         "lost": sum(event["events"] for event in events if event["kind"] == "lost"),
         "sampled_out": sum(event["sampled_out"] for event in events if event["kind"] == "lost"),
@@ -69,13 +73,18 @@ def _alarms(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[::-1][:MAX_ROWS]
 
 
-def _counted(events: Iterable[dict[str, Any]], key: Any, names: tuple[str, ...], example: str) -> list[dict[str, Any]]:
-    """Return a row per key with count, first and last time, the one that came last first."""
-    rows: dict[Any, dict[str, Any]] = {}
+def _counted(events: Iterable[dict[str, Any]], names: tuple[str, ...], example: str = "") -> list[dict[str, Any]]:
+    """Return a row per kind of event with count, first and last time, the one that came last first.
+
+    Args:
+        names: fields that tell the kinds apart; in the last one, prompts and numbers may differ.
+        example: a field of which a row has up to five values.
+    """
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for event in events:
-        row = rows.setdefault(
-            key(event), {name: event[name] for name in names} | {"count": 0, "first": event["at"], "examples": []}
-        )
+        *exact, text = (event[name] for name in names)
+        new = {name: event[name] for name in names} | {"count": 0, "first": event["at"], "examples": []}
+        row = rows.setdefault((*exact, _VARYING.sub("", text)), new)
         row["count"] += 1
         row["last"] = event["at"]
         if example and len(row["examples"]) < 5:

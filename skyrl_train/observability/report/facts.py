@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.observability.advice import Advice
 from skyrl_train.observability.page.comparison import Columns, bootstrap_interval
 from skyrl_train.observability.page.folders import RunsFolder, read_settings
-from skyrl_train.observability.page.incidents import incidents
+from skyrl_train.observability.page.incidents import incidents, run_advice
 from skyrl_train.observability.page.samples import recorded_files, step_rows, whole_sequence
 from skyrl_train.observability.page.settings import settings_table
 from skyrl_train.observability.page.timeline import EventStore
@@ -61,11 +62,12 @@ class RunFacts:
         row: name, state, mode, steps and times, see ``RunsFolder.row``.
         columns: the metrics, each of shape ``[rows]``.
         verdict: does it learn, who is the bottleneck, what failed: a sentence or two for each.
+        advice: alarms after the last step, or, without any, advice for tuning.
         shares: of the training time, by part, and of the generation slots' time that was idle (None: not measured).
         lags: share of the trained groups by lag, and the bound (None: the mode has none).
         evaluations: rows of ``eval.jsonl``, each with ``intervals``: low and high by metric.
         samples: at most six recorded sequences, each with ``why``.
-        incidents: failures, warnings and processes, see :func:`incidents`; None: nothing is recorded.
+        incidents: alarms, failures, warnings and processes, see :func:`incidents`; None: nothing is recorded.
         settings: those that differ from their defaults.
         process: the command that last opened the run folder; empty: not recorded.
     """
@@ -73,6 +75,7 @@ class RunFacts:
     row: dict[str, Any]
     columns: Columns
     verdict: tuple[str, str, str]
+    advice: list[Advice]
     figures: list[Figure]
     shares: dict[str, float]
     idle: float | None
@@ -104,6 +107,7 @@ def read_facts(run: Path, columns: Columns, store: EventStore) -> RunFacts:
         row=row,
         columns=columns,
         verdict=(learning(columns), bottleneck(shares, idle), trouble(row, columns, found)),
+        advice=run_advice(columns, store, settings),
         figures=[figure for name in FIGURES if (figure := _figure(name, columns)) is not None],
         shares=shares,
         idle=idle,
@@ -174,7 +178,7 @@ def trouble(row: Mapping[str, Any], columns: Columns, found: Mapping[str, Any] |
         "live": f"The run is under way, {steps}.",
         "silent": f"The run stopped writing {steps}, without an end: it was killed, or it waits.",
         "stopped": f"The run was stopped {steps}, and can be resumed.",
-        "failed": f"The run failed {steps}{f': {_line(error)}' if error else ''}.",
+        "failed": f"The run failed {steps}{f': {_sentence(error)}' if error else '.'}",
     }.get(row["state"], "")
     reasons = found["failures"] if found else []
 
@@ -192,14 +196,14 @@ def trouble(row: Mapping[str, Any], columns: Columns, found: Mapping[str, Any] |
     said = f"{', '.join(failed)}." if failed else "Nothing failed."
     if reasons:
         most = max(reasons, key=lambda each: each["count"])
-        said += f" Most often: {_line(most['reason'])}."
+        said += f" Most often: {_sentence(most['reason'])}"
     return f"{state} {said}".lstrip()
 
 
-def _line(text: str) -> str:
-    """Return a text in one line of at most 200 characters, without a full stop at the end."""
-    line = " ".join(text.split())
-    return line.rstrip(".") if len(line) <= 200 else f"{line[:199]}…"
+def _sentence(text: str) -> str:
+    """Return a text in one line of at most 200 characters, with a full stop at the end."""
+    line = " ".join(text.split()).rstrip(".") + "."
+    return line if len(line) <= 200 else f"{line[:199]}…"
 
 
 # Figures -----------------------------------------------------------------------------------------------------------

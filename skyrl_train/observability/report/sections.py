@@ -89,6 +89,10 @@ def sections(facts: RunFacts) -> list[Section]:
             ],
         )
     ]
+    if facts.advice:
+        advice = [[each.level, each.finding, each.action, each.docs] for each in facts.advice]
+        table = TextTable(("", "found in the last steps", "what to do", "more"), advice, code=frozenset({3}))
+        found.append(Section("Advice", [table]))
     if not facts.figures:
         found.append(Section("Curves", [Paragraph("No step has ended.")]))
     else:
@@ -204,11 +208,21 @@ def _failures(facts: RunFacts) -> Section:
     warnings = [
         [str(row["count"]), row["level"].lower(), row["text"][:MAX_TEXT]] for row in found["warnings"][:MAX_ROWS]
     ]
-    if not failures and not warnings:
+    alarms = [
+        [
+            str(row["step"]),
+            "" if row["ended"] is None else str(row["ended"]),
+            f"{row['level']} {row['id']}: {row['finding']}",
+        ]
+        for row in found["alarms"][:MAX_ROWS]
+    ]
+    if not failures and not warnings and not alarms:
         blocks.append(Paragraph("None."))
     for headers, rows in (("times", "groups", "why"), failures), (("times", "level", "in the log"), warnings):
         if rows:
             blocks.append(TextTable(headers, rows, frozenset({0}), frozenset({2})))
+    if alarms:
+        blocks.append(TextTable(("from step", "to step", "alarms and advice"), alarms, frozenset({0, 1})))
     if found["lost"] or found["sampled_out"]:
         lost, left_out = found["lost"], found["sampled_out"]
         text = f"The record lacks {lost} events that could not be written, and {left_out} that trainer.max_events_per_s left out."
