@@ -171,8 +171,8 @@ class Lives:
         return self._server.run(self._output, arguments, **how)
 
 
-# By default each trainer, what becomes of groups that are not trained, and the ways to overlap. All kinds of ends are among them.
-BY_DEFAULT = {"sync", "one_step_off", "partial_rollout", "drop", "filter", "streaming", "overlap"}
+# By default each trainer, groups that are not trained, and steps that begin early. All kinds of ends are among them.
+BY_DEFAULT = {"sync", "one_step_off", "partial_rollout", "filter", "streaming"}
 
 
 @pytest.mark.parametrize(
