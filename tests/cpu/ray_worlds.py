@@ -30,7 +30,12 @@ class RayNodes:
             include_dashboard=False,
             log_to_driver=False,
             # A dead node is noticed after a few looks: by default 5, every 3 s. A busy one has 10 s to answer each.
-            _system_config={"health_check_initial_delay_ms": 500, "health_check_period_ms": 300},
+            # By default workers get what other processes leave over, which on a busy machine is nearly nothing.
+            _system_config={
+                "health_check_initial_delay_ms": 500,
+                "health_check_period_ms": 300,
+                "worker_niceness": 0,
+            },
             runtime_env={"py_executable": asking_python(forks.address)},
         )
         self._cluster = Cluster()

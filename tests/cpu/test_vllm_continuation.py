@@ -47,8 +47,17 @@ async def interrupted(
     return updates
 
 
-@pytest.mark.parametrize("modes", [[PauseMode.ABORT], [PauseMode.KEEP], list(PauseMode)], ids=["abort", "keep", "all"])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("modes", "seed"),
+    [
+        pytest.param([PauseMode.ABORT], 0, id="abort"),
+        pytest.param([PauseMode.ABORT], 1, id="abort again", marks=pytest.mark.slow),
+        pytest.param([PauseMode.KEEP], 0, id="keep", marks=pytest.mark.slow),
+        pytest.param([PauseMode.KEEP], 1, id="keep again", marks=pytest.mark.slow),
+        pytest.param(list(PauseMode), 0, id="all"),
+        pytest.param(list(PauseMode), 1, id="all again", marks=pytest.mark.slow),
+    ],
+)
 async def test_any_schedule_of_interruptions_gives_the_uninterrupted_outcome(
     vllm: Served, modes: list[PauseMode], seed: int
 ) -> None:
