@@ -20,7 +20,7 @@ from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.models.place import check_place, is_local
-from skyrl_train.observability.reporter import tracker_names
+from skyrl_train.observability.trackers.feed import tracker_factory, tracker_names
 from skyrl_train.rollout.stages.reward import is_async
 from skyrl_train.rollout.staleness.policies import STALENESS_POLICIES, resolve_staleness_policy
 from skyrl_train.training.objective import Objective
@@ -83,9 +83,11 @@ def check_import_paths(config: RunConfig) -> None:
     """Check import paths that the run would use only after loading models, or in its first step.
 
     Raises:
-        ConfigError: an estimator, a schedule, a staleness policy, a reward function, the generator, its environment or its
-            agent cannot be imported.
+        ConfigError: an estimator, a schedule, a staleness policy, a tracker, a reward function, the generator, its environment
+            or its agent cannot be imported.
     """
+    for name in config.trainer.trackers:
+        tracker_factory(name)
     trainer, generator, reward = config.trainer, config.generator, config.rollout.stages.reward.function
     ADVANTAGE_ESTIMATORS.get(trainer.algorithm.advantage_estimator)
     for key in ("trainer.policy.optimizer_config.scheduler", "trainer.critic.optimizer_config.scheduler"):

@@ -50,6 +50,7 @@ from skyrl_train.observability.run_folder import (
     replace_file,
 )
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
+from skyrl_train.observability.trackers.feed import TrackerFeed
 from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
 from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
@@ -229,6 +230,8 @@ def train(
         # The folder stays locked over all restarts.
         run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
         stack.enter_context(log_file(run_folder.logs / TRAINER_LOG))
+        trackers = TrackerFeed(run_folder.path, config)
+        stack.callback(trackers.close)  # after the report, which they get
         stack.callback(try_to_write_report, run_folder.path)
         stack.callback(run_folder.close)  # before the report: only then are all events and samples on the disk
         stack.enter_context(recorded_process(run_folder))
@@ -241,7 +244,7 @@ def train(
             finished, start_step = train_restarting(
                 lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, request)),
                 config,
-                lambda: Reporter(config, run_folder, console, inputs.plan.total_steps),
+                lambda: Reporter(config, run_folder, console, inputs.plan.total_steps, trackers),
                 workers,
                 console,
                 request,

@@ -1,7 +1,4 @@
-"""The outputs of a finished step: the run folder, the trackers and the screen.
-
-trainer.trackers=[tensorboard, my_package.MyTracker]
-"""
+"""The outputs of a finished step: the run folder, the trackers and the screen."""
 
 from __future__ import annotations
 
@@ -9,26 +6,22 @@ import functools
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from skyrl_train.config.import_path import import_name, is_import_path
-from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import ConfigError
 from skyrl_train.observability.advice import Advice, AdviceHistory, Row, advise, edge_rows
 from skyrl_train.observability.failures import FailureLog
 from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl
 from skyrl_train.observability.samples import RecordedGroup, rows_of
 from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view, shortened
+from skyrl_train.observability.trackers.feed import NO_TRACKERS, TrackerFeed
 from skyrl_train.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -36,83 +29,6 @@ logger = logging.getLogger(__name__)
 SAMPLE_CHARACTERS = 40  # of a prompt and of a response on the screen
 LAGS = "staleness/histogram/"
 KEPT_FAILURES = 1000  # for advice
-
-# Trackers ----------------------------------------------------------------------------------------------------------
-
-
-class Tracker(ABC):
-    """Receives the metrics of each step. Constructed as ``Tracker(folder, config, resume_step)``."""
-
-    @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Metrics of an evaluation come with the step whose policy was measured, which may be earlier."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write buffered data."""
-
-
-# folder: for the tracker's files, created by the tracker. resume_step: later steps were logged before and are repeated.
-TrackerFactory = Callable[[Path, RunConfig, int], Tracker]
-
-
-class TensorBoardTracker(Tracker):
-    """Event files for ``tensorboard --logdir <run>/logs``. Steps that are repeated after a resume replace the old ones."""
-
-    def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
-
-
-_factories: dict[str, TrackerFactory] = {"tensorboard": TensorBoardTracker}
-
-
-def tracker_names() -> list[str]:
-    """Return the names that ``trainer.trackers`` accepts, beside import paths."""
-    return sorted(_factories)
-
-
-def register_tracker(name: str, factory: TrackerFactory) -> None:
-    """Register a tracker as ``name``.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-    if name in _factories:
-        raise ConfigError(f"trainer.trackers: {name!r} is registered already; choose another name.")
-    _factories[name] = factory
-
-
-def make_trackers(logs: Path, config: RunConfig, resume_step: int) -> list[Tracker]:
-    """Construct all trackers of ``trainer.trackers``, each with its files in ``logs/<name>``.
-
-    Raises:
-        ConfigError: a name is unknown, or an import path cannot be imported.
-    """
-    factories: list[tuple[str, TrackerFactory]] = []
-    for name in config.trainer.trackers:
-        if name in _factories:
-            factory = _factories[name]
-        elif is_import_path(name):
-            factory = import_name(name, "trainer.trackers")
-        else:
-            raise ConfigError(f"trainer.trackers: {name!r} is unknown.{did_you_mean(name, _factories)}")
-        factories.append((name, factory))
-    # Constructed only when all names are known: a tracker may open files or connections.
-    return [make(logs / name.rpartition(".")[2], config, resume_step) for name, make in factories]
-
-
-# Reporter ----------------------------------------------------------------------------------------------------------
 
 
 class Reporter:
@@ -122,11 +38,19 @@ class Reporter:
         start_step: the step from which this process continues.
     """
 
-    def __init__(self, config: RunConfig, run_folder: RunFolder, console: Console, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_folder: RunFolder,
+        console: Console,
+        total_steps: int,
+        trackers: TrackerFeed = NO_TRACKERS,
+    ) -> None:
         self._config = config
         self._folder = run_folder
         self._console = console
         self._total_steps = total_steps
+        self._trackers = trackers
         self.start_step = 0
         self._failure_log = FailureLog(run_folder.logs)
         self._last_reason = ""  # of a failed attempt at a group
@@ -137,7 +61,6 @@ class Reporter:
         self._settings = asdict(config)
         self._history = AdviceHistory()
         self._view: TerminalView | PlainView | None = None
-        self._trackers: list[Tracker] = []
 
     @contextmanager
     def start_up(self, part: str) -> Iterator[None]:
@@ -161,11 +84,11 @@ class Reporter:
             file.truncate_after(step)
         self._folder.samples.discard_after(step)
         self._metric_rows = edge_rows(list(read_jsonl(self._folder.metrics.path)))
-        self._trackers = make_trackers(self._folder.logs, self._config, step)
         title = f"{self._folder.path} ({self._config.trainer.mode})"
         self._view = make_view(self._console, self._total_steps, title, start_step=step)
         if step:
             self._view.note(f"resuming after step {step}")
+        self._trackers.begin(step, self.note)
 
     def step(
         self,
@@ -195,20 +118,21 @@ class Reporter:
         self._metric_rows = edge_rows([*self._metric_rows, {**times, **metrics}])
         advice = self._advise(step)
         if samples:
-            self._folder.samples.write("train", step, functools.partial(self._rows, step, samples, decode))
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+            self._folder.samples.write("train", step, functools.partial(self._rows, "train", step, samples, decode))
+        self._trackers.log(step, metrics)
         if self._view is not None:
             failures = self._failures(int(metrics["async/failed"]), int(metrics["async/retries"]))
             report = step_report(step, metrics, checkpoint_step, failures)
             self._view.update(replace(report, evaluation=self._evaluation, sample=self._sample, advice=advice))
 
     def _rows(
-        self, step: int, samples: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str]
+        self, phase: str, step: int, samples: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str]
     ) -> list[dict[str, Any]]:
-        """Return the rows of a step's samples, and keep one for the screen. Runs in the thread of the samples."""
-        rows = rows_of("train", step, samples, decode)
+        """Return the rows of samples, and show them in the trackers and on the screen. Runs in the thread of the samples."""
+        rows = rows_of(phase, step, samples, decode)
         if rows:
+            self._trackers.log_samples(phase, step, rows)
+        if rows and phase == "train":
             row = rows[0]
             # The ends of a long prompt and of a long response say most.
             prompt, response = row["prompt"][-SAMPLE_CHARACTERS:], row["response"][-SAMPLE_CHARACTERS:]
@@ -234,9 +158,8 @@ class Reporter:
         """
         self._folder.evaluations.append({"step": step, **row})
         if samples:
-            self._folder.samples.write("eval", step, functools.partial(rows_of, "eval", step, samples, decode))
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+            self._folder.samples.write("eval", step, functools.partial(self._rows, "eval", step, samples, decode))
+        self._trackers.log(step, metrics)
         self._evaluation = headline.removeprefix("evaluation of ")
         self.note(headline)
 
@@ -293,12 +216,8 @@ class Reporter:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen and flush the trackers. Idempotent."""
-        # Exchanged first, so that a second call closes nothing twice.
-        trackers, self._trackers = self._trackers, []
+        """Leave the last state on the screen. Idempotent."""
         self._failure_log.close()
-        for tracker in trackers:
-            tracker.close()
         if self._view is not None:
             self._view.close()
             self._view = None

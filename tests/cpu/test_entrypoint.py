@@ -247,7 +247,7 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     assert "step 3 of 3" in (folder / "report.md").read_text()
     assert load_model(str(folder / "policy"), "float32", "cpu").config.hidden_size == 32
     assert (folder / "checkpoints" / "latest").read_text().strip() == "global_step_3"
-    assert list(folder.glob("logs/tensorboard/events*"))
+    assert list(folder.glob("logs/tensorboard/run/events*"))
     log = (folder / "logs" / "trainer.log").read_text()
     for fact in ("start-up: engines and training backend took", "steps", "policy version 3 reached the engines"):
         assert fact in log

@@ -32,8 +32,10 @@ from skyrl_train.evaluation.metrics import (
 )
 from skyrl_train.evaluation.runner import EvaluationSchedule
 from skyrl_train.observability.metrics import spec_of
-from skyrl_train.observability.reporter import Reporter, Tracker
+from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder, read_jsonl
+from skyrl_train.observability.trackers.feed import TrackerFeed
+from skyrl_train.observability.trackers.tracker import Tracker
 
 # Figures ------------------------------------------------------------------------------------------------------------
 
@@ -174,8 +176,8 @@ def test_a_result_reaches_its_file_the_trackers_and_the_screen_under_its_step(tm
     config = RunConfig()
     config.trainer.trackers = [f"{__name__}.Remembering"]
     screen = StringIO()
-    with closing(RunFolder(tmp_path, config)) as folder:
-        reporter = Reporter(config, folder, Console(file=screen, width=200), total_steps=9)
+    with closing(RunFolder(tmp_path, config)) as folder, closing(TrackerFeed(tmp_path, config)) as trackers:
+        reporter = Reporter(config, folder, Console(file=screen, width=200), 9, trackers)
         reporter.begin(0)
         report(reporter, result_of(3, reward=0.5))
         reporter.close()

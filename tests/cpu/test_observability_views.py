@@ -1,4 +1,4 @@
-"""The output of a run: a panel, plain lines, curves, trackers and the last line."""
+"""The output of a run: a panel, plain lines, curves and the last line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import shlex
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -15,13 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import ConfigError
-from skyrl_train.observability import reporter as tracking
 from skyrl_train.observability.advice import Advice
-from skyrl_train.observability.reporter import Reporter, Tracker, make_trackers, register_tracker, tracker_names
+from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.screen import (
     ASCII,
@@ -308,7 +304,8 @@ def test_a_long_reason_is_cut() -> None:
 
 def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(tmp_path: Path) -> None:
     console, raw = console_of(terminal=False)
-    config = config_with()
+    config = RunConfig()
+    config.trainer.trackers = []
     with closing(RunFolder(tmp_path, config)) as folder:
         reporter = Reporter(config, folder, console, 10)
         reporter.begin(0)
@@ -360,74 +357,6 @@ def test_time_to_go_counts_from_where_the_run_resumed() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-# Trackers ---------------------------------------------------------------------------------------------------------
-
-
-class Recorder(Tracker):
-    """Also the target of an import path."""
-
-    def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
-        self.folder, self.resume_step = folder, resume_step
-        self.rows: list[tuple[int, Mapping[str, float]]] = []
-        self.closed = False
-        RECORDERS.append(self)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.rows.append((step, metrics))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-RECORDERS: list[Recorder] = []
-
-
-def config_with(*trackers: str) -> RunConfig:
-    config = RunConfig()
-    config.trainer.trackers = list(trackers)
-    return config
-
-
-def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
-    for resume_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        (tracker,) = make_trackers(tmp_path, config_with("tensorboard"), resume_step)
-        for step in steps:
-            tracker.log(step, {"reward/mean": 10.0 * resume_step + step})
-        tracker.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
-
-
-def test_a_tracker_may_be_registered_or_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_factories", dict(tracking._factories))
-    register_tracker("recorder", Recorder)
-    assert "recorder" in tracker_names()
-    RECORDERS.clear()
-    for tracker in make_trackers(tmp_path, config_with("recorder", f"{__name__}.Recorder"), resume_step=5):
-        tracker.log(6, {"loss/policy": 1.0})
-        tracker.close()
-    assert [r.rows for r in RECORDERS] == [[(6, {"loss/policy": 1.0})]] * 2
-    assert [(r.folder.name, r.resume_step, r.closed) for r in RECORDERS] == [
-        ("recorder", 5, True),
-        ("Recorder", 5, True),
-    ]
-    with pytest.raises(ConfigError, match="registered already"):
-        register_tracker("recorder", Recorder)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("tensorbord", "Did you mean tensorboard"),
-        ("no_such_package.Tracker", "cannot be imported"),
-        ("json.NoSuchTracker", "cannot be imported"),
-    ],
-)
-def test_an_unknown_tracker_is_refused(tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_trackers(tmp_path, config_with(name), 0)
 
 
 # The last line ----------------------------------------------------------------------------------------------------

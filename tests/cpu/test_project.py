@@ -159,6 +159,7 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
     distributions = {
         "annotated_types": "annotated-types",
         "hydra": "hydra-core",
+        "mlflow": "mlflow-skinny",
         "prometheus_client": "prometheus-client",
         "pydantic_core": "pydantic",  # each release of pydantic pins one of pydantic_core
         "yaml": "pyyaml",
@@ -171,7 +172,11 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
         re.split(r"[^\w-]", requirement)[0]
         for requirement in [
             *project["dependencies"],
-            *(r for extra in ("envs", "lora", "ray", "vllm") for r in project["optional-dependencies"][extra]),
+            *(
+                requirement
+                for extra in ("envs", "lora", "mlflow", "ray", "swanlab", "trackio", "vllm", "wandb")
+                for requirement in project["optional-dependencies"][extra]
+            ),
         ]
     }
     needed = {distributions.get(module, module) for module in third_party_imports()}

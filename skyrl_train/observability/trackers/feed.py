@@ -1,0 +1,204 @@
+"""Passes what a run records on to its trackers. Nothing here stops or slows the run.
+
+    control loop ──log──> bounded queue ──a thread per tracker──> Tracker
+
+A tracker that fails or hangs loses its own data only: the run folder has everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.import_path import import_name, is_import_path
+from skyrl_train.config.keys import did_you_mean
+from skyrl_train.config.schema import RunConfig, TrainerConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability.report.files import REPORT_HTML
+from skyrl_train.observability.trackers.tracker import Tracker, sample_table
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING = 1000  # calls that wait for a tracker; further ones are left out
+CLOSE_LIMIT_S = 60.0  # at the end of a run, for all trackers together
+
+TrackerFactory = Callable[[Path, RunConfig, int], Tracker]
+
+# By name: the class, and the package that it needs. Imported when a run uses it.
+_BUILT_IN = {
+    "tensorboard": ("TensorBoardTracker", "tensorboard"),
+    "wandb": ("WandbTracker", "wandb"),
+    "mlflow": ("MlflowTracker", "mlflow"),
+    "trackio": ("TrackioTracker", "trackio"),
+    "swanlab": ("SwanlabTracker", "swanlab"),
+}
+_registered: dict[str, TrackerFactory] = {}
+
+
+def tracker_names() -> list[str]:
+    """Return the names that ``trainer.trackers`` accepts, beside import paths."""
+    return sorted([*_BUILT_IN, *_registered])
+
+
+def register_tracker(name: str, factory: TrackerFactory) -> None:
+    """Register a tracker as ``name``.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if name in tracker_names():
+        raise ConfigError(f"trainer.trackers: {name!r} is registered already; choose another name.")
+    _registered[name] = factory
+
+
+def tracker_factory(name: str) -> TrackerFactory:
+    """Return what makes the tracker ``name``: a registered name, or an import path.
+
+    Raises:
+        ConfigError: the name is unknown, its package is not installed, or the import path cannot be imported.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name in _BUILT_IN:
+        cls, package = _BUILT_IN[name]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"trainer.trackers: {name} needs a package that is not installed. Install it: pip install "
+                f"'skyrl-async[{name}]'"
+            )
+        module = f"skyrl_train.observability.trackers.{name}_tracker"
+        # Not now: these packages take seconds to import.
+        return lambda folder, config, step: import_name(f"{module}:{cls}", "trainer.trackers")(folder, config, step)
+    if is_import_path(name):
+        factory: TrackerFactory = import_name(name, "trainer.trackers")
+        return factory
+    raise ConfigError(f"trainer.trackers: {name!r} is unknown.{did_you_mean(name, tracker_names())}")
+
+
+class TrackerFeed:
+    """The trackers of a run. Its methods return at once, except :meth:`close`, and may be called from any thread.
+
+    Raises:
+        ConfigError: see :func:`tracker_factory`.
+    """
+
+    def __init__(self, run: Path, config: RunConfig) -> None:
+        self._run = run
+        self._threads = [
+            _TrackerThread(
+                name, tracker_factory(name), run / "logs" / name.replace(":", ".").rpartition(".")[2], config
+            )
+            for name in config.trainer.trackers
+        ]
+
+    def begin(self, step: int, note: Callable[[str], None]) -> None:
+        """Open the trackers for the steps after ``step``; those of an earlier attempt in this process are closed.
+
+        Args:
+            note: shows a line on the screen; called in the trackers' threads.
+        """
+        for thread in self._threads:
+            thread.begin(step, note)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See :meth:`Tracker.log`."""
+        for thread in self._threads:
+            thread.put(lambda tracker: tracker.log(step, metrics))
+
+    def log_samples(self, phase: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See :meth:`Tracker.log_samples`.
+
+        Args:
+            rows: of ``samples.rows_of``.
+        """
+        table = sample_table(rows)
+        for thread in self._threads:
+            thread.put(lambda tracker: tracker.log_samples(phase, step, table))
+
+    def close(self) -> None:
+        """Log the report, if the run folder has one, and close the trackers. Blocks, at most ``CLOSE_LIMIT_S``. Idempotent."""
+        report = self._run / REPORT_HTML
+        for thread in self._threads:
+            thread.end(report if report.is_file() else None)
+        end = time.monotonic() + CLOSE_LIMIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+NO_TRACKERS = TrackerFeed(Path(), RunConfig(trainer=TrainerConfig(trackers=[])))
+
+
+class _TrackerThread:
+    def __init__(self, name: str, make: TrackerFactory, folder: Path, config: RunConfig) -> None:
+        self._name = name
+        self._make = make
+        self._folder = folder
+        self._config = config
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._note: Callable[[str], None] = logger.info
+        self._left_out = 0
+        # Of the thread alone.
+        self._tracker: Tracker | None = None
+        self._failed = False
+
+    def begin(self, step: int, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._queue.put(lambda: self._open(step))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
+            self._thread.start()
+
+    def put(self, call: Callable[[Tracker], None]) -> None:
+        if self._thread is None:
+            return
+        if self._queue.qsize() >= MAX_PENDING:
+            self._left_out += 1
+            if self._left_out == 1:
+                self._say("is too slow; what it cannot take is left out")
+            return
+        self._queue.put(lambda: None if self._tracker is None else call(self._tracker))
+
+    def end(self, report: Path | None) -> None:
+        if report is not None:
+            self.put(lambda tracker: tracker.log_report(report))
+        self._queue.put(self._close)
+        self._queue.put(None)
+
+    def join(self, limit_s: float) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(limit_s)
+            if thread.is_alive():
+                self._say("has not taken everything in time")
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except BaseException as error:  # exit() in a package must not end the thread either
+                # Said once: a network that is down fails each step.
+                if not self._failed:
+                    self._failed = True
+                    self._say(f"failed: {type(error).__name__}: {error}", error)
+
+    def _open(self, step: int) -> None:
+        self._close()
+        self._tracker = self._make(self._folder, self._config, step)
+        if self._tracker.location:
+            self._note(f"  {self._name}: {self._tracker.location}")
+
+    def _close(self) -> None:
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            tracker.close()
+
+    def _say(self, text: str, error: BaseException | None = None) -> None:
+        logger.warning("tracker %s %s", self._name, text, exc_info=error)
+        self._note(f"tracker {self._name} {text} (the run goes on; its folder has everything)")
