@@ -264,7 +264,7 @@ def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path: Path) ->
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
     assert "staleness/histogram/0" not in events.Tags()["scalars"]
     lags = events.Histograms("staleness/histogram")[-1].histogram_value
-    assert (lags.num, lags.max, list(lags.bucket)[-3:]) == (4.0, 2.0, [3.0, 0.0, 1.0])
+    assert (lags.num, lags.min, lags.max, list(lags.bucket)[-3:]) == (4.0, -0.5, 2.5, [3.0, 0.0, 1.0])
     assert {event.step for event in events.Tensors("samples/train/text_summary")} == {1, 2, 3, 4}
     layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     assert layout.index(b"reward/mean") < layout.index(b"loss/entropy") < layout.index(b"time/step")

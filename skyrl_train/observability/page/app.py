@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import orjson
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
 from starlette.middleware import Middleware
@@ -32,6 +33,7 @@ from skyrl_train.observability.page.comparison import AXES, compared
 from skyrl_train.observability.page.encoding import to_json
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
 from skyrl_train.observability.page.incidents import incidents, log_end, log_files, run_advice
+from skyrl_train.observability.page.prometheus import exposition
 from skyrl_train.observability.page.samples import prompt_rows, step_rows, whole_sequence
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.settings import differing_settings, settings_table
@@ -86,6 +88,7 @@ def create_page(root: Path, token: str | None = None) -> Starlette:
             Route("/", lambda _: FileResponse(STATIC / "index.html")),
             *(Route(f"/api/{name}", _endpoint(answer)) for name, answer in answers.items()),
             Route("/api/live", page.live),
+            Route("/metrics", page.prometheus),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[Middleware(_Guard, token=token), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)],
@@ -204,6 +207,9 @@ class _Page:
                 await asyncio.sleep(POLL_S)
 
         return StreamingResponse(changes(), media_type="text/event-stream")
+
+    def prometheus(self, _: Request) -> Response:
+        return Response(exposition(self._runs, self._table, self._store), media_type=CONTENT_TYPE_LATEST)
 
     def _table(self, name: str) -> MetricTable:
         return self._kept(self._tables, self._runs.file(name, METRICS), MetricTable)

@@ -143,7 +143,7 @@ class _TrackerThread:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._note: Callable[[str], None] = logger.info
-        self._left_out = 0
+        self._full = False
         # Of the thread alone.
         self._tracker: Tracker | None = None
         self._failed = False
@@ -159,8 +159,8 @@ class _TrackerThread:
         if self._thread is None:
             return
         if self._queue.qsize() >= MAX_PENDING:
-            self._left_out += 1
-            if self._left_out == 1:
+            if not self._full:
+                self._full = True
                 self._say("is too slow; what it cannot take is left out")
             return
         self._queue.put(lambda: None if self._tracker is None else call(self._tracker))

@@ -14,9 +14,9 @@ from skyrl_train.observability.trackers.tracker import Tracker, run_name, split_
 
 _CHARTS = {
     "1 Does it learn?": {
-        "reward": ["Margin", ["reward/mean", "reward/p10", "reward/p90"]],
-        "evaluation": ["Multiline", [r"^eval/(reward|pass@\d+)$"]],
-        "response tokens": ["Multiline", ["generate/response_tokens"]],
+        "reward": ["Multiline", ["reward/mean", "reward/p10", "reward/p90"]],
+        "reward of evaluations": ["Multiline", [r"^eval/(reward|pass@\d+)$"]],
+        "tokens of a response": ["Multiline", ["generate/response_tokens"]],
     },
     "2 Is it sane?": {
         "entropy": ["Multiline", ["loss/entropy"]],
@@ -50,7 +50,7 @@ class TensorBoardTracker(Tracker):
             values = edges[:-1] + 0.5
             total, squares = float(counts @ values), float(counts @ values**2)
             self._writer.add_histogram_raw(
-                name, 0.0, values[-1], counts.sum(), total, squares, edges[1:].tolist(), counts.tolist(), step
+                name, edges[0], edges[-1], counts.sum(), total, squares, edges[1:].tolist(), counts.tolist(), step
             )
 
     def log_samples(self, phase: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from skyrl_train.observability.page.settings import settings_table
 PROJECT = "skyrl-train"  # where the environment names no other
 MAX_TEXT = 10_000  # characters of a prompt or a response; samples/ has all of them
 Histogram = tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]  # counts, and the edges of their bins
-_BIN = re.compile(r"(.*histogram)/(\d+)")
+_BIN = re.compile(r"(.*histogram)/(\d{1,4})")
 _COLUMNS = ("group_index", "sample", "reward", "lag", "stop_reason", "chosen", "prompt", "response")
 
 

@@ -1,0 +1,132 @@
+"""Metrics of runs for Prometheus: the newest row of each run, its state, and its engines."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
+
+import numpy as np
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.events.log import encodable
+from skyrl_train.observability.metrics import spec_of
+from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, last_write, read_settings, spread_rows
+from skyrl_train.observability.page.series import MetricTable
+from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
+from skyrl_train.observability.trackers.tracker import split_histograms
+
+PREFIX = "skyrl_train_"
+EXPORTED_S = 86_400.0  # runs that have written nothing for longer are left out
+MAX_RUNS = 50
+MEDIAN_STEPS = 50
+_NOT_METRICS = ("step", "time", "elapsed_s", "policy_version")
+_ENGINE = {
+    "engine_policy_version": "Policy version that an engine holds",
+    "engine_running_requests": "Requests that an engine samples",
+    "engine_waiting_requests": "Requests that wait in an engine",
+    "engine_tokens_per_second": "Tokens that an engine samples per second",
+}
+
+
+class _Families(dict[str, Metric], Collector):
+    """Metrics by name. A family has a sample per run, and per engine or value."""
+
+    def collect(self) -> Iterable[Metric]:
+        return self.values()
+
+    def add(self, name: str, meaning: str, number: float, labels: Mapping[str, str]) -> None:
+        labels, meaning = encodable(labels), encodable(meaning)
+        name = PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)
+        if name not in self:
+            self[name] = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, meaning)
+        # Two names may become one here, and Prometheus refuses a page that has a series twice.
+        if all(sample.labels != labels for sample in self[name].samples):
+            self[name].add_sample(name, dict(labels), float(number))
+
+
+def exposition(
+    runs: RunsFolder, table_of: Callable[[str], MetricTable], store_of: Callable[[str], EventStore]
+) -> bytes:
+    """Return the metrics of all runs below a folder in Prometheus's text format.
+
+    Args:
+        table_of, store_of: return the reader of a run's metrics and of its events, by the run's name.
+    """
+    families = _Families()
+    for name in runs.names()[:MAX_RUNS]:
+        try:
+            if time.time() - last_write(runs.path(name)) > EXPORTED_S:
+                break  # the names come in the order of their last writes
+            _add_run(families, runs, name, table_of(name), store_of(name))
+        except (NoSuchRunError, OSError):  # removed meanwhile
+            continue
+    return generate_latest(families)
+
+
+def _add_run(families: _Families, runs: RunsFolder, name: str, table: MetricTable, store: EventStore) -> None:
+    row, columns = runs.row(name), table.columns()
+    run = {"run": row["title"]}
+    families.add("run_info", "1 for a run in its state", 1, {**run, "state": row["state"], "mode": row["mode"]})
+    bound: Any = read_settings(runs.file(name, CONFIG))
+    for key in ("trainer", "fully_async", "max_staleness_steps"):
+        bound = bound.get(key) if isinstance(bound, Mapping) else None
+    times, steps_s = columns.get("time", np.empty(0)), columns.get("time/step", np.empty(0))[-MEDIAN_STEPS:]
+    steps_s = steps_s[np.isfinite(steps_s)]
+    for metric, meaning, value in (
+        ("step", "Optimizer steps that are finished", row["step"]),
+        ("total_steps", "Optimizer steps of the whole run", row["total_steps"]),
+        ("elapsed_seconds", "Training time over all commands of the run", row["elapsed_s"]),
+        ("max_staleness_steps", "Bound on the lag of a group, in steps", bound),
+        ("last_step_timestamp_seconds", "Unix time at which the last step ended", times[-1] if len(times) else None),
+        (
+            "median_step_seconds",
+            f"Median duration of the last {MEDIAN_STEPS} steps",
+            np.median(steps_s) if len(steps_s) else None,
+        ),
+    ):
+        if _is_number(value):
+            families.add(metric, meaning, value, run)
+
+    for file in (METRICS, EVALUATIONS):
+        newest: dict[str, Any] = next(iter(spread_rows(runs.file(name, file), 1)[-1:]), {})
+        # null stands for what is not finite.
+        numbers = {
+            key: math.nan if value is None else value
+            for key, value in newest.items()
+            if key not in _NOT_METRICS and (value is None or _is_number(value))
+        }
+        scalars, histograms = split_histograms(numbers)
+        for key, number in scalars.items():
+            families.add(key, _meaning(key), number, run)
+        for key, (counts, _) in histograms.items():
+            for value, count in enumerate(counts):
+                groups = key.removesuffix("histogram") + "groups"
+                families.add(groups, _meaning(f"{key}/"), count, {**run, "value": str(value)})
+
+    for engine, points in (store.engines() or {}).items():
+        _, state, version, running, waiting, _, speed = points[-1]
+        of_engine = {**run, "engine": str(engine)}
+        families.add("engine_info", "1 for an engine in its state", 1, {**of_engine, "state": state})
+        for (metric, meaning), number in zip(_ENGINE.items(), (version, running, waiting, speed), strict=True):
+            if number is not None:
+                families.add(metric, meaning, number, of_engine)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of a file, possibly of another version, is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _meaning(name: str) -> str:
+    try:
+        spec = spec_of(name)
+    except ConfigError:  # of another version, or of the user's code
+        return name
+    return f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning
