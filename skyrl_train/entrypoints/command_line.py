@@ -110,6 +110,22 @@ def train(
     return train_recipe(recipe, overrides or (), config_dir, strict=strict)
 
 
+@app.command(rich_help_panel=TRAIN)
+def sweep(
+    recipe: Recipe,
+    overrides: Annotated[
+        list[str], typer.Argument(metavar="key=value ...", help="Settings; key=a,b and key=0..2 list several values.")
+    ],
+    folder: Annotated[Path | None, typer.Option(help="Of the sweep's runs; default: runs/RECIPE-sweep.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Train every combination of the listed values, and print a table. The same command continues a sweep that was stopped."""
+    from skyrl_train.entrypoints.sweep import sweep
+
+    return sweep(recipe, overrides, config_dir, folder, jobs)
+
+
 app.command(rich_help_panel=LOOK)(watch)
 app.command(rich_help_panel=LOOK)(page)
 app.command(rich_help_panel=LOOK)(report)

@@ -1,0 +1,180 @@
+"""``skyrl-train sweep``: one run for each combination of values, in a folder that the page shows as a group."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from skyrl_train.config.compare import differences
+from skyrl_train.config.compose import compose
+from skyrl_train.config.import_path import forget_files
+from skyrl_train.config.validate import raise_errors, validate
+from skyrl_train.entrypoints.run import check_implementations, load_inputs
+from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
+from skyrl_train.entrypoints.train import NOTHING_LEARNED
+from skyrl_train.errors import ConfigError
+from skyrl_train.observability.run import load_run
+from skyrl_train.observability.run_folder import CONFIG, FINISHED, read_config
+from skyrl_train.observability.screen import RunSummary
+
+MAX_NAME = 200  # bytes of a folder's name, below the 255 that file systems allow
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    name: str  # of its folder: the values that it has
+    folder: Path
+    overrides: tuple[str, ...]
+
+
+def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder: Path | None, jobs: int) -> int:
+    """Train every combination of the values that ``overrides`` list; print a table of results; return the exit code.
+
+    A run that has finished is not trained again, and one that was stopped resumes. A run that fails does not end the others.
+
+    Args:
+        overrides: ``key=a,b`` lists values, ``key=0..2`` lists 0, 1 and 2; every other one applies to all runs.
+        folder: of the sweep; None: ``runs_dir/RECIPE-sweep``.
+        jobs: runs at once.
+
+    Raises:
+        ConfigError: no setting has several values, a setting cannot work, or a folder has another run.
+    """
+    console = Console()
+    forget_files()
+    fixed, swept = split(overrides)
+    if not swept:
+        raise ConfigError("No setting has several values. List them: trainer.seed=0..2 or key=a,b.")
+    folder = folder or Path(compose(recipe, fixed, config_dir).trainer.runs_dir) / f"{Path(recipe).stem}-sweep"
+    runs: list[SweepRun] = []
+    for values in itertools.product(*swept.values()):
+        given = [f"{key}={value}" for key, value in zip(swept, values, strict=True)]
+        # Other characters would make other folders, or paths that need quotes in a setting.
+        name = re.sub(r"[^\w.+-]", "-", "_".join(short(text, swept) for text in given))[:MAX_NAME]
+        while any(run.name == name for run in runs):  # values that differ in such characters only, or behind MAX_NAME
+            name += "-"
+        quoted = QuotedString(str(folder / name), Quote.single).with_quotes()
+        runs.append(SweepRun(name, folder / name, (*fixed, *given, f"trainer.run_dir={quoted}")))
+    # All are checked before the first one trains, which may be hours before the last one.
+    for run in runs:
+        config = compose(recipe, run.overrides, config_dir)
+        raise_errors(validate(config).errors)
+        if (run.folder / CONFIG).is_file() and (differing := differences(read_config(run.folder), config)):
+            raise ConfigError(
+                f"{run.folder} has a run with another {', '.join(differing)}. Name another folder with --folder."
+            )
+        if run is runs[0]:
+            load_inputs(config)
+            check_implementations(config)
+    options = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    processes: list[subprocess.Popen[bytes]] = []
+    stopping = threading.Event()
+
+    def train(run: SweepRun) -> str:
+        """Train one run and return how it ended."""
+        if (run.folder / FINISHED).is_file():
+            return "finished"
+        if stopping.is_set():
+            return "not begun"
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        log = run.folder.with_name(f"{run.name}.log")
+        say(f"begins: {run.name} (output: {log})")
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_train", "train", recipe, *run.overrides, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+            )
+            processes.append(process)
+            code = process.wait()
+        if (run.folder / FINISHED).is_file():
+            state = "finished, nothing learned" if code == NOTHING_LEARNED else "finished"
+        else:
+            state = "stopped" if code == 0 else f"failed with exit code {code}"
+        say(f"{state}: {run.name}")
+        return state
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with sigterm_as_ctrl_c(), ThreadPoolExecutor(jobs) as pool:
+        ends = [pool.submit(train, run) for run in runs]
+        try:
+            wait(ends)
+        except KeyboardInterrupt:
+            say("stopping after a checkpoint; the same command continues the sweep")
+            stopping.set()
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+    states = [end.result() for end in ends]
+    table = Table("run", "state", "steps", "reward at the end", "best step", box=None)
+    rows = []
+    for run, state in zip(runs, states, strict=True):
+        summary = (
+            load_run(run.folder).summary if (run.folder / CONFIG).is_file() else RunSummary(0, None, None, None, 0.0)
+        )
+        rows.append((summary.last_reward, run.name, state, summary))
+    for last, name, state, summary in sorted(
+        rows, key=lambda row: -math.inf if row[0] is None else row[0], reverse=True
+    ):
+        rewards = ["" if reward is None else f"{reward:.3f}" for reward in (last, summary.best_reward)]
+        table.add_row(Text(name), state, str(summary.steps), *rewards)
+    console.print(table)
+    where = shlex.quote(str(folder))
+    say(f"Compare them with: skyrl-train compare {where}; in a browser: skyrl-train page {where}")
+    if stopping.is_set():
+        return 130
+    return 1 if any(state.startswith("failed") for state in states) else 0
+
+
+def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the overrides of all runs, and the values of each setting that has several.
+
+    Raises:
+        ConfigError: an override cannot be read.
+    """
+    fixed, swept = [], {}
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if (found := re.fullmatch(r"(-?\d+)\.\.(-?\d+)", value)) and int(found[1]) <= int(found[2]):
+            swept[key] = [str(number) for number in range(int(found[1]), int(found[2]) + 1)]
+            continue
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            fixed.append(text)  # compose() says what is wrong with it
+            continue
+        if override.is_sweep_override():
+            swept[override.key_or_group] = list(override.sweep_string_iterator())
+        else:
+            fixed.append(text)
+    return fixed, swept
+
+
+def short(text: str, keys: Collection[str]) -> str:
+    """Return ``key=value`` with the last part of the key, if no other key has the same."""
+    key, _, value = text.partition("=")
+    last = key.rpartition(".")[2]
+    return text if sum(other.rpartition(".")[2] == last for other in keys) > 1 else f"{last}={value}"
