@@ -48,6 +48,8 @@ EQUAL = 0.995  # ratios from here on are no loss
 
 @dataclass(eq=False)
 class Group:
+    """A group of responses; what the schedules see of it."""
+
     group_index: int
     unfinished: int  # responses
     tokens: int = 0
@@ -138,14 +140,14 @@ class SkyRL(Peer):
         return int(self._manager._compute_capacity_unlocked())
 
     def begin(self, group: Group, version: int) -> None:
-        result(self._manager.acquire_submission_slot())
+        run_at_once(self._manager.acquire_submission_slot())
 
     def finish(self, group: Group) -> None:
         super().finish(group)
-        result(self._manager.on_rollout_accepted())
+        run_at_once(self._manager.on_rollout_accepted())
 
     def served(self, batch: list[Group], version: int) -> None:
-        result(self._manager.notify_capacity_change(version + 1))
+        run_at_once(self._manager.notify_capacity_change(version + 1))
 
 
 class AReaL(Peer):
@@ -199,7 +201,7 @@ class Verl(Peer):
         it._step_generated_samples, it._completed_steps = 0, 0
         it.step_start_time = it.idle_start_time = 0.0
         it.message_queue_client = SimpleNamespace(get_statistics=self._statistics, get_queue_size=self._queue_size)
-        result(it.set_max_required_samples())
+        run_at_once(it.set_max_required_samples())
 
     async def _queue_size(self) -> int:
         return len(self._queue)
@@ -208,9 +210,10 @@ class Verl(Peer):
         return {"queue_size": len(self._queue)}
 
     def capacity(self) -> int:
-        return int(not result(self._rollouter._should_pause_generation()))
+        return int(not run_at_once(self._rollouter._should_pause_generation()))
 
-    def begin(self, group: Group, version: int) -> None:  # as its _processor_worker does
+    def begin(self, group: Group, version: int) -> None:
+        # As its _processor_worker does.
         self._rollouter.staleness_samples += 1
         self._rollouter.active_tasks.add(group)
 
@@ -219,7 +222,7 @@ class Verl(Peer):
         self._rollouter.active_tasks.discard(group)
 
     def served(self, batch: list[Group], version: int) -> None:
-        result(self._rollouter.reset_staleness())
+        run_at_once(self._rollouter.reset_staleness())
 
 
 def definitions(
@@ -248,7 +251,7 @@ def definitions(
     return space
 
 
-def result(call: Coroutine[Any, Any, Any]) -> Any:
+def run_at_once(call: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine that has nothing to wait for."""
     try:
         call.send(None)
@@ -273,8 +276,8 @@ class Machine:
 
 
 @dataclass
-class Result:
-    """The steady state of a run: without its first and last quarter."""
+class SteadyState:
+    """A run without its first and last quarter."""
 
     throughput: float  # over min(generation, training)
     lags: list[int] = field(repr=False)
@@ -284,7 +287,7 @@ class Result:
         return fmean(self.lags)
 
 
-def play(machine: Machine, scheduler: Scheduler) -> Result:
+def play(machine: Machine, scheduler: Scheduler) -> SteadyState:
     """Run the schedule. A decode step takes a second."""
     now, version, free = 0.0, 0, machine.slots
     begun, order = itertools.count(), itertools.count()
@@ -330,10 +333,10 @@ def play(machine: Machine, scheduler: Scheduler) -> Result:
     steady = steps[edge : machine.steps - edge]
     rate = sum(tokens for _, tokens, _ in steady) / (steady[-1][0] - steps[edge - 1][0])
     bound = min(machine.slots, 1 / machine.per_token_s)
-    return Result(rate / bound, [lag for _, _, lags in steady for lag in lags])
+    return SteadyState(rate / bound, [lag for _, _, lags in steady for lag in lags])
 
 
-def machine(options: argparse.Namespace, tail: float, ratio: float) -> Machine:
+def build_machine(options: argparse.Namespace, tail: float, ratio: float) -> Machine:
     responses = options.batch * options.samples
     lengths = log_normal(responses * options.steps, MEAN_TOKENS, tail, options.seed)
     return Machine(lengths, options.batch, options.samples, options.steps, ratio / responses)
@@ -341,7 +344,7 @@ def machine(options: argparse.Namespace, tail: float, ratio: float) -> Machine:
 
 def real_trainer(options: argparse.Namespace, bound: int, tail: float, ratio: float) -> float:
     """Return the throughput of the asynchronous trainer itself in virtual time."""
-    model = machine(options, tail, ratio)
+    model = build_machine(options, tail, ratio)
     engine, training = EngineSpeed(slots=model.slots, step_s=1.0), TrainingSpeed(per_token_s=model.per_token_s)
     workload = Workload(model.lengths, model.batch, model.steps, engine, training, samples=model.samples)
     settings = (f"max_staleness_steps={bound}", "generate_ahead_steps=null")
@@ -361,7 +364,7 @@ def main() -> None:
     began = time.process_time()
 
     small = argparse.Namespace(**{**vars(options), "steps": min(options.steps, 16), "batch": min(options.batch, 8)})
-    model = play(machine(small, 8, 1.0), Ours(small.batch, 4, small.steps)).throughput
+    model = play(build_machine(small, 8, 1.0), Ours(small.batch, 4, small.steps)).throughput
     print(f"B = {small.batch}, {small.steps} steps, S = 4, tail 8, balanced: model {model:.4f}, ", end="")
     print(f"real trainer {real_trainer(small, 4, 8, 1.0):.4f}\n")
 
@@ -375,7 +378,7 @@ def main() -> None:
     print("|---" * (7 + len(peers)) + "|")
     lost: list[str] = []
     for tail, (regime, ratio) in itertools.product(options.tails, REGIMES.items()):
-        work = machine(options, tail, ratio)
+        work = build_machine(options, tail, ratio)
         theirs = {
             (name, bound): play(work, make(options.peers, options.batch, bound))
             for name, make in peers.items()

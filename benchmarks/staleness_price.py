@@ -3,7 +3,7 @@
     python benchmarks/staleness_price.py throughput     accept and mask by default, against min(generation, training)
     python benchmarks/staleness_price.py depth          throughput and lag over D, and with the D that adapts
     python benchmarks/staleness_price.py strictness     wait over S, beside a bound for all schedules without drops
-    python benchmarks/staleness_price.py strictness --plot docs/images/price_of_a_bound.svg
+    python benchmarks/staleness_price.py strictness --plot price_of_a_bound.svg
     python benchmarks/staleness_price.py strictness --samples 1 --batch 64 --futures 24 --width 32 --bounds 1 2 --tails 8 16 32
 
 Responses are log-normal; the tail is the longest over the mean one. A group is finished with the slowest of its responses.
@@ -112,7 +112,7 @@ def strictness(options: argparse.Namespace) -> None:
                 ahead, adapting = run(work, "wait", bound, bound), run(work, "wait", bound, None)
                 others = other_schedules(options, work, bound)
                 better_s = min(ahead.total_s, adapting.total_s)
-                found_s = min(better_s, *others.values())
+                found_s = min([better_s, *others.values()])
                 seconds = {"D = S": ahead.total_s, "adapts": adapting.total_s, **others, "found": found_s}
                 ideal_s = options.steps * max(MEAN_TOKENS, work.training.per_step_s)
                 cells = [
