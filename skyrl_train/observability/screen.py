@@ -262,15 +262,16 @@ class TerminalView:
         lines.add_row("waiting", Text(facts["waiting"]))
         if "failed" in facts:
             lines.add_row("failed", Text(facts["failed"], style="red"))
-        if report.advice:
-            first, more = report.advice[0], len(report.advice) - 1
-            style = "red" if first.level == "alarm" else ""
-            label = Text({"alarm": "ALARM", "tuning": "advice"}[first.level], style=style)
-            lines.add_row(label, Text(f"{first.finding}{f' (and {more} more)' if more else ''}", style=style))
-            lines.add_row("", Text(first.action))
         if report.sample:
             lines.add_row("sample", Text(report.sample, style="dim"))
-        return Panel(Group(top, lines), title=Text(self._title), title_align="left")
+        parts: list[RenderableType] = [top, lines]
+        if report.advice:  # the whole text: half of a sentence says nothing
+            first, more = report.advice[0], len(report.advice) - 1
+            style = "red" if first.level == "alarm" else ""
+            label = {"alarm": "ALARM", "tuning": "advice"}[first.level]
+            rest = f" {first.action}{f' (and {more} more)' if more else ''}"
+            parts.append(Text.assemble((label, f"bold {style}"), "  ", (first.finding, style), rest))
+        return Panel(Group(*parts), title=Text(self._title), title_align="left")
 
     def _lags(self, groups: Mapping[int, int]) -> str:
         """Draw the shares of the groups by lag."""
