@@ -372,18 +372,25 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
     More values than ``width`` are averaged in ``width`` equal parts; fewer take one character each. Values that are not
     finite are left out. Equal values are drawn at the lowest level.
     """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite or width < 1:
+    means = averaged(values, width)
+    if not means:
         return ""
-    parts = min(width, len(finite))
-    # Whole numbers, so that every value is in exactly one part and no part is empty.
-    edges = [len(finite) * part // parts for part in range(parts + 1)]
-    means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     # Halved, so that the range of two huge values is finite; divided, because the range of two tiny ones has no inverse.
     span = high / 2 - low / 2
     shares = [(value / 2 - low / 2) / span if span > 0 else 0.0 for value in means]
     return "".join(levels[round(share * (len(levels) - 1))] for share in shares)
+
+
+def averaged(values: Sequence[float], width: int) -> list[float]:
+    """Return the means of ``width`` equal parts of the finite values; all of them if there are fewer."""
+    finite = [value for value in values if math.isfinite(value)]
+    parts = min(width, len(finite))
+    if parts < 1:
+        return []
+    # Whole numbers, so that every value is in exactly one part and no part is empty.
+    edges = [len(finite) * part // parts for part in range(parts + 1)]
+    return [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
 # The final line ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from skyrl_train.observability.page.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, read_jsonl
 from skyrl_train.observability.screen import counted, duration
 
-# Parts of a step's time, first the one that is left over from. With overlap, some parts add up to more than the step.
+# Parts of a step's time. Where two overlap, the time counts for the first one.
 COMPUTES, SYNCS, TURNS, WAITS = "training", "weight sync", "other turns", "waits for groups"
 _TURNS = ("sleep", "wake_up", "offload_states", "reload_states", "wait_for_evaluation")
 

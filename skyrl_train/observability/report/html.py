@@ -47,6 +47,7 @@ def to_html(
                 case Picture(name) if name in pictures:
                     properties = escape(to_json(pictures[name]).decode())
                     body.append(f'<div data-picture="{name}" data-with="{properties}">Pictures need JavaScript.</div>')
+    content = "\n".join(body)
     # As JSON, < is the only character that could end the element.
     data = to_json(answers).replace(b"<", b"\\u003c").decode()
     return f"""<!doctype html>
@@ -64,7 +65,7 @@ def to_html(
 <body>
 <header><div class="top"><span class="name">{_text(title)}</span></div><nav></nav></header>
 <main class="report">
-{chr(10).join(body)}
+{content}
 </main>
 <script type="module">import "page/report.js";</script>
 </body>

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -16,7 +15,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.observability.metrics import spec_of
 from skyrl_train.observability.page.samples import excerpt
 from skyrl_train.observability.report.facts import RunFacts, repeat_command, typical_steps
-from skyrl_train.observability.screen import BLOCKS, duration, sparkline
+from skyrl_train.observability.screen import BLOCKS, averaged, duration, sparkline
 
 CURVE_WIDTH, CURVE_HEIGHT = 72, 8  # characters of the text curve of the reward
 SPARK_WIDTH, BAR_WIDTH = 24, 30
@@ -327,12 +326,9 @@ def text_curve(values: Sequence[float], width: int, height: int) -> str:
 
     More values than columns are averaged in equal parts; values that are not finite are left out.
     """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    means = averaged(values, width)
+    if not means:
         return ""
-    parts = min(width, len(finite))
-    edges = [len(finite) * part // parts for part in range(parts + 1)]
-    means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     # In eighths of a line; the lowest value is still visible.
     heights = [1 + round((value - low) / (high - low or 1.0) * (8 * height - 1)) for value in means]
