@@ -3,7 +3,7 @@
     StructuredOutput ──Grammars.matcher──> GrammarMatcher ──mask──> allowed tokens ──sampled──> advance ──> mask ...
 
 llguidance reads JSON schemas, regular expressions and its own variant of Lark, and computes masks while the text grows, so
-that nothing is compiled in advance. A matcher that is given the tokens of an interrupted response allows exactly what the
+that little is done in advance. A matcher that is given the tokens of an interrupted response allows exactly what the
 uninterrupted one allowed: this is how a response is continued, and how the trainer learns the masks of a finished one.
 
 Added tokens (``<think>``, ``<tool_call>``, ``<|im_end|>``) are no text: a grammar names them by id (``<[151657]>``), and
@@ -132,11 +132,15 @@ def grammar_text(structured: StructuredOutput) -> str:
     """Return the grammar in the library's language.
 
     Raises:
-        GrammarError: it is too long.
+        GrammarError: it is too long, or no Unicode.
     """
     kind, value = structured.kind, structured.value
     if len(value) > MAX_CHARACTERS:
         raise GrammarError(f"The grammar has {len(value)} characters; at most {MAX_CHARACTERS} are compiled.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"The grammar has half of a surrogate pair: {error}") from error
     match kind:
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}')
@@ -215,9 +219,8 @@ class _Vocabulary:
             if each.special or (each.content.startswith("<") and each.content.endswith(">"))
         }
         self.special_token_ids = sorted({*marks, *eos_ids})
-        self._by_bytes = {
-            data: token for token, data in enumerate(self.tokens) if data and token not in self.special_token_ids
-        }
+        special = set(self.special_token_ids)
+        self._by_bytes = {data: token for token, data in enumerate(self.tokens) if data and token not in special}
         self._longest = max(map(len, self._by_bytes), default=0)
         for token, content in marks.items():
             self.tokens[token] = content

@@ -15,4 +15,4 @@ MEMORY_BYTES = 2**31
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    sys.stdout.write(LLMatcher.validate_grammar(sys.stdin.read()))
+    sys.stdout.buffer.write(LLMatcher.validate_grammar(sys.stdin.buffer.read().decode()).encode())

@@ -168,7 +168,9 @@ class Scorer:
                     rows[place] = numbers.setdefault(matcher.mask.tobytes(), len(numbers) + 1)
                 if number < last:  # behind an end token a grammar has no mask
                     matcher.advance([token])
-        everything = b"\xff" * len(next(iter(numbers), b""))
+        if not numbers:  # the guided tokens are too old to be trained
+            return None
+        everything = b"\xff" * len(next(iter(numbers)))
         masks = np.frombuffer(b"".join([everything, *numbers]), np.uint8).reshape(len(numbers) + 1, -1)
         device = compute_device(self._model)
         return AllowedTokens(torch.from_numpy(masks.copy()).to(device), torch.from_numpy(rows).to(device))

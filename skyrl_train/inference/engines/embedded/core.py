@@ -144,7 +144,8 @@ class EmbeddedEngineCore:
             grammars = self._grammars
             stop_ids = (*stop_ids, *grammars.eos_ids)
             continued = prompt[len(prompt) - params.structured.continued_tokens :]
-            matcher = grammars.matcher(params.structured, continued, stop_ids)
+            # Not the engine's own end tokens: the trainer has to come to the same masks.
+            matcher = grammars.matcher(params.structured, continued, params.stop_token_ids)
         self._waiting.append(
             Sequence(
                 request_id=request_id,
