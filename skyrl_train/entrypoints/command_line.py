@@ -18,6 +18,7 @@ import typer
 from skyrl_train.entrypoints.compare import compare
 from skyrl_train.entrypoints.doctor import doctor
 from skyrl_train.entrypoints.export import export
+from skyrl_train.entrypoints.init import init
 from skyrl_train.entrypoints.page import page
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise AssertionError("a verb ends with an exit code or an error")
 
 
+app.command(rich_help_panel=START)(init)
 app.command(rich_help_panel=START)(doctor)
 
 

@@ -1,0 +1,335 @@
+"""``skyrl-train init``: a folder with a recipe, code and a test for data of one's own, which run as they are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from skyrl_train.errors import ConfigError
+
+LOOKED_AT = 1000  # rows, for the columns and the characters
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "input", "messages")
+ANSWER_COLUMNS = ("answer", "solution", "target", "ground_truth", "output", "label")
+
+ENVIRONMENT = '''"""The environment: it rewards answers."""
+
+from skyrl_train import Environment, EnvironmentStep
+
+
+class Task(Environment):
+    is_blocking = False  # True for steps that take time: each episode then runs in a thread
+
+    def step(self, action: str) -> EnvironmentStep:
+        """Return the reward of the model's text. ``self.extras`` has the other columns of the data row."""
+        expected = str(self.extras[{answer}])
+        # The share of right characters, from which random weights can learn; for a real model: float(action == expected).
+        reward = sum(a == b for a, b in zip(action, expected, strict=False)) / max(len(action), len(expected), 1)
+        return {{"observations": [], "reward": reward, "done": True}}
+'''
+
+TEST_ENVIRONMENT = '''"""The environment with answers of a scripted model, and one group of the real one."""
+
+from pathlib import Path
+
+from task import Task
+
+from skyrl_train.entrypoints.command_line import main
+
+ROW = {row}
+
+
+def test_the_right_answer_is_rewarded_and_none_is_not():
+    assert Task(ROW).step(str(ROW[{answer}]))["reward"] == 1.0
+    assert Task(ROW).step("")["reward"] == 0.0
+'''
+
+REWARD = '''"""The reward of each sample. The environment ends each episode after one answer."""
+
+from skyrl_train import Environment, EnvironmentStep
+
+
+class OneAnswer(Environment):
+    is_blocking = False
+
+    def step(self, action: str) -> EnvironmentStep:
+        return {{"observations": [], "reward": 0.0, "done": True}}
+
+
+def reward(group):
+    """Return one number per sample. ``group.env_extras`` has the other columns of the data row."""
+    expected = str(group.env_extras[{answer}])
+    # The share of right characters, from which random weights can learn; for a real model: float(sample.text == expected).
+    return [
+        sum(a == b for a, b in zip(sample.text, expected, strict=False)) / max(len(sample.text), len(expected), 1)
+        for sample in group.samples
+    ]
+'''
+
+TEST_REWARD = '''"""The reward of a scripted model's answers, and one group of the real one."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from task import reward
+
+from skyrl_train.entrypoints.command_line import main
+
+ROW = {row}
+
+
+def test_the_right_answer_is_rewarded_and_none_is_not():
+    samples = [SimpleNamespace(text=text) for text in (str(ROW[{answer}]), "")]
+    assert reward(SimpleNamespace(env_extras=ROW, samples=samples)) == [1.0, 0.0]
+'''
+
+AGENT = '''"""The agent: it calls the model, and returns its reward."""
+
+import httpx
+
+HTTP = httpx.AsyncClient(timeout=600)  # shared by all runs
+
+
+async def run(prompt, base_url, api_key, extras):
+    """``extras`` has the other columns of the data row."""
+    response = await HTTP.post(
+        f"{{base_url}}/chat/completions",
+        json={{"model": "policy", "messages": prompt}},
+        headers={{"Authorization": f"Bearer {{api_key}}"}},
+    )
+    response.raise_for_status()
+    answer = response.json()["choices"][0]["message"]["content"] or ""
+    expected = str(extras[{answer}])
+    # The share of right characters, from which random weights can learn; for a real model: float(answer == expected).
+    return sum(a == b for a, b in zip(answer, expected, strict=False)) / max(len(answer), len(expected), 1)
+'''
+
+PROGRAM = '''"""The agent: a program that calls the model, and prints its reward."""
+
+import json
+import os
+import sys
+
+import httpx
+
+task = json.load(sys.stdin)
+response = httpx.post(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json={{"model": "policy", "messages": task["prompt"]}},
+    headers={{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}},
+    timeout=600,
+)
+response.raise_for_status()
+answer = response.json()["choices"][0]["message"]["content"] or ""
+expected = str(task["extras"][{answer}])
+# The share of right characters, from which random weights can learn; for a real model: float(answer == expected).
+reward = sum(a == b for a, b in zip(answer, expected, strict=False)) / max(len(answer), len(expected), 1)
+print(json.dumps({{"reward": reward}}))
+'''
+
+SCRIPTED_SERVER = '''
+
+class Scripted(BaseHTTPRequestHandler):
+    """A model that always answers ``text``."""
+
+    text = ""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.dumps({{"choices": [{{"message": {{"role": "assistant", "content": self.text}}}}]}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{{server.server_port}}/v1"
+        server.shutdown()
+'''
+
+TEST_AGENT = (
+    '''"""The agent against a scripted model, and one group of the real one."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from task import run
+
+from skyrl_train.entrypoints.command_line import main
+
+ROW = {row}
+'''
+    + SCRIPTED_SERVER
+    + """
+
+def test_the_right_answer_is_rewarded_and_none_is_not(url):
+    async def both():
+        Scripted.text = str(ROW[{answer}])
+        right = await run([{{"role": "user", "content": "?"}}], url, "key", ROW)
+        Scripted.text = ""
+        return right, await run([{{"role": "user", "content": "?"}}], url, "key", ROW)
+
+    assert asyncio.run(both()) == (1.0, 0.0)
+"""
+)
+
+TEST_PROGRAM = (
+    '''"""The program against a scripted model, and one group of the real one."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.entrypoints.command_line import main
+
+ROW = {row}
+'''
+    + SCRIPTED_SERVER
+    + """
+
+@pytest.mark.parametrize(("text", "reward"), [(str(ROW[{answer}]), 1.0), ("", 0.0)])
+def test_the_right_answer_is_rewarded_and_none_is_not(url, text, reward):
+    Scripted.text = text
+    task = json.dumps({{"prompt": [{{"role": "user", "content": "?"}}], "extras": ROW}})
+    environment = {{**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "key"}}
+    done = subprocess.run(
+        [sys.executable, "task.py"], input=task, env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {{"reward": reward}}
+"""
+)
+
+TEST_GROUP = """
+
+def test_one_group_of_the_real_model_is_generated_and_judged(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    assert main(["try", "recipe.yaml", "--samples", "2"]) == 0
+"""
+
+FILES = {
+    "env": (ENVIRONMENT, TEST_ENVIRONMENT),
+    "reward": (REWARD, TEST_REWARD),
+    "agent": (AGENT, TEST_AGENT),
+    "program": (PROGRAM, TEST_PROGRAM),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "env": {"environment": {"env_class": "task.py:Task"}},
+    "reward": {
+        "environment": {"env_class": "task.py:OneAnswer"},
+        "rollout": {"stages": {"reward": {"function": "task.py:reward"}}},
+    },
+    "agent": {"generator": {"name": "harness", "kwargs": {"agent": "task.py:run"}}},
+    "program": {"generator": {"name": "harness", "kwargs": {"command": ["python", "task.py"]}}},
+}
+
+
+def init(
+    name: Annotated[Path, typer.Argument(help="The new folder; its last part becomes the name of the runs.")],
+    data: Annotated[Path, typer.Option(help="Prompts: .jsonl, .parquet, or a folder of datasets.save_to_disk.")],
+    kind: Annotated[
+        Literal["env", "reward", "agent", "program"], typer.Option(help="What judges the answers.")
+    ] = "env",
+    prompt: Annotated[str | None, typer.Option(help="The column of prompts; default: by its name.")] = None,
+    answer: Annotated[str | None, typer.Option(help="The column of right answers; default: by its name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or hub name; default: a small new one.")] = None,
+) -> int:
+    """Write a recipe, code and a test for your data. What it writes runs as it is, and is yours to change."""
+    from rich.console import Console
+
+    from skyrl_train.rollout.data.dataset import open_rows
+
+    rows = [row.value for row in itertools.islice(open_rows(data).rows(), LOOKED_AT)]
+    if not rows:
+        raise ConfigError(f"{data} has no rows.")
+    columns = [str(column) for column in rows[0]]
+    prompt = prompt or next((column for column in PROMPT_COLUMNS if column in columns), None)
+    answer = answer or next((column for column in ANSWER_COLUMNS if column in columns and column != prompt), None)
+    for option, column in (("--prompt", prompt), ("--answer", answer)):
+        if column is None or column not in columns:
+            raise ConfigError(f"{data} has the columns {', '.join(columns)}. Name one of them with {option}.")
+    assert prompt is not None and answer is not None
+    if name.exists() and not (name.is_dir() and not any(name.iterdir())):
+        raise ConfigError(f"{name} exists already. Name a new folder.")
+    asked = [text_of(row.get(prompt)) for row in rows]
+    answers = [str(row.get(answer)) for row in rows]
+    length = max(map(len, answers))
+    settings: dict[str, Any] = {
+        "defaults": ["base", "_self_"],
+        "trainer": {"mode": "fully_async", "run_name": name.name, "max_steps": 200, "policy_mini_batch_size": 16},
+        "generator": {"n_samples_per_prompt": 8},
+        "data": {"train_data": [os.path.relpath(data, name)], "prompt_key": prompt},
+    }
+    if model is None:
+        # Its tokenizer knows single characters, so lengths in tokens are lengths of texts; the template adds some.
+        characters = {character for text in (*asked, *answers) for character in text}
+        alphabet = "".join(
+            sorted(characters, key=lambda character: (character == "$", character))
+        )  # "${" would interpolate
+        context = 2 ** math.ceil(math.log2(2 * (max(map(len, asked)) + length) + 64))
+        build = {"alphabet": alphabet, "max_position_embeddings": context}
+        rate = {"lr": 1e-3, "scheduler": "linear", "num_warmup_steps": 10}
+        settings["trainer"]["policy"] = {"model": {"build": build}, "optimizer_config": rate}
+        settings["generator"] |= {"max_input_length": context // 2, "sampling_params": {"max_tokens": length + 2}}
+    else:
+        settings["trainer"]["policy"] = {"model": {"path": model}, "optimizer_config": {"lr": 1e-6}}
+        settings["generator"] |= {"max_input_length": 1024, "sampling_params": {"max_tokens": 1024}}
+    for section, values in SETTINGS[kind].items():
+        settings[section] = settings.get(section, {}) | values
+    code, test = FILES[kind]
+    column, right = (json.dumps(text, ensure_ascii=False) for text in (answer, answers[0]))
+    written = {
+        "recipe.yaml": yaml_of(settings),
+        "task.py": code.format(answer=column),
+        "test_task.py": (test + TEST_GROUP).format(answer=column, row=f"{{{column}: {right}}}"),
+    }
+    name.mkdir(parents=True, exist_ok=True)
+    for file, text in written.items():
+        (name / file).write_text(text, encoding="utf-8")
+    console = Console()
+    lines = [
+        f"{name}: {', '.join(written)}; prompts in {prompt!r}, right answers in {answer!r}",
+        f"cd {shlex.quote(str(name))}",
+        "skyrl-train try recipe.yaml      # one group, shown; nothing is trained",
+        "pytest test_task.py",
+        "skyrl-train train recipe.yaml",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def yaml_of(value: object, indent: str = "") -> str:
+    """Return block yaml of mappings; lists and scalars are written as JSON, which quotes all texts."""
+    if not isinstance(value, dict):
+        return f" {json.dumps(value, ensure_ascii=False)}\n"
+    inner = "".join(f"{indent}{key}:{yaml_of(each, indent + '  ')}" for key, each in value.items())
+    return f"\n{inner}" if indent else inner
+
+
+def text_of(prompt: object) -> str:
+    """Return the text of a prompt: itself, or the contents of a conversation."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(str(message.get("content", "")) for message in prompt) if isinstance(prompt, list) else ""

@@ -1,0 +1,57 @@
+"""The command that writes a recipe, code and a test for one's own data: what it writes runs as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.compose import compose
+from skyrl_train.entrypoints.command_line import main
+
+ROWS = (
+    '{"question": "2+3=", "solution": "5", "note": "a \\"quoted\\" text"}\n{"question": "1e5${?", "solution": "15"}\n'
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["env", pytest.param("reward", marks=pytest.mark.slow), "agent", pytest.param("program", marks=pytest.mark.slow)],
+)
+def test_what_it_writes_passes_its_own_tests_and_generates_a_group(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sums.jsonl").write_text(ROWS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine/sums", "--kind", kind, "--data", "sums.jsonl"]) == 0
+    assert "prompts in 'question', right answers in 'solution'" in capsys.readouterr().out
+    monkeypatch.chdir("mine/sums")
+    config = compose("recipe.yaml")
+    assert config.trainer.policy.model.build.alphabet == "+1235=?e{$", "a text, in which nothing is interpolated"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "right_answer", "test_task.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+    # The test's other half, in this process, which has imported torch.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    assert main(["try", "recipe.yaml", "--samples", "2"]) == 0
+    assert "sample 2 of 2: reward" in capsys.readouterr().out
+
+
+def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"q": "2+3=", "a": "5"}\n')
+    given = ["init", str(tmp_path / "mine"), "--data", str(data)]
+    assert main(given) == 2
+    assert main([*given, "--prompt", "q"]) == 2
+    assert main([*given, "--prompt", "q", "--answer", "b"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("has the columns q, a. Name one of them with --prompt.") == 1
+    assert told.count("with --answer.") == 2
+    assert main([*given, "--prompt", "q", "--answer", "a", "--model", "some/model"]) == 0
+    assert 'path: "some/model"' in (tmp_path / "mine" / "recipe.yaml").read_text()
+    assert main([*given, "--prompt", "q", "--answer", "a"]) == 2, "the folder is not empty"
+    data.write_text("")
+    assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
+    assert "has no rows" in capsys.readouterr().err
