@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -60,6 +59,8 @@ def doctor(
 
 def packages(config: RunConfig) -> Iterator[Finding]:
     """Python, and the versions of the dependencies that this library pins."""
+    import importlib.metadata
+
     from packaging.requirements import Requirement
 
     yield "Python", f"{platform.python_version()} at {sys.executable}", ""

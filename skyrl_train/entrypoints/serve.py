@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Sequence
@@ -45,6 +44,8 @@ def serve(
 
     The administrator's key is read from the environment variable SKYRL_ADMIN_KEY, because other users can read command lines.
     """
+    import asyncio
+
     from skyrl_train.endpoint.server.settings import ServerSettings
 
     admin_key = os.environ.get(KEY_VARIABLE)
@@ -66,6 +67,8 @@ def serve(
 async def _serve(
     model_path: str, engines: Sequence[InferenceEngineInterface], settings: ServerSettings, dtype: str, drain_s: float
 ) -> None:
+    import asyncio
+
     from rich.console import Console
 
     from skyrl_train.endpoint.server.app import create_app
