@@ -59,6 +59,7 @@ VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
     ("first_gpu_run --dry --only engine,loop --limit engine=500 --limit loop=500", "loop       PASS"),
     ("vllm_weight_sync --updates 2 --requests 2 --modes recompute", "recompute: 2 requests"),
 ]
+PEERS = ("against_peers --batch 4 --steps 8 --tails 2 --bounds 1", "| 2 | training-bound | 1 |")
 TRL = ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL's in the same round")
 
 
@@ -95,10 +96,11 @@ def test_the_table_and_the_plot_of_finished_measurements(fork_server: ForkServer
 def test_the_model_of_the_comparison_with_peers_is_as_fast_as_the_real_trainer(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    printed = printed_by_fork(fork_server, "against_peers --batch 4 --steps 8 --tails 2 --bounds 1", tmp_path)
+    line, row = PEERS
+    printed = printed_by_fork(fork_server, line, tmp_path)
     figures = re.search(r"model (\S+), real trainer (\S+)", printed)
     assert figures is not None and figures[1] == figures[2]
-    assert "| 2 | training-bound | 1 |" in printed
+    assert row in printed
 
 
 def printed_by_fork(fork_server: ForkServer, line: str, folder: Path) -> str:
@@ -120,5 +122,5 @@ def printed_by(line: str, folder: Path) -> str:
 
 
 def test_every_benchmark_is_started() -> None:
-    started = {line.split()[0] for line, _ in [*QUICK, *SLOW, *VLLM, TRL]}
+    started = {line.split()[0] for line, _ in [*QUICK, *SLOW, *VLLM, PEERS, TRL]}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == started | {"trl_quickstart"}  # started by against_trl
