@@ -209,7 +209,7 @@ def _check(override: Override, text: str) -> None:
         raise ConfigError(f"Cannot read the override {text!r}: a setting cannot be removed; {what}.")
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text!r} gives several values. Write key=[a,b] for a list; for several runs, start one command per value."
+            f"{text!r} gives several values. Write key=[a,b] for a list; for several runs, use skyrl-train sweep."
         )
     if override.package is not None:
         raise _unknown_key(f"{key}@{override.package}", COMMAND_LINE)
