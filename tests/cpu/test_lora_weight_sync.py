@@ -195,6 +195,8 @@ async def vllm_adapter(folder: str, vllm_forks: None, reading_back: None) -> Asy
     """A real vLLM that has its base from the folder and waits for an adapter."""
     engine = VLLMEngine(folder, max_model_len=CONTEXT, max_num_seqs=8, lora_rank=4, seed=3)
     await engine.start()
+    with pytest.raises(RequestError, match="no weights yet"):
+        await engine.generate(request())
     yield engine
     await engine.teardown()
 
@@ -202,17 +204,16 @@ async def vllm_adapter(folder: str, vllm_forks: None, reading_back: None) -> Asy
 @pytest.mark.asyncio(loop_scope="session")
 async def test_vllm_swaps_adapters_in_flight(folder: str, vllm_adapter: VLLMEngine) -> None:
     engine, transport = vllm_adapter, SharedMemoryTransport(verify=True)
-    with pytest.raises(RequestError, match="no weights yet"):
-        await engine.generate(request())
+    start = engine.policy_version + 1
     first, second = policy(folder, 1), policy(folder, 2)
-    update = first.stage(transport, 0)
+    update = first.stage(transport, start)
     await sync_weights(engine, update)
     output = await engine.generate(request(max_tokens=20))
-    agree(first, output, 0)
+    agree(first, output, start)
     with pytest.raises(EngineError, match="no power of 2"):  # the trainer's scale here is 1.5
         await served_checksum(engine, update)
     # A request under way: each of its tokens is of the version that it names, and has its log-prob.
-    update = second.stage(transport, 1)
+    update = second.stage(transport, start + 1)
     await engine.receive_weights(update)
     flying = asyncio.create_task(engine.generate(request(max_tokens=150)))
     async with asyncio.timeout(300):
@@ -222,12 +223,12 @@ async def test_vllm_swaps_adapters_in_flight(folder: str, vllm_adapter: VLLMEngi
     await load_weights(engine, update, PauseMode.RECOMPUTE)
     output = await flying
     tokens, versions = output["response_ids"][0], output["response_versions"][0]
-    assert (len(tokens), set(versions), versions) == (150, {0, 1}, sorted(versions))
+    assert (len(tokens), set(versions), versions) == (150, {start, start + 1}, sorted(versions))
     by_version = [trainer_logprobs(trainer, tokens) for trainer in (first, second)]
-    expected = [by_version[version][index] for index, version in enumerate(versions)]
+    expected = [by_version[version - start][index] for index, version in enumerate(versions)]
     assert output["response_logprobs"][0] == pytest.approx(expected, abs=TOLERANCE)
     # Back and forth leaves no trace, and cached prefixes serve no other version.
-    for version, trainer in ((2, first), (3, second), (4, first)):
+    for version, trainer in enumerate((first, second, first), start + 2):
         await sync_weights(engine, trainer.stage(transport, version))
         agree(trainer, await engine.generate(request(max_tokens=20)), version)
     transport.close()

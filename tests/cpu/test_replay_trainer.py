@@ -57,8 +57,14 @@ class Run(Harness):
             if happened():
                 reached.set()
 
+        async def looks() -> None:
+            # What happens need not be followed by a tick: a checkpoint is complete, and training waits for a group.
+            while not (reached.is_set() or happened()):
+                await asyncio.sleep(0)
+            reached.set()
+
         self.counting.tick = watched  # type: ignore[method-assign]
-        waiting = asyncio.create_task(reached.wait())
+        waiting = asyncio.create_task(looks())
         await asyncio.wait([training, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         await settle()  # what was sampled arrives
