@@ -59,7 +59,7 @@ class Run(Harness):
 
         async def looks() -> None:
             # What happens need not be followed by a tick: a checkpoint is complete, and training waits for a group.
-            while not (reached.is_set() or happened()):
+            while not (reached.is_set() or happened()):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             reached.set()
 

@@ -8,6 +8,8 @@ import sys
 import oracles
 import pytest
 
+pytestmark = pytest.mark.oracle
+
 
 def test_with_equal_lengths_every_schedule_reaches_the_bound() -> None:
     for package in ("skyrl", "areal", "verl"):
