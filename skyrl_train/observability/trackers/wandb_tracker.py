@@ -25,7 +25,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
         identifier = kept_id(folder)
-        mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         # Its signal handlers and its copy of the terminal would disturb the run's own.
         settings = wandb.Settings(console="off", silent=True, finish_timeout=30.0)
         self._run = wandb.init(
