@@ -309,12 +309,17 @@ def init(
     for file, text in written.items():
         (name / file).write_text(text, encoding="utf-8")
     console = Console()
+    launcher, test_launcher = "", ""
+    if given := os.environ.get("SKYRL_TRAIN_LAUNCHER"):  # set by ./uvw
+        program, _, verb = given.rpartition(" ")
+        launcher = f"{shlex.quote(os.path.relpath(program, name))} {verb} "
+        test_launcher = f"{launcher}--with pytest "
     lines = [
         f"{name}: {', '.join(written)}; prompts in {prompt!r}, right answers in {answer!r}",
         f"cd {shlex.quote(str(name))}",
-        "skyrl-train try recipe.yaml      # one group, shown; nothing is trained",
-        "pytest test_task.py",
-        "skyrl-train train recipe.yaml",
+        f"{launcher}skyrl-train try recipe.yaml      # one group, shown; nothing is trained",
+        f"{test_launcher}pytest test_task.py",
+        f"{launcher}skyrl-train train recipe.yaml",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     return 0

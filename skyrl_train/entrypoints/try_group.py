@@ -59,14 +59,14 @@ def try_group(
     console = Console()
     forget_files()
     config = compose(recipe, overrides, config_dir)
-    if samples is not None:
-        config = replace(config, generator=replace(config.generator, n_samples_per_prompt=samples))
     check_implementations(config)
     inputs = load_inputs(config)
     print_warnings(inputs, console, strict=False)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            record, group, tokenizer = asyncio.run(generate_group(inputs, Path(folder) / "model", console, prompt))
+            record, group, tokenizer = asyncio.run(
+                generate_group(inputs, Path(folder) / "model", console, prompt, samples)
+            )
     except SkyRLError as error:
         cause = error.__cause__
         while cause is not None and cause.__cause__ is not None:
@@ -79,8 +79,12 @@ def try_group(
     show(console, record, group, tokenizer, tokens=tokens)
 
 
-def for_one_group(config: RunConfig) -> RunConfig:
-    """Return ``config`` with what one group needs: one engine, generation in this process, one attempt, whole weights."""
+def for_one_group(config: RunConfig, samples: int | None) -> RunConfig:
+    """Return ``config`` with what one group needs: one engine, generation in this process, one attempt, whole weights.
+
+    Args:
+        samples: of the group; None: as ``config`` says. One sample cannot train under every estimator, but it can be shown.
+    """
     config = without_trainer(config)
     engine, failures = config.generator.inference_engine, config.trainer.failures
     one_engine = replace(
@@ -91,19 +95,24 @@ def for_one_group(config: RunConfig) -> RunConfig:
     )
     return replace(
         config,
-        generator=replace(config.generator, inference_engine=one_engine),
+        generator=replace(
+            config.generator,
+            inference_engine=one_engine,
+            n_samples_per_prompt=samples or config.generator.n_samples_per_prompt,
+        ),
         trainer=replace(config.trainer, failures=replace(failures, max_rollout_retries=0)),
     )
 
 
 async def generate_group(
-    inputs: RunInputs, folder: Path, console: Console, prompt: int
+    inputs: RunInputs, folder: Path, console: Console, prompt: int, samples: int | None
 ) -> tuple[PromptRecord, RolloutGroup, PreTrainedTokenizerBase]:
     """Start an engine with the run's initial weights, generate the group of one prompt, and stop the engine.
 
     Args:
         folder: for the model, if the recipe builds one.
         prompt: the prompt's place in the order of the run, from 0.
+        samples: of the prompt; None: as the recipe says.
 
     Raises:
         DataError: there is no such prompt.
@@ -115,7 +124,7 @@ async def generate_group(
     from skyrl_train.rollout.group_generator import GroupGenerator
     from skyrl_train.rollout.stages.pipeline import StagePipeline
 
-    config = for_one_group(inputs.config)
+    config = for_one_group(inputs.config, samples)
     model_path = prepare_model(config, folder)
     changed = asyncio.Event()
     loader = build_loader(inputs.dataset, config.data, config.trainer.seed)

@@ -25,8 +25,11 @@ def test_what_it_writes_passes_its_own_tests_and_generates_a_group(
 ) -> None:
     (tmp_path / "sums.jsonl").write_text(ROWS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SKYRL_TRAIN_LAUNCHER", "./uvw run")
     assert main(["init", "mine/sums", "--kind", kind, "--data", "sums.jsonl"]) == 0
-    assert "prompts in 'question', right answers in 'solution'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "prompts in 'question', right answers in 'solution'" in printed
+    assert "\n../../uvw run skyrl-train train recipe.yaml\n" in printed
     monkeypatch.chdir("mine/sums")
     config = compose("recipe.yaml")
     assert config.trainer.policy.model.build.alphabet == "+1235=?e{$", "a text, in which nothing is interpolated"

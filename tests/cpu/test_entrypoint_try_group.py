@@ -86,6 +86,11 @@ def test_code_that_fails_is_shown_with_its_traceback(capsys: pytest.CaptureFixtu
     assert shown.err.startswith("RolloutError: ")
 
 
+def test_one_sample_is_enough_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", *TINY, "--samples=1"]) == 0, "although a group of one could not train"
+    assert "sample 1 of 1: reward" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("wrong", ["--prompt=-1", "--samples=0", "environment.env_class=nothing_like_it"])
 def test_wrong_input_is_told_before_anything_starts(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["try", *TINY, wrong]) == 2
