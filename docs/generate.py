@@ -1,18 +1,40 @@
 """Writes the references that are derived from code: ``python docs/generate.py``.
 
-metrics.py ──declared()──> docs/reference/metrics.md
-events/kinds.py ─────────> docs/reference/events.md
+config/schema.py ────────────> docs/reference/settings.md
+observability/metrics.py ────> docs/reference/metrics.md
+events/kinds.py ─────────────> docs/reference/events.md
+entrypoints/command_line.py ─> docs/reference/command_line.md
+endpoint/server/ ────────────> docs/reference/http.md
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import io
+import json
+import re
+import tokenize
+import typing
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
+from types import NoneType, UnionType
 
+from annotated_types import Ge, Gt, Interval
+from typer.models import ArgumentInfo
+
+from skyrl_train.config import schema
+from skyrl_train.endpoint.server.app import openapi_schema
+from skyrl_train.entrypoints.command_line import app
 from skyrl_train.events.kinds import COMMON, KINDS, SPANS, EventField
 from skyrl_train.observability.metrics import MetricSpec, declared
 
 REFERENCE = Path(__file__).parent / "reference"
+GUIDE = (
+    Path(__file__).parent / "tutorials" / "http_endpoint.md"
+)  # has tables of request fields, which a test compares with the code
 OPEN = {  # groups whose names depend on the run, with the placeholder of their last part
     "policy/lr/": "<pattern>",
     "staleness/histogram/": "<lag>",
@@ -129,6 +151,191 @@ def _row(spec: MetricSpec) -> str:
     return f"| `{spec.name}{OPEN.get(spec.name, '')}` | {spec.unit} | {spec.aggregation} | {meaning} |"
 
 
+SETTINGS = """# Settings
+
+Every setting, with the default that a recipe starts from (`base`). `skyrl-train plan RECIPE` prints the values of a recipe.
+
+- Set one on the command line (`trainer.seed=1`), in Python (`overrides={"trainer.seed": 1}`) or in the YAML file of a recipe.
+- `null` means "not set". The value is then derived from others, or the meaning says what applies.
+- `path.to:name` stands for an import path: `package.module:name`, or `file.py:name` for a file of yours.
+- A misspelt setting is an error that names the nearest known one. A combination that would crash, hang or corrupt a run is
+  an error with its remedy. A setting without effect is a warning, and with `--strict` an error.
+
+This file is generated: change `skyrl_train/config/schema.py` and run `python docs/generate.py`.
+"""
+
+
+def settings_reference() -> str:
+    """Return the Markdown of the settings: a section per group, in the order of the schema's tree."""
+    return "\n".join([SETTINGS, *_section("", schema.RunConfig(), _comments())])
+
+
+def _section(path: str, group: object, comments: dict[str, str]) -> list[str]:
+    """Return the lines of a group of settings, then of the groups in it. ``path`` names it, such as ``trainer.eval``."""
+    assert dataclasses.is_dataclass(group)
+    hints = typing.get_type_hints(type(group), include_extras=True)
+    lines, groups = [], []
+    for each in dataclasses.fields(group):
+        value, name = getattr(group, each.name), f"{path}.{each.name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            groups += _section(name, value, comments)
+            continue
+        default = value.value if isinstance(value, Enum) else value
+        meaning = comments[f"{type(group).__name__}.{each.name}"]
+        if isinstance(value, Enum):
+            values = [
+                f"{one.value}: {about}"
+                for one in type(value)
+                if (about := comments.get(f"{type(one).__name__}.{one.name}"))
+            ]
+            meaning = f"{meaning} {'; '.join(values)}".strip()
+        cells = (f"`{each.name}`", _type(hints[each.name]), f"`{json.dumps(default)}`", meaning)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    if not lines:
+        return groups
+    table = ["| setting | type | default | meaning |", "|---|---|---|---|", *lines, ""]
+    return [f"## {path}\n", _markdown(inspect.getdoc(type(group)) or "") + "\n", *table, *groups]
+
+
+def _type(hint: typing.Any) -> str:
+    """Return a type and its limits as text: ``int >= 1``. ``None`` is left out, because the meaning says what it means."""
+    if typing.get_origin(hint) is typing.Annotated:
+        inner, *limits = typing.get_args(hint)
+        return " ".join([_type(inner), *filter(None, map(_limit, limits))])
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(_type(part) for part in typing.get_args(hint) if part is not NoneType)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return ", ".join(f"`{value.value}`" for value in hint)
+    if dataclasses.is_dataclass(hint):
+        return "{" + ", ".join(each.name for each in dataclasses.fields(hint)) + "}"
+    if typing.get_origin(hint) in (list, dict):
+        name = typing.get_origin(hint).__name__
+        return f"{name} of {_type(typing.get_args(hint)[-1])}".removesuffix(" of any")
+    return {"str": "text", "bool": "true or false", "float": "number", "Any": "any"}.get(hint.__name__, hint.__name__)
+
+
+def _limit(limit: object) -> str:
+    match limit:
+        case Ge():
+            return f">= {limit.ge}"
+        case Gt():
+            return f"> {limit.gt}"
+        case Interval():
+            signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+            bounds = {sign: getattr(limit, name) for name, sign in signs.items()}
+            return ", ".join(f"{sign} {bound}" for sign, bound in bounds.items() if bound not in (None, float("inf")))
+    return ""
+
+
+def _comments() -> dict[str, str]:
+    """Return the meaning of each field and enum value of the schema by ``Class.name``: the comments in or above its statement."""
+    source = inspect.getsource(schema)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    own_lines = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
+    found = {}
+    for group in ast.parse(source).body:
+        for field in getattr(group, "body", ()):
+            if isinstance(group, ast.ClassDef) and isinstance(field, ast.AnnAssign | ast.Assign):
+                first = field.lineno
+                while first - 1 in own_lines:
+                    first -= 1
+                lines = range(first, (field.end_lineno or field.lineno) + 1)
+                text = " ".join(comments[line] for line in lines if line in comments)
+                target = field.target if isinstance(field, ast.AnnAssign) else field.targets[0]
+                found[f"{group.name}.{ast.unparse(target)}"] = _markdown(text)
+    return found
+
+
+def _markdown(text: str) -> str:
+    """Return the text of a docstring or comment as one line of Markdown."""
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", " ".join(text.split())).replace("``", "`")
+    text = re.sub(r"\bNone\b", "null", text)
+    return re.sub(r"`[^`]*`|[<*]", lambda found: {"<": "&lt;", "*": "\\*"}.get(found[0], found[0]), text)
+
+
+COMMANDS = """# Command line
+
+`skyrl-train VERB ...`, or `python -m skyrl_train VERB ...`; in a clone, `./uvw run skyrl-train VERB ...`. `--help` behind a
+verb prints the same.
+
+| exit code | meaning |
+|---|---|
+| 0 | done, or stopped by SIGTERM or Ctrl-C with a checkpoint |
+| 1 | it failed |
+| 2 | the command line, a setting or an input is wrong |
+| 3 | a run has trained to its end, but every sample had the same reward |
+| 130 | interrupted before anything began |
+
+This file is generated: change `skyrl_train/entrypoints/` and run `python docs/generate.py`.
+"""
+
+
+def commands_reference() -> str:
+    """Return the Markdown of the command line: a section per verb, in the order of the help."""
+    lines = [COMMANDS]
+    for verb in app.registered_commands:
+        assert verb.callback is not None
+        name, hints = verb.name or verb.callback.__name__, typing.get_type_hints(verb.callback, include_extras=True)
+        usage, rows = [f"skyrl-train {name}"], []
+        for parameter in inspect.signature(verb.callback).parameters.values():
+            hint, declared_as = typing.get_args(hints[parameter.name])
+            choices = [str(choice) for choice in typing.get_args(hint) if typing.get_origin(hint) is typing.Literal]
+            required, default = parameter.default is parameter.empty, ""
+            if isinstance(declared_as, ArgumentInfo):
+                shown = declared_as.metavar or parameter.name.upper()
+                usage.append(shown if required else f"[{shown}]")
+            else:
+                # Typer keeps the first name of an annotated option as its default.
+                names = [declared_as.default, *(declared_as.param_decls or ())]
+                shown = (
+                    ", ".join(name for name in names if isinstance(name, str))
+                    or f"--{parameter.name.replace('_', '-')}"
+                )
+                if required:
+                    usage.append(f"{shown} {parameter.name.upper()}")
+                elif parameter.default not in (None, False, ""):
+                    default = f" Default: `{parameter.default}`."
+            meaning = " ".join(filter(None, [declared_as.help, f"{', '.join(choices)}." if choices else ""])) + default
+            rows.append(f"| `{shown}` | {meaning} |".replace("RUN[:STEP]|MODEL", "RUN[:STEP]\\|MODEL"))
+        lines += [f"## {name}\n", f"```\n{' '.join(usage)}\n```\n", inspect.getdoc(verb.callback) or "", ""]
+        lines += ["| argument | meaning |", "|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+HTTP = """# HTTP
+
+The routes of the endpoint, from its OpenAPI document, which every endpoint serves as `GET /openapi.json`. That one and
+`GET /health` need no key, all others `Authorization: Bearer KEY` or `x-api-key: KEY`.
+[The HTTP endpoint](../tutorials/http_endpoint.md) explains sessions, keys, errors and limits.
+
+This file is generated: change `skyrl_train/endpoint/server/` and run `python docs/generate.py`.
+"""
+
+
+def http_reference() -> str:
+    """Return the Markdown of the endpoint's routes: a section per route, with the fields of its body."""
+    lines = [HTTP]
+    for path, methods in openapi_schema()["paths"].items():
+        for method, route in methods.items():
+            lines += [f"## {method.upper()} {path}\n", f"{route['summary']}\n"]
+            if f"### `{path}`" in GUIDE.read_text(encoding="utf-8"):
+                lines.append(f"[Its fields](../tutorials/{GUIDE.name}#{path.replace('/', '')}).\n")
+            elif "requestBody" in route:
+                fields = route["requestBody"]["content"]["application/json"]["schema"]["properties"].items()
+                rows = [f"| `{name}` | {field.get('description', '')} |" for name, field in fields]
+                lines += ["| field | meaning |", "|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+REFERENCES = {
+    "settings.md": settings_reference,
+    "metrics.md": metrics_reference,
+    "events.md": events_reference,
+    "command_line.md": commands_reference,
+    "http.md": http_reference,
+}
+
 if __name__ == "__main__":
-    (REFERENCE / "metrics.md").write_text(metrics_reference(), encoding="utf-8")
-    (REFERENCE / "events.md").write_text(events_reference(), encoding="utf-8")
+    for name, reference in REFERENCES.items():
+        (REFERENCE / name).write_text(reference(), encoding="utf-8")

@@ -51,11 +51,11 @@ class BuildModelConfig:
     alphabet: str = "0123456789"  # characters of the tokenizer's vocabulary, besides its special tokens
     words: list[str] = field(default_factory=list)  # longer texts of one token each: the fixed parts of a tool call
     model_type: str = "qwen3"  # any causal LM type that transformers can build from a config
-    hidden_size: Count = 128
-    num_layers: Count = 2
-    num_heads: Count = 4
-    intermediate_size: Count = 256
-    max_position_embeddings: Count = 512
+    hidden_size: Count = 128  # width of the residual stream
+    num_layers: Count = 2  # transformer layers
+    num_heads: Count = 4  # attention heads
+    intermediate_size: Count = 256  # width of the MLPs
+    max_position_embeddings: Count = 512  # longest sequence, in tokens
 
 
 @dataclass
@@ -101,13 +101,13 @@ class TrainingStrategy(StrEnum):
 class OptimizerConfig:
     """AdamW. The gradient norm is the L2 norm over all trained parameters."""
 
-    lr: Annotated[float, Interval(gt=0, lt=math.inf)] = 1e-6
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    adam_eps: Positive = 1e-8
-    weight_decay: Annotated[float, Ge(0)] = 0.0
-    max_grad_norm: Positive = 1.0
+    lr: Annotated[float, Interval(gt=0, lt=math.inf)] = 1e-6  # learning rate, after the warm-up
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay of the first and the second moment
+    adam_eps: Positive = 1e-8  # added to the denominator of an update
+    weight_decay: Annotated[float, Ge(0)] = 0.0  # decoupled, times lr per step
+    max_grad_norm: Positive = 1.0  # larger gradients are scaled down to it
     scheduler: str = "constant"  # constant | linear | cosine (decays to 0 over the run) | path.to.Schedule
-    num_warmup_steps: CountOrZero = 0
+    num_warmup_steps: CountOrZero = 0  # the learning rate grows linearly over them
     # Pattern of parameter names -> factor of lr; the first match counts, 0 freezes. LoRA+ is {"*.lora_B.*": 16}
     lr_multipliers: dict[str, NonNegative] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class PolicyConfig:
 class FSDPConfig:
     """The workers of ``trainer.strategy=fsdp2``: one rank each, a Ray actor with its own GPU or core."""
 
-    num_workers: Count = 2
+    num_workers: Count = 2  # number of ranks
     sequence_parallel_size: Count = 1  # ranks that share each sequence, a slice of its tokens each; for long sequences
     shard_size: int | None = (
         None  # ranks that a parameter is split over; fewer than all: several copies (HSDP); None: all
@@ -159,7 +159,7 @@ class CriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     dtype: Dtype = "float32"  # of the trained weights: float32 | bfloat16
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     device: str | None = None  # None: trainer.device
     # With strategy=fsdp2: workers (separate ones, described by ``fsdp`` below) | colocated (in the policy's workers)
     placement: Annotated[str, OneOf("workers", "colocated")] = "workers"
@@ -168,9 +168,7 @@ class CriticConfig:
 
 # ---- trainer.algorithm
 
-# The treatment of groups whose samples all have the same reward and so give no signal (DAPO, arXiv 2503.14476). none: they
-# are trained like all others. filter: they are dropped on arrival, and the next prompts take their slots. replace: copies of
-# other groups of the batch replace them when it trains. (The functional form, because "replace" is a method of str.)
+# The functional form, because "replace" is a method of str.
 DynamicSampling = StrEnum("DynamicSampling", {"none": "none", "filter": "filter", "replace": "replace"})
 
 
@@ -215,11 +213,11 @@ class OffPolicyCorrectionConfig:
 
     # Weights, proximal over behaviour: token | sequence | geometric | icepop | path.to:function | None
     tis_ratio_type: str | None = "token"
-    token_tis_ratio_clip_high: Positive = 2.0
-    sequence_tis_ratio_clip_high: Positive = 5.0  # sequence, geometric
+    token_tis_ratio_clip_high: Positive = 2.0  # token: largest weight
+    sequence_tis_ratio_clip_high: Positive = 5.0  # sequence, geometric: largest weight
     icepop_ratio_low: Annotated[float, Ge(0)] = 0.5  # icepop rejects tokens outside of the two bounds
-    icepop_ratio_high: Positive = 5.0
-    rejections: list[RejectionConfig] = field(default_factory=list)
+    icepop_ratio_high: Positive = 5.0  # the upper of these bounds
+    rejections: list[RejectionConfig] = field(default_factory=list)  # rules that exclude tokens; each is such an object
     m2po_threshold: Positive | None = None  # bound on the minibatch's mean squared log-ratio (0.04); None: no bound
     baseline_without_rejected: bool = (
         False  # leave samples that are rejected or filtered as a whole out of the baseline
@@ -232,15 +230,15 @@ class CispoConfig:
     """Bounds on the ratio, as distances from 1, for ``policy_loss_type=cispo``."""
 
     cispo_eps_clip_low: Annotated[float, Ge(0)] = 1.0  # 1: no lower bound
-    cispo_eps_clip_high: Annotated[float, Ge(0)] = 5.0
+    cispo_eps_clip_high: Annotated[float, Ge(0)] = 5.0  # the ratio is at most 1 + this
 
 
 @dataclass
 class SapoConfig:
     """Temperatures for positive and for other advantages, for ``policy_loss_type=sapo``."""
 
-    tau_pos: Positive = 1.0
-    tau_neg: Positive = 1.05
+    tau_pos: Positive = 1.0  # tokens with a positive advantage
+    tau_neg: Positive = 1.05  # all other tokens
 
 
 @dataclass
@@ -248,8 +246,8 @@ class ClipCovConfig:
     """For ``policy_loss_type=clip_cov``: some tokens with a covariance within the bounds do not train."""
 
     clip_ratio: Share = 0.0002  # share of a minibatch's tokens
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
+    clip_cov_lb: float = 1.0  # lower bound on the covariance
+    clip_cov_ub: float = 5.0  # upper bound on the covariance
 
 
 @dataclass
@@ -257,14 +255,14 @@ class KlCovConfig:
     """For ``policy_loss_type=kl_cov``: the tokens with the largest covariances get a KL penalty."""
 
     kl_cov_frac: Share = 0.0002  # share of a minibatch's tokens
-    ppo_kl_coef: Annotated[float, Ge(0)] = 1.0
+    ppo_kl_coef: Annotated[float, Ge(0)] = 1.0  # weight of the penalty
 
 
 @dataclass
 class KlControlConfig:
     """How the coefficients of the KL divergence follow the measured divergence."""
 
-    type: KlControlType = KlControlType.fixed
+    type: KlControlType = KlControlType.fixed  # adaptive: the coefficients follow the measured divergence
     kl_target: Positive = 0.1  # nats per token
     horizon: Positive = 10000.0  # samples
 
@@ -284,12 +282,13 @@ class AlgorithmConfig:
     """Advantages, losses, KL divergence, off-policy correction. Each function is named by a registered name or import path."""
 
     advantage_estimator: str = "grpo"  # grpo | rloo | reinforce++ | maxrl | gae (trains trainer.critic)
-    grpo_norm_by_std: bool = True
+    grpo_norm_by_std: bool = True  # grpo: divide advantages by the standard deviation of the group's rewards
     advantage_batch_normalize: bool | None = None  # over all tokens of a minibatch; None: with reinforce++ and gae
     gamma: Share = 1.0  # discount per trained token: reinforce++, gae; 1: no discount
     lambd: Share = 1.0  # gae: 1 takes the whole return, 0 only the next value
     value_clip: Positive | None = 0.2  # gae: how far a value may profit from moving in one step; None: no bound
-    policy_loss_type: str = "ppo_clip"  # | dual_clip | gspo | cispo | sapo | clip_cov | kl_cov | importance_sampling
+    # ppo_clip | dual_clip | gspo | cispo | sapo | clip_cov | kl_cov | importance_sampling
+    policy_loss_type: str = "ppo_clip"
     eps_clip_low: Annotated[float, Interval(ge=0, lt=1)] | None = None  # clipped losses; None: 0.2, for gspo 3e-4
     eps_clip_high: Annotated[float, Ge(0)] | None = None  # None: 0.2, for gspo 4e-4
     clip_ratio_c: float = 3.0  # dual_clip
@@ -299,13 +298,16 @@ class AlgorithmConfig:
     kl_cov: KlCovConfig = field(default_factory=KlCovConfig)
     loss_reduction: str = "token_mean"  # token_mean | sequence_mean | prompt_mean | seq_mean_token_sum_norm
     max_seq_len: Count | None = None  # tokens; the divisor of seq_mean_token_sum_norm
-    entropy_coef: Annotated[float, Ge(0)] = 0.0
+    entropy_coef: Annotated[float, Ge(0)] = 0.0  # weight of the entropy bonus in the loss; 0: none
     kl_loss_coef: NonNegative = 0.0  # of the KL divergence from the policy that the run starts from; 0: no such term
     kl_reward_coef: NonNegative = 0.0  # the same, subtracted from the reward of each token
     kl_estimator_type: str = "k3"  # k1 (reward only) | k2 | k3 (Schulman 2020)
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     proximal_policy: ProximalPolicy = ProximalPolicy.step
+    # Groups whose samples all have the same reward and so give no signal (DAPO, arXiv 2503.14476). none: they are trained like
+    # all others. filter: they are dropped on arrival, and the next prompts take their slots. replace: copies of other groups
+    # of the batch replace them when it trains
     dynamic_sampling: DynamicSampling = DynamicSampling.none
     # filter: the run stops if more of the last 64 * B groups (at most 1,024) were filtered. At 1 it would never stop
     max_filtered_share: Annotated[float, Interval(gt=0, lt=1)] = 0.95
@@ -340,8 +342,7 @@ class PartialRolloutConfig:
     oversubmit_factor: Annotated[float, Interval(ge=1, lt=math.inf)] = 2.0
 
 
-# The treatment of a prompt whose rollout failed after all retries. replace: the next prompt takes its slot. mask: samples
-# without signal fill its slot. raise: the run stops with a checkpoint. (Functional, because "raise" is a keyword.)
+# The functional form, because "raise" is a keyword.
 FailurePolicy = StrEnum("FailurePolicy", {"replace": "replace", "mask": "mask", "raise": "raise"})
 
 
@@ -350,7 +351,9 @@ class FailureConfig:
     """Retries, and the failures that stop the run."""
 
     rollout_timeout_s: Positive | None = None  # wall-clock limit for generating one group; None: no limit
-    max_rollout_retries: CountOrZero = 1
+    max_rollout_retries: CountOrZero = 1  # further attempts at a group that failed
+    # A prompt whose rollout failed after all retries. replace: the next prompt takes its slot. mask: samples without signal fill
+    # its slot. raise: the run stops with a checkpoint
     on_rollout_failure: FailurePolicy = FailurePolicy["replace"]
     max_failed_rollouts: Count = 16  # groups that may fail for good before the run stops with a checkpoint
     max_nonfinite_steps: CountOrZero = 4  # consecutive steps skipped for a loss or gradient that is not finite
@@ -402,11 +405,11 @@ class TrainerConfig:
     """A run: its mode, its length, where it trains, and its outputs."""
 
     mode: str = "sync"  # sync | one_step_off | fully_async | partial_rollout | path.to:MyTrainer, a subclass
-    run_name: str = "run"
-    runs_dir: str = "runs"
+    run_name: str = "run"  # the run folder is runs_dir/run_name-N
+    runs_dir: str = "runs"  # the folder of run folders
     run_dir: str | None = None  # None: runs_dir/run_name-N, resumed if unfinished and of the same configuration
-    seed: int = 0
-    epochs: Count = 1
+    seed: int = 0  # of everything random in the run, except generated prompts
+    epochs: Count = 1  # passes over the data; max_steps may end a run earlier
     max_steps: Count | None = None  # optimizer steps; None: as many full minibatches as the epochs hold
     policy_mini_batch_size: Count = 16  # B: groups per optimizer step
     train_batch_size: Count | None = None  # sync: groups per generation phase, a multiple of B; None: B
@@ -419,12 +422,13 @@ class TrainerConfig:
     max_restarts: CountOrZero = 0  # restarts from the last checkpoint after a worker with a shard of a model has died
     device: str = "cpu"  # for training: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: CountOrZero = 50  # steps; 0: only at the end and on SIGTERM
-    max_ckpts_to_keep: Count = 2
+    max_ckpts_to_keep: Count = 2  # the newest ones; older ones are removed
     ckpt_path: str | None = None  # a URL (s3://, gs://, ...; fsspec) for this run alone; None: the run folder
     resume: ResumeMode = ResumeMode.latest
     samples_per_step: CountOrZero = 2  # groups recorded in samples/ of each step and evaluation; 0: none
     # Requests, environment calls and agents in events/; beyond it, some groups have none. The life of groups is always there
     max_events_per_s: CountOrZero = 500
+    # tensorboard | wandb | mlflow | trackio | swanlab | path.to.Tracker
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -449,7 +453,7 @@ class RewardStageConfig:
     max_parallel: Count = 8  # groups scored at once; except in the loop, each in a separate thread, process or actor
     timeout_s: Positive | None = None  # for scoring one group; None: no limit
     ray_num_cpus: Annotated[float, Ge(0)] = 1.0  # reserved for each actor
-    ray_num_gpus: Annotated[float, Ge(0)] = 0.0
+    ray_num_gpus: Annotated[float, Ge(0)] = 0.0  # the same for GPUs
 
 
 @dataclass
@@ -464,7 +468,7 @@ class ReferenceStageConfig:
     cpu_offload: bool | None = None  # workers, colocated: keep weights in main memory; None: trainer.fsdp.cpu_offload
     device: str | None = None  # None: trainer.device
     ray_num_cpus: Annotated[float, Ge(0)] = 1.0  # reserved for each actor
-    ray_num_gpus: Annotated[float, Ge(0)] = 0.0
+    ray_num_gpus: Annotated[float, Ge(0)] = 0.0  # the same for GPUs
 
 
 @dataclass
@@ -507,8 +511,8 @@ class InferenceEngineConfig:
     backend: Annotated[str, OneOf("embedded", "vllm", "vllm_remote", import_path=True)] = "embedded"
     # process (a separate one) | thread (of the trainer's process; embedded only) | ray (an actor)
     executor: Annotated[str, OneOf("process", "thread", "ray")] = "process"
-    num_engines: Count = 1
-    device: str = "cpu"
+    num_engines: Count = 1  # one model copy each
+    device: str = "cpu"  # cpu | cuda | cuda:N (embedded)
     dtype: Dtype = "float32"  # of the served weights: float32 | bfloat16
     max_num_seqs: Count = 128  # requests decoded at once, per engine
     max_model_len: int | None = None  # tokens per request; None: prompt and response limits, within the model's
@@ -532,15 +536,15 @@ class InferenceEngineConfig:
 class SamplingConfig:
     """Mirrors :class:`skyrl_train.inference.interface.SamplingParams`; ``max_tokens`` limits one turn."""
 
-    max_tokens: Count = 64
-    min_tokens: CountOrZero = 0
-    temperature: NonNegative = 1.0
+    max_tokens: Count = 64  # longest response of a turn
+    min_tokens: CountOrZero = 0  # nothing ends a response before
+    temperature: NonNegative = 1.0  # 0: greedy
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0  # 1: off
     top_k: int = -1  # -1: off
     min_p: Share = 0.0  # 0: off
-    stop: list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
-    ignore_eos: bool = False
+    stop: list[str] = field(default_factory=list)  # texts that end a response
+    stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response
+    ignore_eos: bool = False  # continue behind the end-of-sequence token
 
 
 @dataclass
@@ -557,8 +561,8 @@ class GeneratorConfig:
 
     name: str = "gym"  # gym | harness | path.to.GeneratorClass
     kwargs: dict[str, Any] = field(default_factory=dict)  # for the generator's constructor
-    n_samples_per_prompt: Count = 8
-    max_turns: Count = 1
+    n_samples_per_prompt: Count = 8  # size of a group
+    max_turns: Count = 1  # turns of an episode in an environment
     max_input_length: Count = 256  # tokens of a turn's input, including the conversation so far
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)

@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -374,6 +375,19 @@ def test_tolerances_close_to_the_differences_are_listed() -> None:
         assert pytest.approx(2.0) != 1.0
     found = [(site.share, site.times) for _, site in sorted(margins.sites.items())]
     assert found == [(pytest.approx(0.5), 2), (0.25, 2), (0.5, 1), (0.8, 2), (pytest.approx(1 / 3), 2)]
+
+
+def test_the_references_are_what_the_code_generates() -> None:
+    for name, reference in runpy.run_path(str(ROOT / "docs" / "generate.py"))["REFERENCES"].items():
+        written = (ROOT / "docs" / "reference" / name).read_text()
+        assert reference() == written, f"docs/reference/{name} is old: run python docs/generate.py"
+
+
+def test_every_setting_says_what_it_means() -> None:
+    lines = (ROOT / "docs" / "reference" / "settings.md").read_text().splitlines()
+    settings = [line.split(" | ") for line in lines if line.startswith("| `")]
+    assert len(settings) > 200
+    assert [name for name, *_, meaning in settings if not meaning.strip(" |")] == [], "comment it in config/schema.py"
 
 
 def test_no_lock_file_is_committed() -> None:
