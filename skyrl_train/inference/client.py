@@ -201,7 +201,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         engine_wait_timeout_s: how long requests wait while no engine serves.
         limits: how often a dead engine is restarted, and how many health probes a silent one may miss.
         probe_interval_s: seconds between two health probes of an engine.
-        tool_parser, reasoning_parser: see :class:`ChatRenderer`.
+        tool_parser: see :class:`ChatRenderer`.
+        reasoning_parser: see :class:`ChatRenderer`.
         replay: whether sessions can be recorded and replayed; see :attr:`replay_cache`.
         events: the record of the run.
     """

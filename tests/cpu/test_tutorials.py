@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ SHORT = ["trainer.max_steps=2", "trainer.trackers=[]", "generator.inference_engi
 
 
 def blocks(page: str, language: str) -> list[str]:
+    """Return the code of a tutorial, or of the README as ``../../README.md``."""
     text = (DOCS / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
@@ -65,7 +67,31 @@ def test_the_page_about_updates_in_flight_shows_what_it_says(
     }
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_the_readmes_reward_trains_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (script,) = [block for block in blocks("../../README.md", "python") if "def reward" in block]
+    assert "reward_fn=reward)" in script
+    Path("script.py").write_text(script.replace("reward_fn=reward)", f"reward_fn=reward, overrides={SHORT})"))
+    run = runpy.run_path("script.py")["run"]
+    for sample in run.samples.itertuples():
+        text = re.sub(r"<\w+>", "", sample.response)  # the reward sees it without special tokens
+        assert sample.reward == pytest.approx(text.count("c") / max(1, len(text)))
+
+
+def test_the_readmes_agent_is_tried_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.chdir(tmp_path)
+    (script,) = [block for block in blocks("../../README.md", "python") if "def run" in block]
+    Path("agent.py").write_text(script)
+    commands = "".join(blocks("../../README.md", "bash"))
+    (words,) = re.findall(r"skyrl-train (try quickstart .*agent=agent\.py:run)\n", commands)
+    assert main([*words.split(), "--samples", "2", "generator.inference_engine.executor=thread"]) == 0
+    assert "sample 2 of 2: reward " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["../../README.md", *sorted(path.name for path in DOCS.glob("*.md"))])
 def test_every_command_of_a_page_names_a_recipe_and_settings_that_exist(page: str) -> None:
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
     for line in text.splitlines():
