@@ -26,7 +26,7 @@ MAX_VERSION = 2**63 - 1  # of an int64 array
 
 _REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_versions")
 _ALIGNED = ("loss_masks", "rollout_logprobs", "rollout_versions")  # with response_ids, token by token
-_OPTIONAL = ("stop_reasons", "trajectory_ids", "is_last_step")
+_OPTIONAL = ("stop_reasons", "trajectory_ids", "is_last_step", "rollout_grammars")
 _ADVICE = {
     "rollout_logprobs": "Pass the client's response_logprobs through, with 0.0 where the loss mask is 0.",
     "rollout_versions": "Pass the client's response_versions through, with -1 where the loss mask is 0.",

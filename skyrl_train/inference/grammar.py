@@ -2,9 +2,9 @@
 
     StructuredOutput ──Grammars.matcher──> GrammarMatcher ──mask──> allowed tokens ──sampled──> advance ──> mask ...
 
-llguidance reads JSON schemas, regular expressions and its own variant of Lark, and computes masks while the text grows, so
-that little is done in advance. A matcher that is given the tokens of an interrupted response allows exactly what the
-uninterrupted one allowed: this is how a response is continued, and how the trainer learns the masks of a finished one.
+llguidance reads JSON schemas, regular expressions and its variant of Lark, and computes masks while the text grows, so that
+little is done in advance. A matcher that is given the tokens of an interrupted response allows exactly the same tokens as the
+uninterrupted one: this is how a response is continued, and how the trainer learns the masks of a finished one.
 
 Added tokens (``<think>``, ``<tool_call>``, ``<|im_end|>``) are no text: a grammar names them by id (``<[151657]>``), and
 otherwise never allows them.
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.uint8]  # packed bits of the vocabulary, the first token in the lowest bit: [ceil(vocab_size / 8)]
 
 MAX_CHARACTERS = 1 << 17  # of a schema or another grammar
-_TRIED = 1024  # grammars whose trials are remembered
-_trials: dict[str, str] = {}  # what is wrong with a grammar, by its text
-# What one grammar may cost, so that it cannot stall the requests beside it: about 20 ms to begin, and 20 ms for one token.
+_REMEMBERED_TRIALS = 1024
+_trials: dict[str, Future[str]] = {}  # what is wrong with a grammar, by its text
+_trial_threads = ThreadPoolExecutor(2, "grammar-trial")  # few, because each waits for a process that uses a core
+# What one grammar may cost, so that it cannot stall the requests beside it: by the library's figures about 20 ms to begin, and
+# 20 ms for one token.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -96,11 +99,12 @@ class Grammars:
         text = config.get_text_config(decoder=True)
         vocab_size, ends = int(text.vocab_size), getattr(text, "eos_token_id", None)
         of_config = [ends] if isinstance(ends, int) else ends or []
-        self.eos_ids = tuple(sorted({*of_config, int(tokenizer.eos_token_id)}))
+        # An id that the model does not have cannot be sampled.
+        self.eos_ids = tuple(sorted(i for i in {*of_config, int(tokenizer.eos_token_id)} if i < vocab_size))
         self._vocab_size = vocab_size
-        vocabulary = _Vocabulary(tokenizer, vocab_size, self.eos_ids)
-        self._marks = frozenset(vocabulary.special_token_ids)
-        self._tokens = LLTokenizer(vocabulary, eos_token=self.eos_ids[0])  # type: ignore[arg-type]  # read by its attributes
+        wrapper = _TokenizerWrapper(tokenizer, vocab_size, self.eos_ids)
+        self._marks = frozenset(wrapper.special_token_ids)
+        self._tokens = LLTokenizer(wrapper, eos_token=self.eos_ids[0])  # type: ignore[arg-type]  # read by its attributes
         self._compile = lru_cache(maxsize=_COMPILED)(self._compile_text)
 
     def matcher(
@@ -121,6 +125,20 @@ class Grammars:
         matcher.advance(token_ids)
         return matcher
 
+    def replay(
+        self, structured: StructuredOutput, token_ids: Sequence[int], stop_ids: Iterable[int] = ()
+    ) -> Iterator[Mask]:
+        """Yield the mask of each token of a response that has at least one. The next mask overwrites the array.
+
+        Raises:
+            GrammarError: see :meth:`matcher`.
+        """
+        matcher = self.matcher(structured, (), stop_ids)
+        yield matcher.mask
+        for token in token_ids[:-1]:  # after an end token, a grammar has no mask
+            matcher.advance([token])
+            yield matcher.mask
+
     def _compile_text(self, text: str) -> LLMatcher:
         matcher = LLMatcher(self._tokens, text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
@@ -132,7 +150,7 @@ def grammar_text(structured: StructuredOutput) -> str:
     """Return the grammar in the library's language.
 
     Raises:
-        GrammarError: it is too long, or no Unicode.
+        GrammarError: it is too long, or has half of a surrogate pair.
     """
     kind, value = structured.kind, structured.value
     if len(value) > MAX_CHARACTERS:
@@ -153,10 +171,10 @@ def grammar_text(structured: StructuredOutput) -> str:
 
 
 def after_reasoning(structured: StructuredOutput, closing: str, token: int | None) -> StructuredOutput:
-    """Return the grammar of free text up to the mark ``closing``, and of ``structured`` behind it.
+    """Return a grammar that allows free text up to the mark ``closing``, and then ``structured``.
 
     Args:
-        token: of the mark. None: it is spelt out, and nothing could tell it from the text before, so it comes at once.
+        token: the mark's. None: the mark is spelt out. Nothing could tell it from the text before it, so there is no such text.
     """
     match structured.kind:
         case "json_object":
@@ -178,32 +196,40 @@ def after_reasoning(structured: StructuredOutput, closing: str, token: int | Non
 async def check_grammar(structured: StructuredOutput) -> None:
     """Compile a caller's grammar in a process that has limits, before an engine compiles it beside its requests.
 
+    Requests with the same grammar share one trial. A trial continues when its caller is cancelled.
+
     Raises:
-        GrammarError: it cannot be compiled within the limits; the message names the keyword.
+        GrammarError: it cannot be compiled within the limits; the message has the library's reason.
     """
     text = grammar_text(structured)
-    problem = _trials.get(text)
-    if problem is None:
-        trial = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", grammar_trial.__file__, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
-        )
-        try:
-            output, _ = await trial.communicate(text.encode())
-        finally:
-            if trial.returncode is None:  # the caller is gone
-                trial.kill()
-        problem = output.decode(errors="replace")
-        if trial.returncode:
-            problem = f"it takes more than {grammar_trial.CPU_S} s or 2 GiB of memory. Make it simpler."
-        while len(_trials) >= _TRIED:
+    trial = _trials.get(text)
+    if trial is None:
+        while len(_trials) >= _REMEMBERED_TRIALS:
             del _trials[next(iter(_trials))]
-        _trials[text] = problem
+        trial = _trials[text] = _trial_threads.submit(_try_grammar, text)
+    try:
+        problem = await asyncio.shield(asyncio.wrap_future(trial))
+    except OSError:  # the machine has no room for a process now; a later request tries again
+        _trials.pop(text, None)
+        raise
     if problem:
         raise GrammarError(f"The grammar cannot be compiled: {_one_line(problem)}")
 
 
-class _Vocabulary:
-    """The tokens as bytes, in the shape that ``LLTokenizer`` reads."""
+def _try_grammar(text: str) -> str:
+    """Return what is wrong with a grammar; empty if it can be compiled."""
+    # -P: the folder of the program has modules of this package, which would hide those of other packages.
+    command = [sys.executable, "-P", grammar_trial.__file__]
+    ended = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
+    if ended.returncode < 0:  # ended by the kernel
+        return f"it takes more than {grammar_trial.CPU_S} s or 2 GiB of memory. Make it simpler."
+    # With another code, the program itself failed: the last line of its traceback says why.
+    output = ended.stderr.splitlines()[-1] if ended.returncode else ended.stdout
+    return output.decode(errors="replace")
+
+
+class _TokenizerWrapper:
+    """The tokens as bytes, with the attributes that ``LLTokenizer`` reads of llguidance's own class of this name."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -211,12 +237,12 @@ class _Vocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.tokens = token_bytes(tokenizer, vocab_size)
         self.eos_token_id = eos_ids[0]
-        # Words that somebody has added are text; marks are recognised as llguidance does for tokenizers that it reads itself.
+        # Added words are text. Marks are recognised as llguidance does for tokenizers that it reads itself.
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         marks = {
             token: each.content.encode()
             for token, each in added.items()
-            if each.special or (each.content.startswith("<") and each.content.endswith(">"))
+            if token < vocab_size and (each.special or (each.content.startswith("<") and each.content.endswith(">")))
         }
         self.special_token_ids = sorted({*marks, *eos_ids})
         special = set(self.special_token_ids)

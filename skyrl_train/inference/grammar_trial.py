@@ -1,4 +1,4 @@
-"""Compiles the grammar on its standard input and prints what is wrong with it. Run as a program of its own.
+"""Compiles the grammar on its standard input and prints what is wrong with it. Run as a separate program.
 
 No limit of the library ends every grammar that explodes: the intersection of twenty patterns takes hours. The kernel ends this
 process instead, after ``CPU_S`` seconds of work or at ``MEMORY_BYTES``.

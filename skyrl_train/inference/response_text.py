@@ -41,7 +41,8 @@ BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte fo
 
 
 class _Token(NamedTuple):
-    """A single token: the bytes that it stands for (None if it stands for text), and its text when decoded alone."""
+    """A single token: the bytes that it stands for (None if it stands for text), and its text when decoded alone (empty in a
+    byte-level vocabulary, where the bytes are enough)."""
 
     data: bytes | None
     alone: str
@@ -72,7 +73,7 @@ class _Scheme:
                     data = spelt.encode()  # an added token is spelt out
             elif self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(spelt)):
                 data = bytes([int(match[1], 16)])
-            token = _Token(data, self.decode([token_id]))
+            token = _Token(data, "" if self.byte_level else self.decode([token_id]))
         self.known[token_id] = token
         return token
 

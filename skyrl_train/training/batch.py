@@ -7,8 +7,8 @@ sequences ──pack_rows──────> indices per micro-batch ──colla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -16,22 +16,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.inference.grammar import Grammars
+from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.training.attention import Segments, cheapest_cuts
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.types import GrammarSpan
+from skyrl_train.training.head import AllowedTokens
 
 # The cost of one more forward and backward pass, beside its tokens, in padded tokens. Measured on the small CPU models; on a GPU
 # it is the launch latency of a mid-sized one.
 MICRO_BATCH_COST_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class GuidedTokens:
-    """Tokens that were sampled under one grammar. ``places``: of each among the scored tokens; -1: it is not scored."""
-
-    span: GrammarSpan
-    token_ids: list[int]
-    places: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class MicroBatch:
     scored: torch.Tensor  # bool [sum of (T - 1)]: which tokens after the first of each sequence are scored
     counts: torch.Tensor  # int64 [R], scored tokens of each sequence
     targets: torch.Tensor  # int64 [N], the scored tokens
-    guided: tuple[GuidedTokens, ...] = ()
+    allowed: AllowedTokens | None = None  # at the N scored tokens, on the CPU; None: every token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +55,30 @@ class RowLayout:
     packed: bool  # several sequences in a row instead of padding
     micro_batch_tokens: int  # per forward pass, padding included
     positions: int | None  # of the model; None: unlimited
+    grammars: Callable[[], Grammars] | None = None  # of the model, for log-probs; None: micro-batches have no masks
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, packed: bool, micro_batch_tokens: int) -> RowLayout:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        *,
+        packed: bool,
+        micro_batch_tokens: int,
+        grammars: Callable[[], Grammars] | None = None,
+    ) -> RowLayout:
         """Read the number of positions from the model's configuration."""
         positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return cls(packed, micro_batch_tokens, positions)
+        return cls(packed, micro_batch_tokens, positions, grammars)
 
     def micro_batches(
         self, sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
-    ) -> Iterator[MicroBatch]:
+    ) -> list[MicroBatch]:
         """Split the sequences at ``indices``; ``scored[i]`` (bool ``[T]``) marks the scored tokens of sequence ``i``.
 
         Raises:
             ConfigError: a sequence does not fit the token budget.
             GeneratorOutputError: a sequence is longer than the model has positions.
+            GrammarError: a response does not follow its grammar.
         """
         lengths = [len(sequences[index]) for index in indices]
         longest = max(lengths, default=0)
@@ -86,8 +88,20 @@ class RowLayout:
                 "generator.max_input_length or generator.sampling_params.max_tokens."
             )
         split, collate = (pack_rows, collate_packed) if self.packed else (pad_rows, collate_padded)
-        for chosen in split(lengths, self.micro_batch_tokens):
-            yield collate(sequences, [indices[position] for position in chosen], scored)
+        micro_batches = [
+            collate(sequences, [indices[position] for position in chosen], scored)
+            for chosen in split(lengths, self.micro_batch_tokens)
+        ]
+        if self.grammars is None or not any(sequences[index].grammars for index in indices):
+            return micro_batches
+        # Once for all passes over these micro-batches, and before the first of them: a rank that fails in a pass would leave the
+        # other ranks of a sharded model waiting.
+        masks, rows = masks_of(sequences, indices, self.grammars())
+        of_batches = [flat_tokens(rows, batch).unique(return_inverse=True) for batch in micro_batches]
+        return [
+            replace(batch, allowed=AllowedTokens(masks[used], places)) if bool(used.any()) else batch
+            for batch, (used, places) in zip(micro_batches, of_batches, strict=True)
+        ]
 
 
 def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -153,7 +167,6 @@ def collate_packed(
         scored=flags,
         counts=counts,
         targets=targets,
-        guided=_guided_tokens(sequences, indices, scored),
     )
 
 
@@ -178,8 +191,35 @@ def collate_padded(
         scored=flags,
         counts=counts,
         targets=targets,
-        guided=_guided_tokens(sequences, indices, scored),
     )
+
+
+def masks_of(
+    sequences: Sequence[TrainingSequence], indices: Sequence[int], grammars: Grammars
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Repeat the masks under which the tokens of the sequences at ``indices`` were sampled: a grammar's mask is a function of
+    the tokens before.
+
+    Returns:
+        The distinct masks, as in :class:`AllowedTokens`, of which the first allows every token; and for each of ``sequences``
+        the number of each token's mask, int64 ``[T]``.
+
+    Raises:
+        GrammarError: a response does not follow its grammar.
+    """
+    numbers: dict[bytes, int] = {}
+    rows = [torch.zeros(len(sequence), dtype=torch.int64) for sequence in sequences]
+    for index in indices:
+        sequence = sequences[index]
+        for span in sequence.grammars:
+            structured = StructuredOutput(span.kind, span.value)  # type: ignore[arg-type]
+            token_ids = sequence.token_ids[span.start : span.stop].tolist()
+            masks = grammars.replay(structured, token_ids, span.stop_token_ids)
+            of_span = [numbers.setdefault(mask.tobytes(), len(numbers) + 1) for mask in masks]
+            rows[index][span.start : span.stop] = torch.tensor(of_span)
+    every_token = b"\xff" * len(next(iter(numbers), b""))
+    packed = bytearray().join([every_token, *numbers])
+    return torch.frombuffer(packed, dtype=torch.uint8).reshape(len(numbers) + 1, -1), rows
 
 
 def flat_tokens(fields: Sequence[torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
@@ -205,27 +245,6 @@ def _scored_tokens(
     targets = torch.cat([sequences[i].token_ids[1:] for i in indices])[flags]
     counts = torch.stack([scored[i][1:].sum() for i in indices])
     return targets, flags, counts
-
-
-def _guided_tokens(
-    sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]
-) -> tuple[GuidedTokens, ...]:
-    guided, before = [], 0
-    for index in indices:
-        flags, sequence = scored[index][1:], sequences[index]
-        if sequence.grammars:
-            places = torch.where(flags, before - 1 + flags.cumsum(0), -1)
-            # The first token of a sequence has no place in ``flags``.
-            guided += [
-                GuidedTokens(
-                    span,
-                    sequence.token_ids[span.start : span.stop].tolist(),
-                    places[span.start - 1 : span.stop - 1].tolist(),
-                )
-                for span in sequence.grammars
-            ]
-        before += int(flags.sum())
-    return tuple(guided)
 
 
 def _longest_first(lengths: Sequence[int], budget: int) -> list[int]:

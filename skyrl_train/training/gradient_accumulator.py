@@ -99,6 +99,7 @@ class GradientAccumulator(ABC, Generic[M]):
         Raises:
             ConfigError: a sequence does not fit ``micro_batch_tokens``.
             GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
+            GrammarError: a response does not follow its grammar.
             ValueError: parts of a step were accumulated and neither finished nor discarded.
         """
 
@@ -133,6 +134,7 @@ class GradientAccumulator(ABC, Generic[M]):
             ConfigError: ``update_epochs_per_batch`` is more than 1, the loss needs whole minibatches, or a sequence does
                 not fit ``micro_batch_tokens``.
             GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
+            GrammarError: a response does not follow its grammar.
             ValueError: the part is of another step than the ones before it.
         """
 
@@ -220,7 +222,7 @@ class GradientAccumulator(ABC, Generic[M]):
             everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
             # A sequence of one token has nothing to score, and would be an empty row.
             scorable = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
-            return list(self._layout.micro_batches(sequences, scorable, everything))
+            return self._layout.micro_batches(sequences, scorable, everything)
 
         results = [torch.zeros(len(sequence)) for sequence in sequences]
         micro_batches = self._collectives.all_succeed(prepare)
@@ -239,7 +241,8 @@ class GradientAccumulator(ABC, Generic[M]):
         nothing = torch.zeros(2)
         ids = torch.zeros(2, dtype=torch.int64)
         pair = TrainingSequence(ids, nothing > 0, nothing, nothing, ids - 1, 0)
-        return next(self._layout.micro_batches([pair], [0], [torch.ones(2, dtype=torch.bool)]))
+        (micro_batch,) = self._layout.micro_batches([pair], [0], [torch.ones(2, dtype=torch.bool)])
+        return micro_batch
 
     def _with_minibatch_inputs(self, part: StepPart[M]) -> StepPart[M]:
         """Add inputs of the loss that need the whole minibatch, before its first pass."""

@@ -70,14 +70,18 @@ NO_RULE = LogitRule()
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """The tokens that could be sampled at N places. Few masks are distinct, and most places share one.
+    """The tokens that could be sampled at N places, as a table of the U distinct masks.
 
-    ``masks``: packed bits of the vocabulary, the first token in the lowest bit, uint8 ``[U, ceil(V / 8)]``; ``rows``: which of
-    them each place has, int64 ``[N]``.
+    ``masks``: packed bits of the vocabulary, the first token in the lowest bit, uint8 ``[U, at least V / 8]``; ``rows``: the mask
+    of each place, int64 ``[N]``.
     """
 
     masks: torch.Tensor
     rows: torch.Tensor
+
+    def to(self, device: torch.device) -> AllowedTokens:
+        """Return the same on ``device``."""
+        return AllowedTokens(self.masks.to(device), self.rows.to(device))
 
     def forbid_(self, logits: torch.Tensor, tokens: slice, first: int) -> None:
         """Set logits ``[n, v]`` of forbidden tokens, in place.

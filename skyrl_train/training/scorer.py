@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -28,10 +27,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.inference.grammar import Grammars
-from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.training.attention import caps_attention_scores, packing_obstacle, use_segments
 from skyrl_train.training.batch import MicroBatch, RowLayout, collate_packed, collate_padded, two_short_sequences
-from skyrl_train.training.head import AllowedTokens, LogitRule, token_scores
+from skyrl_train.training.head import LogitRule, token_scores
 from skyrl_train.training.sequence_parallel import SequenceRanks
 
 ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries hold at once
@@ -84,7 +82,6 @@ class Scorer:
         self._model = model
         self._fp32_head = False
         self._sequence_ranks = sequence_ranks
-        self._tokenizer = tokenizer
         self._rule = LogitRule.of(model, temperature if temperature > 0 else 1.0)
         if caps_attention_scores(model) and model.config.get_text_config()._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")
@@ -98,7 +95,18 @@ class Scorer:
                 "a scale and a cap after it. Set it to false."
             )
         self._fp32_head = fp32_head
-        self.layout = RowLayout.of(model, packed=self._method.packed, micro_batch_tokens=micro_batch_tokens)
+
+        @cache
+        def grammars() -> Grammars:
+            if tokenizer is None:
+                raise ConfigError(
+                    "A response was sampled under a grammar, and the scorer has no tokenizer to repeat its masks."
+                )
+            return Grammars(tokenizer(), model.config)
+
+        self.layout = RowLayout.of(
+            model, packed=self._method.packed, micro_batch_tokens=micro_batch_tokens, grammars=grammars
+        )
 
     # Not inference_mode: weights that a sharded model gathers here for the first time are kept for training.
     @torch.no_grad()
@@ -117,63 +125,19 @@ class Scorer:
         method = method or self._method
         ranks = self._sequence_ranks if method.packed else None
         part, own = (micro_batch, None) if ranks is None else ranks.slice_of(micro_batch)
-        allowed = self._allowed_tokens(micro_batch)
-        if allowed is not None and own is not None:
-            allowed = replace(allowed, rows=allowed.rows[own])
         if method.chunked:
             scores = chunked_scores(
-                self._model,
-                part,
-                self._rule,
-                fp32=self._fp32_head,
-                differentiate_entropy=differentiate_entropy,
-                allowed=allowed,
+                self._model, part, self._rule, fp32=self._fp32_head, differentiate_entropy=differentiate_entropy
             )
         else:
             temperature = self._rule.temperature
-            scores = full_scores(
-                self._model, part, temperature, differentiate_entropy=differentiate_entropy, allowed=allowed
-            )
+            scores = full_scores(self._model, part, temperature, differentiate_entropy=differentiate_entropy)
         if not torch.is_grad_enabled():
             reshard(self._model)
         if ranks is None or own is None:
             return scores
         number = len(micro_batch.targets)
         return ranks.join(scores[0], own, number), ranks.join(scores[1], own, number)
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        if self._tokenizer is None:
-            raise ConfigError(
-                "A response was sampled under a grammar, and the scorer has no tokenizer to repeat its masks."
-            )
-        return Grammars(self._tokenizer(), self._model.config)
-
-    def _allowed_tokens(self, micro_batch: MicroBatch) -> AllowedTokens | None:
-        """Repeat the masks under which tokens were sampled: a grammar's mask is a function of the tokens before.
-
-        Raises:
-            GrammarError: a response does not follow its grammar.
-        """
-        if not micro_batch.guided:
-            return None
-        rows = np.zeros(len(micro_batch.targets), np.int64)
-        numbers: dict[bytes, int] = {}
-        for guided in micro_batch.guided:
-            span = guided.span
-            matcher = self._grammars.matcher(StructuredOutput(span.kind, span.value), (), span.stop_token_ids)  # type: ignore[arg-type]
-            last = len(guided.token_ids) - 1
-            for number, (token, place) in enumerate(zip(guided.token_ids, guided.places, strict=True)):
-                if place >= 0:
-                    rows[place] = numbers.setdefault(matcher.mask.tobytes(), len(numbers) + 1)
-                if number < last:  # behind an end token a grammar has no mask
-                    matcher.advance([token])
-        if not numbers:  # the guided tokens are too old to be trained
-            return None
-        everything = b"\xff" * len(next(iter(numbers)))
-        masks = np.frombuffer(b"".join([everything, *numbers]), np.uint8).reshape(len(numbers) + 1, -1)
-        device = compute_device(self._model)
-        return AllowedTokens(torch.from_numpy(masks.copy()).to(device), torch.from_numpy(rows).to(device))
 
     @torch.no_grad()
     def _fastest_correct_method(self, packing: bool | None, dtype: torch.dtype) -> ScoringMethod:
@@ -234,23 +198,18 @@ def reshard(model: PreTrainedModel) -> None:
 
 
 def chunked_scores(
-    model: PreTrainedModel,
-    micro_batch: MicroBatch,
-    rule: LogitRule,
-    *,
-    fp32: bool,
-    differentiate_entropy: bool,
-    allowed: AllowedTokens | None = None,
+    model: PreTrainedModel, micro_batch: MicroBatch, rule: LogitRule, *, fp32: bool, differentiate_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies ``[N]``; nothing of size N times the vocabulary exists at any time.
 
     Args:
         rule: all operations of the model after its head, and the temperature.
-        fp32, allowed: see :func:`skyrl_train.training.head.token_scores`.
+        fp32: see :func:`skyrl_train.training.head.token_scores`.
     """
     head, body = _head(model), model.base_model
     device = compute_device(model)
     outputs, targets = micro_batch.outputs.to(device), micro_batch.targets.to(device)
+    allowed = None if micro_batch.allowed is None else micro_batch.allowed.to(device)
 
     def of_head(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return token_scores(
@@ -274,12 +233,7 @@ def chunked_scores(
 
 
 def full_scores(
-    model: PreTrainedModel,
-    micro_batch: MicroBatch,
-    temperature: float,
-    *,
-    differentiate_entropy: bool,
-    allowed: AllowedTokens | None = None,
+    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, *, differentiate_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies ``[N]`` from the model's own logits ``[N, V]``, float32 or wider."""
     device = compute_device(model)
@@ -297,9 +251,9 @@ def full_scores(
         handle.remove()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits if temperature == 1.0 else logits / temperature
-    if allowed is not None:
+    if micro_batch.allowed is not None:
         logits = logits.clone()
-        allowed.forbid_(logits, slice(None), 0)
+        micro_batch.allowed.to(logits.device).forbid_(logits, slice(None), 0)
     targets = micro_batch.targets.to(logits.device)
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
     with torch.set_grad_enabled(differentiate_entropy and torch.is_grad_enabled()):

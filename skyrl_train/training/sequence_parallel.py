@@ -43,6 +43,7 @@ class SequenceRanks:
         start, filling = self.rank * width, width * self.size - tokens
         # The places of scored tokens ascend in a packed row.
         first, last = torch.searchsorted(micro_batch.outputs, torch.tensor([start, start + width])).tolist()
+        allowed = micro_batch.allowed
         part = replace(
             micro_batch,
             input_ids=pad(micro_batch.input_ids, (0, filling))[:, start : start + width],
@@ -50,6 +51,7 @@ class SequenceRanks:
             segments=replace(micro_batch.segments, ranks=self),
             outputs=micro_batch.outputs[first:last] - start,
             targets=micro_batch.targets[first:last],
+            allowed=None if allowed is None else replace(allowed, rows=allowed.rows[first:last]),
         )
         return part, slice(first, last)
 

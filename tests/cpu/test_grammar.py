@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
 import itertools
 import json
 import random
 import re
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +25,10 @@ from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.endpoint.sessions.export import to_sequences
 from skyrl_train.endpoint.sessions.session import SessionStatistics
 from skyrl_train.endpoint.sessions.turns import TurnTree
-from skyrl_train.errors import GrammarError
+from skyrl_train.errors import GeneratorOutputError, GrammarError
 from skyrl_train.generators.harness.generator import AgentRun, to_output
 from skyrl_train.generators.validation import to_samples
+from skyrl_train.inference import grammar
 from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, check_grammar
 from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
@@ -32,11 +38,12 @@ from skyrl_train.rollout.buffer import decode_group, encode_group
 from skyrl_train.rollout.stages.logprobs import tokens_to_score
 from skyrl_train.training import head
 from skyrl_train.training.backend import TrainingSequence
-from skyrl_train.training.batch import collate_packed, collate_padded
+from skyrl_train.training.batch import collate_padded
 from skyrl_train.training.distributed.worker import PackedSequences
 from skyrl_train.training.minibatch import build_minibatch
 from skyrl_train.training.reference import TokensToScore
 from skyrl_train.training.scorer import Scorer, ScoringMethod
+from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.types import GrammarSpan, PauseMode, RolloutGroup, TrajectoryID
 
 LETTERS = '{}[]":, abc0123-'  # with four words and three special tokens, as many tokens as the tiny models have
@@ -122,6 +129,10 @@ def test_marks_are_no_text_and_stop_tokens_end_only_a_complete_text() -> None:
     assert allowed(made.matcher(StructuredOutput("regex", "a"), [letter], [other, letter])) == {end, other}
     assert allowed(made.matcher(StructuredOutput("regex", "a"), [], [other, letter])) == {letter}
     assert allowed(made.matcher(StructuredOutput("grammar", f'start: <[{call}]> "a"'))) == {call}
+    # A model without rows for the last tokens cannot sample them.
+    fewer = Grammars(tokenizer, PreTrainedConfig(vocab_size=call, eos_token_id=[end, call]))
+    assert fewer.eos_ids == (end,)
+    assert allowed(fewer.matcher(StructuredOutput("regex", "a"), [letter], [call])) == {end}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +143,7 @@ def test_marks_are_no_text_and_stop_tokens_end_only_a_complete_text() -> None:
         (StructuredOutput("json_schema", '{"type": "nothing"}'), "Invalid type: nothing"),
         (StructuredOutput("json_schema", '{"$ref": "#/nowhere"}'), "nowhere"),
         (StructuredOutput("json_schema", '{"$ref": "http://localhost:1/x"}'), "not present"),
+        (StructuredOutput("json_schema", "no JSON"), "compiled: expected ident"),
         (StructuredOutput("regex", "(a"), "unclosed group"),
         (StructuredOutput("regex", "(?=a)b"), "look-around"),
         (StructuredOutput("regex", "xyz"), "vocabulary cannot spell"),
@@ -147,13 +159,36 @@ def test_a_grammar_that_cannot_be_compiled_is_named(structured: StructuredOutput
 
 
 async def test_a_trial_ends_what_would_take_hours_to_compile() -> None:
-    await check_grammar(KINDS[0])
     with pytest.raises(GrammarError, match="Unimplemented keys"):
         await check_grammar(StructuredOutput("json_schema", '{"not": {}}'))
     patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(20)]
-    for _ in range(2):  # the second answer costs no second trial
-        with pytest.raises(GrammarError, match="more than 1 s"):
-            await check_grammar(StructuredOutput("json_schema", json.dumps({"allOf": patterns})))
+    with pytest.raises(GrammarError, match="more than 1 s"):
+        await check_grammar(StructuredOutput("json_schema", json.dumps({"allOf": patterns})))
+
+
+async def test_requests_with_the_same_grammar_share_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, commands = subprocess.run, list[list[str]]()
+
+    def counted(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(grammar.subprocess, "run", counted)
+    monkeypatch.setattr(grammar, "_trials", {})
+    checks = [asyncio.create_task(check_grammar(KINDS[0])) for _ in range(5)]
+    await asyncio.sleep(0)  # all have begun
+    checks[0].cancel()  # the one that began the trial
+    await asyncio.gather(*checks[1:])
+    await check_grammar(KINDS[0])
+    assert len(commands) == 1
+
+
+async def test_a_trial_that_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "trial.py").write_text("import no_such_library")
+    monkeypatch.setattr(grammar.grammar_trial, "__file__", str(tmp_path / "trial.py"))
+    monkeypatch.setattr(grammar, "_trials", {})
+    with pytest.raises(GrammarError, match="No module named 'no_such_library'"):
+        await check_grammar(KINDS[0])
 
 
 def test_a_token_that_is_not_allowed_is_an_error() -> None:
@@ -337,9 +372,7 @@ def test_the_trainer_recomputes_log_probs_and_gradients_under_the_same_masks(
     model.load_state_dict(tiny_model().state_dict())
     scorer = Scorer(model, temperature=0.7, micro_batch_tokens=200, tokenizer=tiny_tokenizer)
     masks = [sequence.loss_mask for sequence in sequences]
-    collate = collate_packed if method.packed else collate_padded
-    order = sorted(range(3), key=lambda index: -len(sequences[index]))
-    batch = collate(sequences, order, masks)
+    (batch,) = dataclasses.replace(scorer.layout, packed=method.packed).micro_batches(sequences, range(3), masks)
     weights = torch.linspace(-1.0, 2.0, len(batch.targets))
     logprobs, entropies = scorer.logprobs_and_entropies(batch, method, differentiate_entropy=True)
     (weights * (logprobs + 0.1 * entropies)).sum().backward()
@@ -348,7 +381,7 @@ def test_the_trainer_recomputes_log_probs_and_gradients_under_the_same_masks(
     # The reference: a softmax over the allowed tokens alone, place by place.
     model.zero_grad()
     expected, expected_entropies, sampled_from = [], [], []
-    for index in order:
+    for index in batch.indices:
         sequence, made = sequences[index], grammars()
         ids = sequence.token_ids
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / 0.7
@@ -371,12 +404,32 @@ def test_the_trainer_recomputes_log_probs_and_gradients_under_the_same_masks(
     assert forced.any() and not logprobs.detach()[forced].any() and not entropies.detach()[forced].abs().gt(1e-6).any()
 
 
+def test_a_response_that_does_not_follow_its_grammar_is_rejected_before_the_first_pass() -> None:
+    (sequence, _, _), _ = guided_sequences(KINDS[2])
+    sequence.token_ids[5] = sequence.token_ids[0]
+    scorer = Scorer(tiny_model(), temperature=0.7, micro_batch_tokens=200, tokenizer=tiny_tokenizer)
+    with pytest.raises(GrammarError, match="cannot be followed"):
+        scorer.layout.micro_batches([sequence], [0], [sequence.loss_mask])
+
+
+def test_ranks_that_share_a_row_have_the_masks_of_their_tokens() -> None:
+    sequences, _ = guided_sequences(KINDS[2])
+    scorer = Scorer(tiny_model(), temperature=0.7, micro_batch_tokens=200, tokenizer=tiny_tokenizer)
+    (batch,) = scorer.layout.micro_batches(sequences, range(3), [sequence.loss_mask for sequence in sequences])
+    ranks = [SequenceRanks(None, rank, 2, "a setting") for rank in range(2)]  # type: ignore[arg-type]
+    parts = [each.slice_of(batch)[0] for each in ranks]
+    rows = [part.allowed.rows for part in parts if part.allowed is not None]
+    assert batch.allowed is not None and torch.cat(rows).equal(batch.allowed.rows) and batch.allowed.rows.any()
+    assert [len(each) for each in rows] == [len(part.targets) for part in parts] and all(map(len, rows))
+
+
 def test_a_response_whose_guided_tokens_are_all_too_old_needs_no_masks() -> None:
     (sequence, other, _), _ = guided_sequences(KINDS[2])
     masks = [torch.zeros(len(sequence), dtype=torch.bool), other.loss_mask]
     scorer = Scorer(tiny_model(), temperature=0.7, micro_batch_tokens=200, tokenizer=tiny_tokenizer)
-    both = scorer.logprobs(collate_padded([sequence, other], [0, 1], masks))
-    alone = scorer.logprobs(collate_padded([other], [0], [other.loss_mask]))
+    (batch,) = scorer.layout.micro_batches([sequence, other], [0, 1], masks)
+    assert batch.allowed is None
+    both, alone = scorer.logprobs(batch), scorer.logprobs(collate_padded([other], [0], [other.loss_mask]))
     torch.testing.assert_close(both, alone, atol=TOLERANCE, rtol=0)
 
 
@@ -393,7 +446,14 @@ def test_spans_of_grammars_reach_the_trainer_through_sessions_and_checkpoints() 
     tree.add(1, last)
     sequences = to_sequences(tree, 1.0, {})
     run = AgentRun(sequences, SessionStatistics(3, 1, 0, 0, 6, 0, 1, 0, True), 0.0, 0)
-    (sample,) = to_samples(to_output([run], [TrajectoryID("a", 0)]), 1)
+    output = to_output([run], [TrajectoryID("a", 0)])
+    for wrong, message in (
+        ([[], []], "has 2 entries"),
+        ([[GrammarSpan(0, 9, "regex", "a")]], "not within the response"),
+    ):
+        with pytest.raises(GeneratorOutputError, match=f"rollout_grammars.* {message}"):
+            to_samples({**output, "rollout_grammars": wrong}, 1)  # type: ignore[typeddict-item]
+    (sample,) = to_samples(output, 1)
     (sequence,) = sample.sequences
     assert sequence.response_ids == [7, 8, 9, 10, 9, 3, 4, 1]
     assert sequence.grammars == (GrammarSpan(0, 2, schema.kind, ""), GrammarSpan(5, 8, "regex", "ab", (2,)))

@@ -173,7 +173,7 @@ async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.
 
 
 async def posted(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = await http.post(route, json={"model": "policy", "seed": 3, **body}, timeout=60)
+    answer = await http.post(route, json={"model": "policy", "seed": 3, **body})
     assert answer.status_code == 200, answer.text
     read: dict[str, Any] = answer.json()
     return read

@@ -190,7 +190,6 @@ class ChatService:
         context, prompt_tokens = self.generation.capabilities.max_model_len, len(plan.prompt_token_ids)
         # Reject before sampling: the engines would raise later, after other choices have begun.
         params, room = request.params, context - prompt_tokens
-        params = await self._guided(request, plan.prompt_token_ids)
         if room < 1:
             raise RequestError(
                 f"The prompt has {prompt_tokens} tokens and leaves no room in a context of {context} tokens. Shorten "
@@ -202,6 +201,7 @@ class ChatService:
                 f"The prompt has {prompt_tokens} tokens and {wanted} are asked for, beyond the context of {context} "
                 f"tokens. Ask for at most {room} or shorten the conversation."
             )
+        params = await self._guided(request, plan.prompt_token_ids)
         if session is not None:
             # Without a requested length, the least that the request can take.
             least = request.max_tokens or max(params.min_tokens, 1)
