@@ -500,13 +500,17 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                 # Waiting for an engine can take long, so the gate is checked once more below.
                 slot = await self._pool.acquire(request.session_id)
                 try:
-                    if self.gate.is_open:
+                    # Seconds, once per engine, in which the gate may close.
+                    ready = segment.sampling_params.structured is None or await self._pool.run(
+                        slot, self._pool.engines[slot.engine].load_grammars()
+                    )
+                    if ready and self.gate.is_open:
                         trace.begin(slot.engine)
                         stayed = await self._pool.run(
                             slot, self._run_segment(slot.engine, segment, response, request, on_progress, trace)
                         )
                         trace.end(None if stayed else self._pool.fleet.records[slot.engine].state)
-                    else:  # it closed while this task waited for an engine
+                    else:  # the gate closed, or the engine left, before the segment began
                         response.segments -= 1
                 except RequestError as error:
                     if not response.token_ids or isinstance(error, GrammarError):

@@ -34,8 +34,10 @@ class StructuredOutput:
     """A grammar that the response must follow. ``value`` is a JSON schema, a regular expression or a grammar as text.
 
     Behaviour log-probs belong to the masked distribution. The grammar alone decides where the response may end: ``min_tokens``
-    and ``ignore_eos`` have no effect beside it. A request that continues a response says by ``continued_tokens`` how many
-    tokens at the end of its prompt follow the grammar already.
+    and ``ignore_eos`` have no effect with it.
+
+    Attributes:
+        continued_tokens: of a request that continues a response: the last tokens of its prompt that follow the grammar already.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "grammar"]
@@ -192,7 +194,7 @@ class EngineCapabilities:
     """The features of an engine. The client and the trainers read this instead of probing.
 
     ``chunked_streaming``: streams with larger chunks cost less, so that the client can keep the tokens of a long response
-    without a cost per token. ``grammar_continuation``: grammars are those of
+    without a cost per token. ``grammar_continuation``: the engine follows grammars with
     :mod:`skyrl_train.inference.grammar`, so that a response with one is continued like any other.
     """
 
@@ -317,6 +319,14 @@ class InferenceEngineInterface(ABC):
             EngineError: this engine cannot read its weights back.
         """
         raise EngineError(f"{type(self).__name__} cannot read its weights back.")
+
+    async def load_grammars(self) -> None:
+        """Load what requests with a grammar need, while the engine serves; a no-op where that is always loaded.
+
+        Raises:
+            GrammarError: it cannot be loaded.
+        """
+        return
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter (peft's folder format) that requests may name. Only where ``capabilities.adapters``."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import GrammarError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
+from skyrl_train.inference.engines.embedded import core as engine_core
+from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
+from skyrl_train.inference.grammar import Grammars
 from skyrl_train.inference.interface import SamplingParams, StructuredOutput
 from skyrl_train.inference.requests import Generation, GenerationRequest
 from skyrl_train.models.folder import load_model, load_tokenizer
@@ -24,6 +29,7 @@ from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
+from skyrl_train.workers.messages import Message
 
 
 class World:
@@ -35,8 +41,27 @@ class World:
         self.client = InferenceEngineClient(self.engines, load_tokenizer(folder), folder)
         self.transport = SharedMemoryTransport()
         self.version = -1
+        self.freezes = False
+
+    def freeze_after(self, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Freeze the engine that makes the next step after ``steps`` of them, until the next update resumes it.
+
+        Engines run ahead of a stalled event loop, which would see only the end of a response.
+        """
+        step, cores = EmbeddedEngineCore.step, list[EmbeddedEngineCore]()
+
+        def counted(core: EmbeddedEngineCore) -> list[Message]:
+            answers = step(core)
+            cores.append(core)
+            if self.freezes and core is cores[0] and len(cores) == steps:
+                core.pause(PauseMode.KEEP)
+            return answers
+
+        self.freezes = True
+        monkeypatch.setattr(EmbeddedEngineCore, "step", counted)
 
     async def publish(self, mode: PauseMode) -> None:
+        self.freezes = False
         self.version += 1
         syncer = WeightSyncer(self.client, self.transport, weights_of(self.model.named_parameters), mode)
         await syncer.sync(self.version)
@@ -66,13 +91,14 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("schedule", [0, *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in (1, 2))])
 async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
-    world: World, schedule: int, temperature: float
+    world: World, schedule: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(schedule)
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=schedule, ignore_eos=True)
     expected = await world.play(params, [], "a")
     modes = [PauseMode.ABORT, PauseMode.ABORT, PauseMode.KEEP, PauseMode.RECOMPUTE, None, None]
-    got = await world.play(params, [draw.choice(modes) for _ in range(20)], "a")
+    world.freeze_after(10, monkeypatch)
+    got = await world.play(params, [draw.choice(modes[:4]), *(draw.choice(modes) for _ in range(19))], "a")
     assert got.token_ids == expected.token_ids
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE)
     assert got.versions == sorted(got.versions) and got.versions[-1] > got.versions[0]
@@ -83,20 +109,47 @@ async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
     [(0.0, None), (1.0, None), (1.0, StructuredOutput("regex", "[0-9]{2}([1-4]|78){60}"))],  # no end is allowed before
 )
 async def test_the_death_of_its_engine_does_not_change_a_response(
-    world: World, temperature: float, structured: StructuredOutput | None
+    world: World, temperature: float, structured: StructuredOutput | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True, structured=structured)
     expected = await world.play(params, [], "b")
-    pieces = 0
+    world.freeze_after(10, monkeypatch)
+    got, serving = None, list[EmbeddedEngine]()
     async for chunk in world.client.stream(GenerationRequest([3, 4, 5], params, "c")):
-        pieces += 1
-        if pieces == 3:
+        if not serving:
             serving = [engine for engine in world.engines if (await engine.health()).running]
             await serving[0].teardown()
-        if chunk.generation is not None:
-            assert chunk.generation.segments == 2
-            assert chunk.generation.token_ids == expected.token_ids
-            np.testing.assert_allclose(chunk.generation.logprobs, expected.logprobs, atol=TOLERANCE)
+        got = chunk.generation
+    assert got is not None and got.segments == 2
+    assert got.token_ids == expected.token_ids
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE)
+
+
+async def test_engines_serve_while_they_load_what_a_grammar_needs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, release = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Grammars:
+        began.set()
+        release.wait()
+        return Grammars(*args)
+
+    monkeypatch.setattr(engine_core, "Grammars", slow)
+    asked = SamplingParams(max_tokens=9, structured=StructuredOutput("regex", "[12]{3}"))
+    guided = asyncio.create_task(world.client.complete(GenerationRequest([3, 4, 5], asked, "g")))
+    try:
+        await asyncio.to_thread(began.wait)
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        # As many as both engines share, so that one of them is on the engine that loads.
+        requests = [GenerationRequest([3, 4, 5], params, f"f{number}") for number in range(4)]
+        free = await asyncio.gather(*map(world.client.complete, requests))
+        await world.publish(PauseMode.ABORT)
+        assert [len(each.token_ids) for each in free] == [5] * 4 and not guided.done()
+    finally:
+        release.set()
+    got = await guided
+    assert re.fullmatch("[12]{3}", got.text) and set(got.versions) == {world.version}
 
 
 async def test_a_chat_follows_its_format(world: World) -> None:

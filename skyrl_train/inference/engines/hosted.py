@@ -22,6 +22,7 @@ class HostedEngine(InferenceEngineInterface):
     def __init__(self, name: str) -> None:
         self._name = name
         self._connection: WorkerConnection | None = None
+        self._grammars_of: WorkerConnection | None = None  # the life of the hosted object that has loaded them
         self._version = -1
 
     @property
@@ -42,6 +43,12 @@ class HostedEngine(InferenceEngineInterface):
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self.connection.call("wake_up", tags)
+
+    async def load_grammars(self) -> None:
+        connection = self.connection
+        if self._grammars_of is not connection:
+            await connection.call("load_grammars")
+            self._grammars_of = connection
 
     async def load_weights(self, update: WeightUpdate) -> None:
         await self.connection.call("load_weights", update)

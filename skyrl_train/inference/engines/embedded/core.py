@@ -141,7 +141,7 @@ class EmbeddedEngineCore:
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
         matcher = None
         if params.structured is not None:
-            grammars = self._grammars
+            grammars = self.grammars
             stop_ids = (*stop_ids, *grammars.eos_ids)
             continued = prompt[len(prompt) - params.structured.continued_tokens :]
             # Not the engine's own end tokens: the trainer has to come to the same masks.
@@ -160,7 +160,12 @@ class EmbeddedEngineCore:
         )
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
+        """The grammars of the model. The first access loads the tokenizer, also in a thread beside the other methods.
+
+        Raises:
+            GrammarError: the engine has no tokenizer.
+        """
         if self._tokenizer is None:
             raise GrammarError("The engine has no tokenizer, without which it cannot follow a grammar.")
         try:
@@ -233,7 +238,7 @@ class EmbeddedEngineCore:
     def receive(self, update: WeightUpdate) -> None:
         """Fetch an update's bytes and verify them. ``load`` raises what is wrong with them.
 
-        This is the one method that may run in a thread beside the others, so that sampling continues meanwhile.
+        Like the first access to ``grammars``, it may run in a thread beside the others, so that sampling continues meanwhile.
         """
         try:
             self._received = (update, self._receiver.open_update(update))

@@ -5,7 +5,8 @@ waits for       a call, when the core has nothing to do
 unblocked by    the channel
 produces        a batch of answers to the calls, before the step that they let begin, and one for the step
 
-Weights are received in a thread beside it, one update at a time: sampling waits for the load only.
+Weights are received in a thread beside it, one update at a time: sampling waits for the load only. Another thread loads the
+tokenizer for grammars.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from skyrl_train.workers.connection import Channel
 from skyrl_train.workers.messages import Call, Cancel, Failure, LastWords, Message, Result
 
 logger = logging.getLogger(__name__)
+
+_BESIDE = ("receive_weights", "load_grammars")  # methods that run in a thread each
 
 
 def serve(channel: Channel) -> None:
@@ -64,7 +67,7 @@ class EngineLoop:
         self._channel = channel
         self._build = build
         self._sending = threading.Lock()
-        self._receiving = ThreadPoolExecutor(1, "weight-reception")
+        self._threads = {method: ThreadPoolExecutor(1, method) for method in _BESIDE}
 
     def run(self) -> None:
         """Serve until the driver is gone. A failure of the engine as a whole is logged and told to the driver."""
@@ -80,14 +83,15 @@ class EngineLoop:
                     answers: list[Message] = []
                     # Block only without work: running requests must not wait for a call.
                     for message in self._channel.receive(block=not core.runnable):
-                        if isinstance(message, Call) and message.method == "receive_weights":
-                            self._receiving.submit(self._receive, core, message)
+                        if isinstance(message, Call) and message.method in _BESIDE:
+                            self._threads[message.method].submit(self._run_beside, service, message)
                         else:
                             answers += service.handle(message)
                     self._send(answers)  # a caller that resumed the engine must not wait for its next step
                     self._send(service.step())
             finally:
-                self._receiving.shutdown(cancel_futures=True)
+                for thread in self._threads.values():
+                    thread.shutdown(cancel_futures=True)
                 core.close()
         except EOFError:
             return
@@ -99,17 +103,15 @@ class EngineLoop:
             with contextlib.suppress(EOFError):
                 self._send([LastWords(reason)])
 
-    def _receive(self, core: EmbeddedEngineCore, call: Call) -> None:
-        answer: Message
+    def _run_beside(self, service: EngineService, call: Call) -> None:
         try:
-            core.receive(*call.arguments)
-            answer = Result(call.id)
-        except Exception as error:  # the weight sync must hear of it
-            logger.exception("The embedded engine failed to receive weights.")
-            reason = f"the weights could not be received: {type(error).__name__}: {error}"
-            answer = Failure.of(call.id, EngineError(reason))
+            answers = service.handle(call)
+        except Exception as error:  # the caller must hear of it
+            logger.exception("The embedded engine failed in %s.", call.method)
+            reason = f"{call.method} failed: {type(error).__name__}: {error}"
+            answers = [Failure.of(call.id, EngineError(reason))]
         with contextlib.suppress(EOFError):  # the driver is gone, which the loop notices by itself
-            self._send([answer])
+            self._send(answers)
 
     def _send(self, messages: list[Message]) -> None:
         if messages:
@@ -167,6 +169,8 @@ class EngineService:
                     answers = core.abort()
                 case "receive_weights":
                     core.receive(*message.arguments)
+                case "load_grammars":
+                    _ = core.grammars
                 case "load_weights":
                     core.load(*message.arguments)
                     value = core.policy_version
