@@ -52,8 +52,8 @@ class GeneratorInput(TypedDict):
 class GrammarSpan:
     """Tokens ``start`` to ``stop - 1`` of a response were sampled under one grammar, from its beginning.
 
-    ``kind`` and ``value`` are those of a :class:`~skyrl_train.inference.interface.StructuredOutput`, ``stop_token_ids`` are
-    the request's.
+    ``kind`` and ``value`` are the fields of its :class:`~skyrl_train.inference.interface.StructuredOutput`; ``stop_token_ids``
+    belong to the request.
     """
 
     start: int
@@ -63,7 +63,7 @@ class GrammarSpan:
     stop_token_ids: tuple[int, ...] = ()
 
     def moved(self, tokens: int) -> GrammarSpan:
-        """Return the span as it is ``tokens`` further right."""
+        """Return the span, ``tokens`` further right."""
         return replace(self, start=self.start + tokens, stop=self.stop + tokens)
 
 

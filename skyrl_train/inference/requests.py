@@ -42,8 +42,8 @@ class Generation:
     """A finished response. Each list has one entry per sampled token.
 
     ``text`` has no special tokens and ends before the stop string; ``token_ids`` keeps the tokens of the stop string.
-    ``segments`` counts the engine requests, ``restarts`` those that started over. ``grammar`` is the whole response's, where
-    the trainer can mask the same tokens (``EngineCapabilities.grammar_continuation``).
+    ``segments`` counts the engine requests, ``restarts`` those that started over. ``grammar`` covers the whole response; None
+    without one, or where the trainer cannot mask the same tokens (``EngineCapabilities.grammar_continuation``).
     """
 
     prompt_token_ids: list[int]

@@ -27,7 +27,7 @@ class SessionSequence:
         rewards: a turn's reward is on its last token.
         stop_reason: of the last turn.
         turns: indices of the turns that are trained in this sequence.
-        grammars: of the turns that followed one.
+        grammars: one span for each turn with a grammar.
     """
 
     prompt_token_ids: list[int]

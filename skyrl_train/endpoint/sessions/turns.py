@@ -37,7 +37,7 @@ class Turn:
         context: int32, the prompt's tokens after the parent's.
         response, versions: int32, one entry per sampled token. ``logprobs``: float64.
         end: number of tokens from the start of the conversation to the end of the response.
-        grammar: of the response.
+        grammar: of the response, whose first token is number 0; None: it had none.
     """
 
     index: int

@@ -83,7 +83,8 @@ class ToolFormat:
     def grammar(self, tools: Tools, token_ids: Mapping[str, int]) -> str:
         """Return a grammar in llguidance's variant of Lark that allows one block with one call of one of ``tools``.
 
-        Arguments follow the tool's schema; keywords that the library cannot follow count with ``strict`` only.
+        Arguments follow the tool's schema. Keywords that the library cannot follow are an error with ``strict``, else they are
+        skipped.
 
         Args:
             token_ids: tokens by their text, for marks that have one.

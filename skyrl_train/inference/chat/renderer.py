@@ -300,7 +300,7 @@ class ChatRenderer:
         return StructuredOutput("grammar", form.grammar(tools, self._token_ids))
 
     def guided(self, structured: StructuredOutput, prompt_token_ids: Sequence[int]) -> StructuredOutput:
-        """Return the grammar of a response: ``structured`` holds for the answer, behind reasoning that the prompt has opened."""
+        """Return the grammar of a response: free reasoning, where the prompt has opened it, and then ``structured``."""
         form = self._format or MessageFormat()
         if form.reasoning is None or not self._reasoning_open(form, prompt_token_ids):
             return structured

@@ -75,7 +75,9 @@ class ChatCompletionBody(OpenAIBody):
     response_format: ResponseFormat | None = Field(
         None, description="text; json_object and json_schema where the engines can be guided"
     )
-    tools: Tools | None = Field(None, description="functions only; strict is shown to the model, not enforced")
+    tools: Tools | None = Field(
+        None, description="functions only; strict is shown to the model, and enforced in forced calls"
+    )
     tool_choice: ToolChoice | None = Field(None, description=FORCED_NOTE)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="an argument of the chat template; none also sets enable_thinking to false"
