@@ -5,8 +5,8 @@
                           └ failed, filtered, dropped        └ checkpoint ──kill──> resume, with recordings
 
 The trainer is a generator that yields the time it needs, or WAIT until it is notified. It and the admission look at their
-conditions only when they are notified, at the places where the real loops are; ``_check`` finds an opening that nobody was
-told of.
+conditions only when they are notified, at the places where the real loops are; ``_check`` fails if there
+was an opening without a notification.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
 
 WAIT: Final = None
 SUPERSEDED: Final = "superseded"  # an event of something that is no more; misfortunes come with what happens only
+MAX_RESIZES: Final = 3
 Trainer = Generator[float | None, None, None]
 
 
@@ -132,7 +133,7 @@ class Run:
         self.world = world
         self.rng = random.Random(world.seed)
         self.now = 0.0
-        self.kills_left, self.resizes_left = world.kills, 3
+        self.kills_left, self.resizes_left = world.kills, MAX_RESIZES
         self.lags: list[int] = []  # of the groups that were trained
         self.partly_masked = self.wholly_masked = 0  # groups
         self.waits = 0  # times that the trainer had enough groups and waited
@@ -193,8 +194,10 @@ class Run:
         self.m.load_state_dict(saved.counts, saved.step, self.buffer.values())
         self._drop_overdue()
         all_fit, before = len(self.reissue) <= self.m.capacity(), self.fresh_starts
+        # Not if D or W were made smaller, nor if a late group has no recording: it is no longer late and takes a place.
+        assert all_fit or self.resizes_left < MAX_RESIZES or self.sizes.policy in ("mask", "accept")
         self._admit()
-        if all_fit:  # always, unless W or D have shrunk; D does where it adapts
+        if all_fit:
             assert not self.reissue and not self.replay_cache
             assert self.sizes.policy == "drop" or self.fresh_starts == before, "what was feasible when saved still is"
 
@@ -408,7 +411,8 @@ class Run:
     def _resize(self) -> None:
         self.resizes_left -= 1
         bound = self.world.k - 1 + self.rng.randint(0, 5)
-        depth = None if self.sizes.d is None else self.rng.uniform(0, bound - self.world.k + 1)
+        adapts = self.sizes.d is None and self.rng.random() < 0.5  # a given depth ends it
+        depth = None if adapts else self.rng.uniform(0, bound - self.world.k + 1)
         before = (self.m.max_staleness_steps, self.m.generate_ahead_steps, self.m.max_running)
         workers = self.rng.choice((1, self.world.b, 20))
         try:

@@ -77,17 +77,18 @@ def kill_and_finish(fork_server: ForkServer, root: Path, mode: str, steps: int, 
 
 # Ends of every kind, in every mode ------------------------------------------------------------------------------------
 
+ADAPTING = "trainer.fully_async.generate_ahead_steps=null"  # the quickstart sets 1
 MODES = {
     "sync": ["trainer.mode=sync"],
     "one_step_off": ["trainer.mode=one_step_off"],
     "partial_rollout": ["trainer.mode=partial_rollout"],
     "accept": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=accept"],
-    "wait": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=wait"],
+    "wait": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=wait", ADAPTING],
     "mask": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=mask"],
     "drop": ["trainer.mode=fully_async", "trainer.fully_async.staleness_policy=drop"],
-    "streaming": ["trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1"],
+    "streaming": ["trainer.mode=fully_async", "trainer.fully_async.streaming_min_groups=1", ADAPTING],
     "overlap": ["trainer.mode=fully_async", "trainer.fully_async.overlap_weight_sync=true"],
-    "every_second": ["trainer.mode=fully_async", "trainer.fully_async.weight_sync_interval=2"],
+    "every_second": ["trainer.mode=fully_async", "trainer.fully_async.weight_sync_interval=2", ADAPTING],
     "filter": ["trainer.mode=fully_async", "trainer.algorithm.dynamic_sampling=filter"],
 }
 

@@ -597,8 +597,8 @@ def test_impossible_sizes_are_refused_while_running_too(sizes: dict[str, int]) -
 
 
 def depths(m: StalenessManager, running: Iterable[int], first: int = 0) -> list[float]:
-    """Trains a step for each number; so many of the newest groups still run as it ends, or as many as leave it complete.
-    Returns the depth after each step."""
+    """Trains a step for each number of ``running``: so many of the newest groups still run when it ends, or fewer if the step
+    would lack groups. Returns the depth after each step."""
     found: list[float] = []
     runs: list[Finished] = []
     buffer: list[Finished] = []
@@ -674,12 +674,21 @@ def test_a_smaller_bound_limits_the_adapting_depth_and_a_given_depth_ends_it() -
     assert (m.ahead, m.generate_ahead_steps) == (0.5, 0.5)
 
 
-def test_a_resumed_run_goes_on_with_the_depth_that_it_had() -> None:
+def test_a_resumed_run_keeps_its_depth() -> None:
     m = manager(4, 6, None, policy="mask")
     assert depths(m, [1] * 16)[-1] == 1.25
     restored = manager(4, 6, None, policy="mask")
     restored.load_state_dict({**m.state_dict(), "buffered": 0}, m.step, [])
     assert restored.ahead == 1.25
+
+
+def test_a_resumed_run_admits_all_groups_that_ran_although_the_depth_had_shrunk() -> None:
+    m = manager(4, 6, None, policy="wait")
+    assert depths(m, [8, *[2] * 16])[-2:] == [3, 1.5]
+    unfinished = m.counts.running + m.counts.buffered  # for a resume that finds none of them finished
+    restored = manager(4, 6, None, policy="wait")
+    restored.load_state_dict({**m.state_dict(), "buffered": 0}, m.step, [])
+    assert restored.capacity() == unfinished == 3 * 4, "admitted with D = 3, one version earlier"
 
 
 # Checkpoints

@@ -1,8 +1,8 @@
-"""Random runs of the rules, 11,500 others with -m slow, and some that shrink when they fail.
+"""Random runs of the rules, many more with -m slow, and some that shrink when they fail.
 
 Heavy tails, failures, filters, engine losses, failing updates, kills and resumes (with recordings), changes of S, D and W,
-several steps per publication, fractional depths, streaming minibatches and overlapping publications: see ``schedules``,
-which asserts the promises of SEMANTICS 4.2, 4.3 and 5.1 after every event.
+several steps per weight sync, fractional and adapting depths, streaming minibatches and overlapping weight syncs: see
+``schedules``, which asserts the promises of SEMANTICS 4.2, 4.3 and 5.1 after every event.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 
 Two numbers, both in steps, control it. The *depth* ``D`` (``generate_ahead_steps``, any fraction) paces generation: while
 version ``v`` is served, groups are admitted until ``(D + v + k) * B`` are accepted or running, where ``k`` is the number of
-steps between two weight syncs; so a group typically lags ``D`` steps. By default ``D`` adapts: it is as large as the groups
-that were still running when a step began required, in the last steps. The *bound* ``S >= D + k - 1`` (``max_staleness_steps``)
+steps between two weight syncs; so a group typically lags ``D`` steps. By default ``D`` adapts: with it, none of the last
+``_MEASURED_STEPS`` steps would have waited for a group. The *bound* ``S >= D + k - 1`` (``max_staleness_steps``)
 is the promise: a group whose oldest token has version ``v`` may train at the latest in step ``v + S + 1``, its *deadline*.
 Selection takes the earliest deadlines first. When a group needs more time, the staleness policy decides what happens
 (``policies.py``). If it lets such groups train late, the next group takes the late one's place in the pipeline, and the late
@@ -159,7 +159,7 @@ class StalenessManager:
         self._promised = max_staleness_steps  # the largest S since the step began, for groups that were selected before
         self._last_due = 0  # the last version whose weight sync was due
         self._served = 0  # the last version that all engines serve; admission builds on it
-        # For each of the last steps, the depth with which it would not have waited.
+        # For each of the last steps, the least depth with which it would not have waited.
         self._sufficient = deque([_FIRST_DEPTH], maxlen=_MEASURED_STEPS)
         self.ahead = self._depth()
 
@@ -248,16 +248,16 @@ class StalenessManager:
         return int(self.ahead * self.batch_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
 
     def _depth(self) -> float:
-        """Return ``D``. One that adapts suffices for each of the last steps, as far as the bound allows."""
+        """Return ``D``: the given one, or the one that suffices for each of the last steps, within the bound."""
         if self.generate_ahead_steps is not None:
             return self.generate_ahead_steps
         return max(0.0, min(max(self._sufficient), self.max_staleness_steps - self.weight_sync_interval + 1))
 
     def _measure_depth(self) -> None:
-        """Record the depth with which step ``t``, which may begin now, would not wait.
+        """Record the least depth with which step ``t``, which may begin now, would not wait.
 
-        With depth ``D``, ``(D + v + k) * B`` groups were admitted while version ``v`` is served. Without those of the earlier
-        ``t - 1`` steps and those that still run, at least ``B`` have to be finished.
+        With depth ``D``, ``(D + v + k) * B`` groups have been admitted under version ``v`` or earlier. ``(t - 1) * B`` of them
+        are trained and some still run; the rest is finished, and step ``t`` needs ``B`` of it.
         """
         running = self._running_in_time() / self.batch_groups
         self._sufficient.append(self.step - self._served - self.weight_sync_interval + running)
@@ -468,7 +468,10 @@ class StalenessManager:
         Groups that were admitted under the changed sizes are kept. Groups in flight are issued again, so they do not count.
         """
         state: dict[str, Any] = {**asdict(self.counts), "published": self._last_due}  # a resumed run begins with a sync
-        state["ahead"] = self._depth()
+        # A depth that adapts may have been larger when the running groups were admitted. With this one the resumed run admits
+        # all of them at once; a recording that waited could become too old.
+        admitted_steps = (self.counts.accepted + self._running_in_time()) / self.batch_groups
+        state["ahead"] = max(self._depth(), admitted_steps - self._last_due - self.weight_sync_interval)
         state["submitted"] -= state["running"]
         state["running"] = 0
         return {**state, "resized": {name: getattr(self, name) for name in _RESIZABLE}} if self._resized else state
