@@ -397,7 +397,7 @@ class PPOTrainer:
         return metrics
 
     async def _on_version_served(self, version: int) -> None:
-        self.rollout.staleness.served(version)
+        self.rollout.served(version)
         await self.evaluation.served(version)
 
     def report(self, trained: TrainedStep) -> None:

@@ -175,7 +175,6 @@ class Dispatcher:
                 self._tasks[task] = group_index
                 self._running[group_index] = task
                 task.add_done_callback(self._group_ended)
-            self.slots.set_capacity(self._staleness.generation_slots)  # the depth may have changed
             self.slots.set_busy(len(self._running))
         finally:
             if admitted:

@@ -171,6 +171,15 @@ class RolloutManager:
         self.staleness.train(batch)
         self.prompts.settle([group.group_index for group in batch], "trained", batch)
 
+    def served(self, version: int) -> None:
+        """Record that all engines serve ``version``. The depth may change, and the slots of generation with it.
+
+        Raises:
+            StalenessError: see :meth:`StalenessManager.served`.
+        """
+        self.staleness.served(version)
+        self.dispatcher.slots.set_capacity(self.staleness.generation_slots)
+
     def resize(
         self,
         *,

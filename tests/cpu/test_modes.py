@@ -13,6 +13,7 @@ from scripted import ScriptedEngine, hashed_token, settle
 
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.inference.interface import EngineCapabilities
+from skyrl_train.rollout.staleness.policies import MaskPolicy, StalenessView
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.types import GeneratorInput, PauseMode
 
@@ -297,6 +298,21 @@ async def test_depth_and_workers_change_while_the_run_continues(tmp_path: Path) 
     await h.train()
     assert [row["staleness/max"] for row in h.rows] == [0, 0, 0, 1, 2, 2, 2, 2]
     assert sorted(h.trained) == list(range(32))
+
+
+class NothingAhead(MaskPolicy):
+    """One step ahead at first, none once version 1 is served."""
+
+    def depth(self, view: StalenessView, generate_ahead_steps: float, weight_sync_interval: int) -> float:
+        return 0
+
+
+async def test_slots_that_a_smaller_depth_closes_are_not_idle(tmp_path: Path) -> None:
+    h = Harness(tmp_path, f"trainer.fully_async.staleness_policy={__name__}:NothingAhead")
+    slots: list[int] = []
+    h.backend.before_update = lambda minibatch: slots.append(h.trainer.rollout.dispatcher.slots._capacity)
+    await h.train()
+    assert slots == [8] + [4] * 7, "nothing is admitted for step 2: its groups run or are finished"
 
 
 async def test_settings_changed_during_the_run_are_restored_by_a_resume(tmp_path: Path) -> None:
