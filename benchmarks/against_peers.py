@@ -3,17 +3,18 @@
     pip install --no-deps --target FOLDER --requirement tests/oracle/requirements.txt
     python benchmarks/against_peers.py --peers FOLDER
 
-What admits a group is the peers' own code: SkyRL's ``_AsyncStalenessManager``, AReaL's ``StalenessManager`` and the methods of
-verl's ``FullyAsyncRollouter`` that pause it, each with its bound set to S. Their definitions are taken from the packages' files,
-because the modules around them import whole trainers. Ours is the ``StalenessManager`` with the default settings: the depth
-adapts, and tokens older than S do not train (``mask``). A peer trains groups of any age, in the order in which it takes them.
+The peers' own code admits their groups: SkyRL's ``_AsyncStalenessManager``, AReaL's ``StalenessManager`` and the methods of
+verl's ``FullyAsyncRollouter`` that pause it, each with its bound set to S. Only these definitions are taken from the packages'
+files, because the modules around them import whole trainers. Ours is the ``StalenessManager`` with the default settings: the
+depth adapts, and tokens older than S do not train (``mask``). A peer trains groups of any age, in the order in which it takes
+them.
 
 The machine: a step has B groups of n responses; engines with B * n slots decode in lockstep, older versions first; training takes
 its time per token, then the weights are synced in no time. The first line compares this model with the real trainer.
 
 A cell has the throughput over min(generation, training), and the mean lag of the trained groups by their oldest token.
 *At equal S* divides our throughput by the fastest peer's. *At equal freshness* divides it by the fastest run of any peer, with
-any of the bounds, that is no staler than ours on the mean.
+any of the bounds, whose mean lag is at most ours, to two decimals.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 from skyrl_train.rollout.staleness.manager import StalenessManager
 from skyrl_train.rollout.staleness.policies import resolve_staleness_policy
 from skyrl_train.simulation.engine import EngineSpeed
-from skyrl_train.simulation.lengths import Lengths, log_normal
+from skyrl_train.simulation.lengths import log_normal
 from skyrl_train.simulation.run import Workload, simulate
 from skyrl_train.simulation.training import TrainingSpeed
 
@@ -238,7 +239,7 @@ def definitions(
             each.body = [node for node in each.body if getattr(node, "name", None) in methods]
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     module = ast.fix_missing_locations(ast.Module([future, *classes], type_ignores=[]))
-    # What the definitions need of the imports of their files.
+    # The imported names that these definitions use.
     space: dict[str, Any] = {
         "__name__": __name__,
         "asyncio": asyncio,
@@ -260,21 +261,6 @@ def run_at_once(call: Coroutine[Any, Any, Any]) -> Any:
     raise RuntimeError(f"{call} waits")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A workload: ``batch`` groups of ``samples`` responses per step, as many slots; training takes ``per_token_s``."""
-
-    lengths: Lengths
-    batch: int
-    samples: int
-    steps: int
-    per_token_s: float
-
-    @property
-    def slots(self) -> int:
-        return self.batch * self.samples
-
-
 @dataclass
 class SteadyState:
     """A run without its first and last quarter."""
@@ -287,9 +273,9 @@ class SteadyState:
         return fmean(self.lags)
 
 
-def play(machine: Machine, scheduler: Scheduler) -> SteadyState:
+def play(workload: Workload, scheduler: Scheduler) -> SteadyState:
     """Run the schedule. A decode step takes a second."""
-    now, version, free = 0.0, 0, machine.slots
+    now, version, free = 0.0, 0, workload.engine.slots
     begun, order = itertools.count(), itertools.count()
     waiting: list[tuple[int, int, Group, int]] = []  # a heap: version at admission, order, group, tokens
     events: list[tuple[float, int, Group | list[Group]]] = []  # a heap: the end of a response, or of a training step
@@ -299,10 +285,10 @@ def play(machine: Machine, scheduler: Scheduler) -> SteadyState:
     def fill() -> None:
         nonlocal free
         while scheduler.capacity() > 0:
-            group = Group(next(begun), machine.samples)
+            group = Group(next(begun), workload.samples)
             scheduler.begin(group, version)
-            for sample in range(machine.samples):
-                tokens = machine.lengths[group.group_index * machine.samples + sample]
+            for sample in range(workload.samples):
+                tokens = workload.lengths[group.group_index * workload.samples + sample]
                 heapq.heappush(waiting, (version, next(order), group, tokens))
         while free and waiting:
             _, _, group, tokens = heapq.heappop(waiting)
@@ -313,7 +299,7 @@ def play(machine: Machine, scheduler: Scheduler) -> SteadyState:
             heapq.heappush(events, (now + tokens, next(order), group))
 
     fill()
-    while len(steps) < machine.steps:
+    while len(steps) < workload.steps:
         now, _, ended = heapq.heappop(events)
         if isinstance(ended, Group):
             free += 1
@@ -328,27 +314,26 @@ def play(machine: Machine, scheduler: Scheduler) -> SteadyState:
         if not training and (batch := scheduler.take()) is not None:
             training = True
             tokens = sum(group.tokens for group in batch)
-            heapq.heappush(events, (now + machine.per_token_s * tokens, next(order), batch))
-    edge = machine.steps // 4
-    steady = steps[edge : machine.steps - edge]
+            heapq.heappush(events, (now + workload.training.per_token_s * tokens, next(order), batch))
+    edge = workload.steps // 4
+    steady = steps[edge : workload.steps - edge]
     rate = sum(tokens for _, tokens, _ in steady) / (steady[-1][0] - steps[edge - 1][0])
-    bound = min(machine.slots, 1 / machine.per_token_s)
-    return SteadyState(rate / bound, [lag for _, _, lags in steady for lag in lags])
+    return SteadyState(rate / workload.tokens_per_s, [lag for _, _, lags in steady for lag in lags])
 
 
-def build_machine(options: argparse.Namespace, tail: float, ratio: float) -> Machine:
+def build_workload(options: argparse.Namespace, tail: float, ratio: float) -> Workload:
+    """Return a workload with as many slots as a step has responses; ``ratio``: training time over generation time."""
     responses = options.batch * options.samples
     lengths = log_normal(responses * options.steps, MEAN_TOKENS, tail, options.seed)
-    return Machine(lengths, options.batch, options.samples, options.steps, ratio / responses)
+    engine, training = EngineSpeed(slots=responses, step_s=1.0), TrainingSpeed(per_token_s=ratio / responses)
+    return Workload(lengths, options.batch, options.steps, engine, training, samples=options.samples)
 
 
-def real_trainer(options: argparse.Namespace, bound: int, tail: float, ratio: float) -> float:
+def real_trainer(workload: Workload, bound: int) -> float:
     """Return the throughput of the asynchronous trainer itself in virtual time."""
-    model = build_machine(options, tail, ratio)
-    engine, training = EngineSpeed(slots=model.slots, step_s=1.0), TrainingSpeed(per_token_s=model.per_token_s)
-    workload = Workload(model.lengths, model.batch, model.steps, engine, training, samples=model.samples)
     settings = (f"max_staleness_steps={bound}", "generate_ahead_steps=null")
-    return simulate(workload, *(f"trainer.fully_async.{name}" for name in settings), edge=model.steps // 4).utilization
+    edge = workload.steps // 4
+    return simulate(workload, *(f"trainer.fully_async.{name}" for name in settings), edge=edge).utilization
 
 
 def main() -> None:
@@ -364,9 +349,10 @@ def main() -> None:
     began = time.process_time()
 
     small = argparse.Namespace(**{**vars(options), "steps": min(options.steps, 16), "batch": min(options.batch, 8)})
-    model = play(build_machine(small, 8, 1.0), Ours(small.batch, 4, small.steps)).throughput
+    work = build_workload(small, 8, 1.0)
+    model = play(work, Ours(small.batch, 4, small.steps)).throughput
     print(f"B = {small.batch}, {small.steps} steps, S = 4, tail 8, balanced: model {model:.4f}, ", end="")
-    print(f"real trainer {real_trainer(small, 4, 8, 1.0):.4f}\n")
+    print(f"real trainer {real_trainer(work, 4):.4f}\n")
 
     peers: dict[str, Callable[[Path, int, int], Scheduler]] = {"SkyRL": SkyRL, "AReaL": AReaL, "verl": Verl}
     if options.peers is None:
@@ -378,7 +364,7 @@ def main() -> None:
     print("|---" * (7 + len(peers)) + "|")
     lost: list[str] = []
     for tail, (regime, ratio) in itertools.product(options.tails, REGIMES.items()):
-        work = build_machine(options, tail, ratio)
+        work = build_workload(options, tail, ratio)
         theirs = {
             (name, bound): play(work, make(options.peers, options.batch, bound))
             for name, make in peers.items()
