@@ -80,7 +80,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return ``config`` with ``key=value`` overrides, which pass the same checks as those of a recipe.
+    """Return ``config`` with ``key=value`` overrides, checked like the overrides of a recipe.
 
     Raises:
         ConfigError: see :func:`compose`.

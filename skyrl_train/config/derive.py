@@ -92,6 +92,7 @@ def generate_ahead_steps(config: RunConfig) -> float | None:
     if mode is TrainerMode.partial_rollout:
         return config.trainer.partial_rollout.oversubmit_factor - 1
     depth = config.trainer.fully_async.generate_ahead_steps
+    # With S < k there is no depth to adapt; 0 makes S < k - 1 an error like any other depth that is too large.
     return 0 if depth is None and max_staleness_steps(config) < weight_sync_interval(config) else depth
 
 

@@ -1,9 +1,9 @@
 """Schedules that drop nothing and keep the staleness bound: how fast could one be, with and without knowledge of lengths?
 
-The model: group ``i`` takes ``durations[i]`` seconds in one of ``slots`` slots (in :func:`least_time` it may be several responses
-in several slots, ``work[i]`` seconds together); a step takes ``B`` finished groups and ``step_s``
+The model: group ``i`` takes ``durations[i]`` seconds in one of ``slots`` slots; a step takes ``B`` finished groups and ``step_s``
 seconds, and syncs the weights at its end. A schedule begins the groups in the order of their indices (the order of the data is
-guaranteed too). It keeps the bound ``S``: a group begun under version ``v`` trains in step ``v + S + 1`` or earlier.
+guaranteed too). It keeps the bound ``S``: a group begun under version ``v`` trains in step ``v + S + 1`` or earlier. Only
+:func:`least_time` also takes groups of several responses: ``durations[i]`` is the longest one, ``work[i]`` their sum.
 
 - :func:`least_time`: a lower bound for schedules that know every length in advance. No such schedule takes less time.
 - :func:`best_found`: a schedule found by search with all lengths known. An optimum lies between the two.
@@ -39,7 +39,7 @@ import numpy as np
 class Pipeline:
     """The constraints of a schedule. ``len(durations)`` is a multiple of ``batch_groups``.
 
-    ``work``: the slot seconds of each group; None: its duration, which is that of its only response.
+    ``work``: the slot seconds of each group; None: its duration, for groups of one response.
     """
 
     durations: Sequence[float]

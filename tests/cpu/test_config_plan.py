@@ -439,10 +439,9 @@ def test_the_staleness_manager_works_with_every_valid_configuration(
         weight_sync_interval=plan.weight_sync_interval,
         overlap=plan.overlap_weight_sync,
     )
-    if plan.generate_ahead_steps is None:  # begins with two steps, or less
-        assert minibatch <= manager.capacity() <= min(plan.num_workers, plan.capacity)
-    else:
-        assert minibatch <= manager.capacity() == min(plan.num_workers, plan.capacity)
+    # A depth that adapts begins with two steps.
+    first = plan.capacity if plan.generate_ahead_steps is not None else min(plan.capacity, (2 + k) * minibatch)
+    assert minibatch <= manager.capacity() == min(plan.num_workers, first)
 
 
 @pytest.mark.parametrize("overrides", [[], ["trainer.policy.model.build.num_layers=3"]])
