@@ -18,6 +18,7 @@ def test_with_equal_lengths_every_schedule_reaches_the_bound() -> None:
     benchmark = oracles.FOLDER.parent / "benchmarks" / "against_peers.py"
     sizes = ["--batch", "4", "--steps", "8", "--tails", "1", "--bounds", "2"]
     command = [sys.executable, str(benchmark), "--peers", str(oracles.FOLDER), *sizes]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (line,) = (line for line in printed.splitlines() if line.startswith("| 1 | training-bound | 2 |"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("| 1 | training-bound | 2 |"))
     assert [cell.strip() for cell in line.split("|")[4:8]] == ["1.000 / 2.00"] * 4
