@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -87,7 +94,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
     """Build the architecture without reading weights, for an engine that receives them in the first weight sync.
 
-    The random weights are the same in each call, so trial runs on them give the same result. Large tensors repeat theirs.
+    It has the generation settings of the folder, the end-of-sequence ids among them. The random weights are the same in each
+    call, so trial runs on them give the same result. Large tensors repeat theirs.
 
     Raises:
         ConfigError: an unknown dtype or a device that this machine does not have.
@@ -103,6 +111,8 @@ def build_empty(path: str, dtype: str, device: str) -> PreTrainedModel:
             f"{path!r} is not a causal language model that can be built: {first_line(error).rstrip('.')}."
         ) from error
     model: PreTrainedModel = built.to(torch_device).eval()
+    with suppress(OSError), quiet_transformers():  # not every model has the file; else they follow from config.json
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 

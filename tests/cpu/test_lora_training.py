@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from checkpoint_worlds import checksums_of
 from safetensors.torch import load_file
 from training_worlds import SMALL, backend, minibatch, same, weights
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from skyrl_train.config.schema import LoraConfig, OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError
@@ -191,6 +193,17 @@ class TestCheckpoints:
         policy = trained(folder, policy__dtype=dtype)
         policy.export_hf(tmp_path / "policy")
         checks_the_export(folder, tmp_path / "policy", weights(policy))
+
+    @pytest.mark.parametrize("trainer", [backend, adapted], ids=["whole", "merged"])
+    def test_the_export_keeps_the_models_generation_settings(
+        self, folder: str, tmp_path: Path, trainer: Callable[[str], LocalBackend]
+    ) -> None:
+        shutil.copytree(folder, tmp_path / "model")
+        given = GenerationConfig(temperature=0.6, top_k=7)  # transformers does not save them: do_sample is missing
+        given.to_json_file(tmp_path / "model" / "generation_config.json")
+        trainer(str(tmp_path / "model")).export_hf(tmp_path / "policy")
+        found = GenerationConfig.from_pretrained(tmp_path / "policy")
+        assert (found.temperature, found.top_k, found.do_sample) == (0.6, 7, given.do_sample)
 
 
 def checks_the_export(folder: str, exported: Path, adapter: dict[str, torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.schema import BuildModelConfig, ModelConfig
@@ -160,6 +161,14 @@ class TestOpening:
         assert shapes == {name: p.shape for name, p in weights(folder).items()}
         assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
         assert not built.training
+
+    def test_an_empty_build_has_the_generation_settings_of_the_loaded_one(self, folder: Path) -> None:
+        GenerationConfig(eos_token_id=[2, 5]).save_pretrained(folder)
+        built, loaded = build_empty(str(folder), "float32", "cpu"), load_model(str(folder), "float32", "cpu")
+        assert built.generation_config.eos_token_id == loaded.generation_config.eos_token_id == [2, 5]
+        (folder / "generation_config.json").unlink()
+        built, loaded = build_empty(str(folder), "float32", "cpu"), load_model(str(folder), "float32", "cpu")
+        assert built.generation_config.eos_token_id == loaded.generation_config.eos_token_id != [2, 5]
 
     @pytest.mark.parametrize(("device", "allowed"), [("cpu", True), ("cuda", False)])
     def test_a_process_that_computes_on_a_gpu_does_not_leave_attention_to_cudnn(

@@ -7,9 +7,6 @@ others waiting in a collective, and the driver ends the group.
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,20 +19,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transformers, resolve_device, resolve_dtype
-from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights, write_adapter
+from skyrl_train.models.folder import resolve_device, resolve_dtype
+from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights
 from skyrl_train.training.backend import Minibatch, TokenRecord, TrainingSequence
 from skyrl_train.training.collectives import AgreedError, ProcessGroupCollectives
 from skyrl_train.training.critic_worker import CriticWorker, put_value_head
 from skyrl_train.training.distributed import checkpoint
 from skyrl_train.training.distributed.sharding import gathered, load_sharded, shard_mesh
+from skyrl_train.training.export import whole_model, write_hf
 from skyrl_train.training.policy_worker import PolicyWorker
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.state import Snapshots
@@ -305,29 +302,14 @@ class TrainingWorker:
         adapter: dict[str, torch.Tensor] = {}
         if adapter_of(model) is not None:
             adapter = {name: weight.cpu() for name, weight in self._gathered_weights(policy_weights(model)) if first}
-        self._collectives.all_succeed(lambda: self._write_hf(weights, adapter, folder) if first else None)
+
+        def write() -> None:
+            settings = self._held[Role.policy].settings
+            whole = whole_model(weights, settings.model_path, settings.trainer.policy.dtype)
+            write_hf(whole, model, adapter, settings.model_path, folder)
+
+        self._collectives.all_succeed(write if first else lambda: None)
 
     @property
     def _policy(self) -> PreTrainedModel:
         return self._held[Role.policy].worker.model
-
-    def _write_hf(self, weights: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor], folder: Path) -> None:
-        unfinished = folder.with_name(f".tmp-{folder.name}")
-        settings = self._held[Role.policy].settings
-        try:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            model = build_empty(settings.model_path, settings.trainer.policy.dtype, "cpu")
-            model.load_state_dict(weights, strict=False)  # strict=False: a tied weight has only one of its two names
-            with quiet_transformers():
-                model.save_pretrained(unfinished)
-                load_tokenizer(settings.model_path).save_pretrained(unfinished)
-            if adapter:
-                write_adapter(self._policy, adapter, unfinished / "adapter")
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(unfinished, folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise CheckpointError(
-                f"The policy cannot be exported to {folder} on {socket.gethostname()}: {error}. Free space or choose "
-                "another folder; the run's checkpoints hold the same weights."
-            ) from error
