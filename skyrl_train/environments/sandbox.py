@@ -178,12 +178,11 @@ def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> San
                 os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
             process.wait()
         lines = (folder / "status").read_text().splitlines(keepends=True)
-        reports = [
-            json.loads(line) for line in lines if line.endswith("}\n")
-        ]  # the last is cut off where it was killed
+        # The last line is torn if bubblewrap was killed while it wrote it.
+        reports = [json.loads(line) for line in lines if line.endswith("}\n")]
         for report in reports:
             if "child-pid" in report:
-                _wait_for_exit(report["child-pid"])
+                wait_for_exit(report["child-pid"])
         stdout, stderr = ((folder / file).read_text(encoding="utf-8", errors="replace") for file in ("out", "err"))
         # bubblewrap reports an exit code only if it has started the program. Else stderr holds its own message, and the
         # result must not pass for the program's.
@@ -193,7 +192,7 @@ def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> San
         return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out)
 
 
-def _wait_for_exit(pid: int) -> None:
+def wait_for_exit(pid: int) -> None:
     """Wait until process ``pid``, the first one of the program's namespace, has ended, and so all others of the namespace.
 
     bubblewrap ends without waiting for it. The kernel then kills it, and it ends after all others.
@@ -203,7 +202,9 @@ def _wait_for_exit(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        select.select([process], [], [])
+        ended = select.poll()  # select.select takes no descriptor above 1023, which a busy run has
+        ended.register(process, select.POLLIN)
+        ended.poll()
     finally:
         os.close(process)
 

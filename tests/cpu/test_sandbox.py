@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -19,6 +22,7 @@ from skyrl_train.environments.sandbox import (
     SandboxLimits,
     SandboxResult,
     run_program,
+    wait_for_exit,
     why_unavailable,
 )
 from skyrl_train.errors import ConfigError, DataError
@@ -66,6 +70,28 @@ def test_an_endless_loop_ends_with_its_cpu_time(isolation: str) -> None:
 def test_a_program_that_sleeps_ends_with_the_wall_clock(isolation: str) -> None:
     result = run("import time; time.sleep(1000)", isolation, SandboxLimits(wall_s=0.5))
     assert result.timed_out and not result.succeeded
+
+
+def test_the_end_of_a_process_is_awaited_also_with_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    def behind_a_thousand(pid: int, flags: int = 0) -> int:
+        first = pidfd_open(pid, flags)
+        opened.append(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 1024))
+        os.close(first)
+        return opened[-1]
+
+    pidfd_open, limits = os.pidfd_open, resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr("os.pidfd_open", behind_a_thousand)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    try:
+        with subprocess.Popen(["sleep", "1000"]) as process:
+            process.kill()
+            wait_for_exit(process.pid)
+            assert process.poll() == -9
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert opened and opened[0] >= 1024
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
