@@ -1,4 +1,4 @@
-"""``skyrl-train VERB ...``. What a verb needs is imported when it is called, so that help is quick.
+"""``skyrl-train VERB ...``. The libraries of a verb are imported when it is called, so that help is quick.
 
 Verbs that take a recipe are declared here, the others in their own modules.
 
@@ -16,7 +16,6 @@ from typing import Annotated
 import typer
 
 from skyrl_train.entrypoints.compare import compare
-from skyrl_train.entrypoints.doctor import doctor
 from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.init import init
 from skyrl_train.entrypoints.page import page
@@ -39,7 +38,10 @@ app = typer.Typer(
 
 Recipe = Annotated[str, typer.Argument(help="The name of a recipe, such as quickstart, or a yaml file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value ...", help="Settings, in hydra's grammar.")]
-ConfigDir = Annotated[Path | None, typer.Option(help="A folder with recipes of your own.")]
+ConfigDir = Annotated[Path | None, typer.Option(help="A folder with your recipes.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Fail if a setting has no effect, or the memory does not suffice.")
+]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,19 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 app.command(rich_help_panel=START)(init)
-app.command(rich_help_panel=START)(doctor)
 
 
 @app.command(rich_help_panel=START)
-def plan(
-    recipe: Recipe,
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(help="Also check the needs of this recipe.")] = None,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if a setting has no effect, or the memory does not suffice.")
-    ] = False,
 ) -> int:
-    """Print what a recipe resolves to, check it, and start nothing."""
+    """Check this machine: versions, GPUs, shared memory, disk, ports, sandbox, Ray; and a recipe's data, model and template.
+
+    Exit code 1 if a check has failed.
+    """
+    from skyrl_train.entrypoints.doctor import doctor
+
+    return doctor(recipe, overrides or (), config_dir)
+
+
+@app.command(rich_help_panel=START)
+def plan(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = None, strict: Strict = False) -> int:
+    """Print the resolved settings of a recipe, check them, and start nothing."""
     from skyrl_train.entrypoints.train import print_plan
 
     print_plan(recipe, overrides or (), config_dir, strict=strict)
@@ -98,14 +107,7 @@ def try_(
 
 
 @app.command(rich_help_panel=TRAIN)
-def train(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    config_dir: ConfigDir = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if a setting has no effect, or the memory does not suffice.")
-    ] = False,
-) -> int:
+def train(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = None, strict: Strict = False) -> int:
     """Train a policy. The same command resumes a run that was stopped or killed."""
     from skyrl_train.entrypoints.train import train_recipe
 
@@ -139,7 +141,7 @@ app.command(rich_help_panel=USE)(export)
 
 @app.command("eval", rich_help_panel=USE)
 def eval_(
-    policy: Annotated[str, typer.Argument(metavar="RUN[:STEP]|MODEL", help="A run; or a model, with --recipe.")],
+    policy: Annotated[str, typer.Argument(metavar="RUN[:STEP|:best]|MODEL", help="A run; or a model, with --recipe.")],
     overrides: Overrides = None,
     recipe: Annotated[
         str | None, typer.Option(help="The recipe whose trainer.eval says how a model is evaluated.")

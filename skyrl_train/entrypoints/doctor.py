@@ -1,50 +1,45 @@
-"""``skyrl-train doctor``: does this machine have what a run needs? One line per check; a failed one says what mends it."""
+"""``skyrl-train doctor`` checks whether this machine can run a recipe. One line per check; a failed one has its remedy."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.text import Text
 
-from skyrl_train.errors import SkyRLError
-
-if TYPE_CHECKING:
-    from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.compose import compose
+from skyrl_train.config.memory import this_machine
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.entrypoints.page import DEFAULT_PORT
+from skyrl_train.environments.sandbox import ISOLATIONS, why_unavailable
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.runtime.listening import bind
 
 DISTRIBUTION = "skyrl-async"
 GIB = 2**30
 MIN_SHM_BYTES = GIB  # weights travel through it; a container has 64 MiB by default
 MIN_DISK_BYTES = 2 * GIB
-PAGE_PORT = 7860
 CONNECT_LIMIT_S = 2.0
 
-Finding = tuple[str, str, str]  # what was checked, what was found, and what mends it: empty if nothing has to be mended
+Finding = tuple[str, str, str]  # name of the check, result, and remedy: empty if the check has passed
 
 
-def doctor(
-    recipe: Annotated[str | None, typer.Argument(help="Also check what this recipe needs.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key=value ...", help="Settings, in hydra's grammar.")
-    ] = None,
-) -> int:
-    """Check this machine: versions, GPUs, shared memory, disk, ports, sandbox, Ray; and a recipe's data, model and template.
+def doctor(recipe: str | None, overrides: Sequence[str], config_dir: Path | None) -> int:
+    """Check this machine, and with ``recipe`` also its inputs; print a line per check, and return the exit code.
 
-    Exit code 1 if a check has failed.
+    Raises:
+        ConfigError: the recipe or an override cannot be read.
     """
-    from rich.console import Console
-    from rich.text import Text
-
-    from skyrl_train.config.compose import compose
-
-    config = compose(recipe or "base", overrides or ())
+    config = compose(recipe or "base", overrides, config_dir)
     checks: list[Callable[[RunConfig], Iterator[Finding]]] = [packages, devices, memory, folders, network, sandbox]
     if recipe is not None:
         checks += [inputs, chat_template]
@@ -59,10 +54,6 @@ def doctor(
 
 def packages(config: RunConfig) -> Iterator[Finding]:
     """Python, and the versions of the dependencies that this library pins."""
-    import importlib.metadata
-
-    from packaging.requirements import Requirement
-
     yield "Python", f"{platform.python_version()} at {sys.executable}", ""
     try:
         required = importlib.metadata.requires(DISTRIBUTION) or []
@@ -86,8 +77,6 @@ def packages(config: RunConfig) -> Iterator[Finding]:
 
 def devices(config: RunConfig) -> Iterator[Finding]:
     """The GPUs that the recipe names."""
-    from skyrl_train.config.memory import this_machine
-
     found = this_machine(gpus=True).gpu_bytes
     wanted = [
         device for device in (config.trainer.device, config.generator.inference_engine.device) if "cuda" in device
@@ -131,14 +120,12 @@ def folders(config: RunConfig) -> Iterator[Finding]:
 
 def network(config: RunConfig) -> Iterator[Finding]:
     """The page's port, and the address of a Ray cluster."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", PAGE_PORT))
-            yield "port of the page", f"{PAGE_PORT} is free", ""
-        except OSError:
-            # Not an error: a page may be open already.
-            yield "port of the page", f"{PAGE_PORT} is in use; skyrl-train page --port 0 takes a free one", ""
+    try:
+        bind("127.0.0.1", DEFAULT_PORT)[0].close()
+        yield "port of the page", f"{DEFAULT_PORT} is free", ""
+    except ConfigError:
+        # Not an error: a page may be open already.
+        yield "port of the page", f"{DEFAULT_PORT} is in use; skyrl-train page --port 0 takes a free one", ""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
@@ -151,8 +138,6 @@ def network(config: RunConfig) -> Iterator[Finding]:
 
 def sandbox(config: RunConfig) -> Iterator[Finding]:
     """User namespaces, in which programs of the code environment run."""
-    from skyrl_train.environments.sandbox import ISOLATIONS, why_unavailable
-
     used = config.environment.env_class == "python_tests"
     isolation = str(config.environment.kwargs.get("isolation", ISOLATIONS[0]))
     problem = why_unavailable(isolation) if isolation in ISOLATIONS else f"isolation {isolation!r} is unknown"
@@ -166,6 +151,7 @@ def sandbox(config: RunConfig) -> Iterator[Finding]:
 
 def inputs(config: RunConfig) -> Iterator[Finding]:
     """The recipe's settings, data, names, import paths and memory."""
+    # Here, because the import fails if a package is missing, which the check ``packages`` reports first.
     from skyrl_train.entrypoints.run import check_implementations, load_inputs
 
     try:

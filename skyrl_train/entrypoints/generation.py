@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StartedGenerator:
-    """What generates and judges samples. All of it is started."""
+    """A started generator with its client and its reward stage."""
 
     client: InferenceEngineClient
     generator: GeneratorInterface

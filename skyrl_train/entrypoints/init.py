@@ -1,4 +1,4 @@
-"""``skyrl-train init``: a folder with a recipe, code and a test for data of one's own, which run as they are."""
+"""``skyrl-train init``: a folder with a recipe, code and a test for the user's data, which run unchanged."""
 
 from __future__ import annotations
 
@@ -250,13 +250,13 @@ def init(
     name: Annotated[Path, typer.Argument(help="The new folder; its last part becomes the name of the runs.")],
     data: Annotated[Path, typer.Option(help="Prompts: .jsonl, .parquet, or a folder of datasets.save_to_disk.")],
     kind: Annotated[
-        Literal["env", "reward", "agent", "program"], typer.Option(help="What judges the answers.")
+        Literal["env", "reward", "agent", "program"], typer.Option(help="The kind of code that judges the answers.")
     ] = "env",
     prompt: Annotated[str | None, typer.Option(help="The column of prompts; default: by its name.")] = None,
     answer: Annotated[str | None, typer.Option(help="The column of right answers; default: by its name.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or hub name; default: a small new one.")] = None,
 ) -> int:
-    """Write a recipe, code and a test for your data. What it writes runs as it is, and is yours to change."""
+    """Write a recipe, code and a test for your data. They run unchanged; edit them as you like."""
     from rich.console import Console
 
     from skyrl_train.rollout.data.dataset import open_rows
@@ -278,7 +278,12 @@ def init(
     length = max(map(len, answers))
     settings: dict[str, Any] = {
         "defaults": ["base", "_self_"],
-        "trainer": {"mode": "fully_async", "run_name": name.name, "max_steps": 200, "policy_mini_batch_size": 16},
+        "trainer": {
+            "mode": "fully_async",
+            "run_name": name.resolve().name,
+            "max_steps": 200,
+            "policy_mini_batch_size": 16,
+        },
         "generator": {"n_samples_per_prompt": 8},
         "data": {"train_data": [os.path.relpath(data, name)], "prompt_key": prompt},
     }

@@ -12,6 +12,7 @@ import typer
 from skyrl_train.errors import ConfigError
 
 TOKEN_VARIABLE = "SKYRL_PAGE_TOKEN"
+DEFAULT_PORT = 7860
 
 
 def page(
@@ -19,7 +20,7 @@ def page(
     host: Annotated[
         str, typer.Option(help="The address to listen on; the default is this machine only.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 7860,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = DEFAULT_PORT,
 ) -> int:
     """Show runs in a browser: curves, timeline, samples, settings, and a comparison of runs.
 

@@ -12,7 +12,7 @@ from skyrl_train.errors import ConfigError, SkyRLError
 
 def report(
     run: Annotated[Path, typer.Argument(help="A run, or a folder of runs: the one written last.")] = Path("runs"),
-    output: Annotated[Path | None, typer.Option(help="The folder of the report; default: that of the run.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The folder of the report; default: the run's folder.")] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> int:
     """Write report.html and report.md of a run, as the run does when it ends."""
@@ -24,12 +24,11 @@ def report(
     from skyrl_train.observability.report.files import write_report
 
     runs = RunsFolder(run)
-    if not (names := runs.names()):
-        raise ConfigError(f"{run} has no run. Name a run, or a folder of runs.")
+    newest = runs.path(runs.newest())
     try:
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
-        path = write_report(runs.path(names[0]), output)
+        path = write_report(newest, output)
     except (OSError, SkyRLError) as error:
         reason = error.__cause__ or error
         raise ConfigError(f"The report cannot be written: {reason}. Name another folder with --output.") from error

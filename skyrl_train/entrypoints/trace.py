@@ -34,9 +34,7 @@ def trace(
     from skyrl_train.observability.trace import trace_events
 
     runs = RunsFolder(run)
-    if not (names := runs.names()):
-        raise ConfigError(f"{run} has no run. Name a run, or a folder of runs.")
-    path = runs.path(names[0])
+    path = runs.path(runs.newest())
     columns = MetricTable(path / METRICS).columns()
     numbers = columns.get("step", np.empty(0))
     match = re.fullmatch(r"(\d*):(\d*)", steps) if steps else None

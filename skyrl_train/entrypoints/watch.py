@@ -13,8 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from skyrl_train.errors import ConfigError
-
 POLL_S = 0.5
 CURVE_STEPS = 200  # of the past, spread over it, that are read for the curve of rewards
 
@@ -36,9 +34,7 @@ def watch(
     from skyrl_train.observability.screen import Failures, make_view
 
     runs = RunsFolder(run)
-    if not (names := runs.names()):
-        raise ConfigError(f"{run} has no run. Name a run, or a folder of runs.")
-    name = names[0]
+    name = runs.newest()
     header = runs.row(name)
     settings = read_settings(runs.file(name, CONFIG))
     table, store = MetricTable(runs.file(name, METRICS)), EventStore(runs.file(name, EVENTS))

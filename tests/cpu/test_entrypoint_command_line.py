@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,9 @@ def test_watch_shows_the_newest_run_until_it_ends(
             file.write(', "reward/mean": NaN, "async/failed": 1}\n')
         (run / "finished.json").write_text("{}")
 
-    monkeypatch.setattr("time.sleep", finish)
+    # In this module only: threads of other tests may sleep meanwhile.
+    clock = SimpleNamespace(sleep=finish, monotonic=time.monotonic)
+    monkeypatch.setattr("skyrl_train.entrypoints.watch.time", clock)
     assert main(["watch", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "mine-1 (sync): 3 steps" in shown
@@ -107,13 +110,13 @@ def test_doctor_says_what_mends_each_thing_that_is_missing(
 ) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed.getsockname()[1]}")  # bound, and nobody listens
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed.getsockname()[1]}")  # bound, without a listener
         monkeypatch.setattr(
             "importlib.metadata.requires", lambda _: ["numpy>=999", "pytest", "no-such>1; extra == 'x'"]
         )
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
-        monkeypatch.setattr("skyrl_train.config.memory.this_machine", lambda gpus: Machine(2**40, ()))
-        monkeypatch.setattr("skyrl_train.environments.sandbox.why_unavailable", lambda _: "no namespaces here")
+        monkeypatch.setattr("skyrl_train.entrypoints.doctor.this_machine", lambda gpus: Machine(2**40, ()))
+        monkeypatch.setattr("skyrl_train.entrypoints.doctor.why_unavailable", lambda _: "no namespaces here")
         assert main(["doctor", "quickstart", "trainer.device=cuda", f"trainer.runs_dir={tmp_path}/new/runs"]) == 1
     lines = capsys.readouterr().out.splitlines()
     mended = {line.split(":")[0].removeprefix("MEND").strip(): line for line in lines if line.startswith("MEND")}
@@ -137,6 +140,7 @@ def test_doctor_finds_a_broken_recipe_and_a_missing_chat_template(
     tokenizer.chat_template = None
     (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(tmp_path / "model")
-    assert main(["doctor", "quickstart", path, "data.train_data=[nowhere.jsonl]"]) == 1
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ndata: {train_data: [nowhere.jsonl]}\n")
+    assert main(["doctor", "mine", path, "--config-dir", str(tmp_path)]) == 1
     told = capsys.readouterr().out
     assert "MEND  recipe: DataError. nowhere.jsonl" in told and "MEND  chat template" in told

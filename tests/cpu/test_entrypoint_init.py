@@ -1,4 +1,4 @@
-"""The command that writes a recipe, code and a test for one's own data: what it writes runs as it is."""
+"""The command that writes a recipe, code and a test for the user's data: they run unchanged."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def test_what_it_writes_passes_its_own_tests_and_generates_a_group(
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     assert main(["try", "recipe.yaml", "--samples", "2"]) == 0
     assert "sample 2 of 2: reward" in capsys.readouterr().out
+
+
+def test_the_folder_where_one_is_gives_the_runs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sums.jsonl").write_text(ROWS)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert main(["init", ".", "--data", "../sums.jsonl"]) == 0
+    assert compose("recipe.yaml").trainer.run_name == "mine"
 
 
 def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
-from skyrl_train.config.compose import compose
-from skyrl_train.entrypoints.command_line import main
+from skyrl_train.config.compose import compose, recipe_names
+from skyrl_train.entrypoints.command_line import app, main
+from skyrl_train.entrypoints.sweep import split
 
 DOCS = Path(__file__).parents[2] / "docs" / "tutorials"
+VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 SHORT = ["trainer.max_steps=2", "trainer.trackers=[]", "generator.inference_engine.executor=thread"]
 
 
@@ -92,15 +96,21 @@ def test_the_readmes_agent_is_tried_as_written(
 
 
 @pytest.mark.parametrize("page", ["../../README.md", *sorted(path.name for path in DOCS.glob("*.md"))])
-def test_every_command_of_a_page_names_a_recipe_and_settings_that_exist(page: str) -> None:
+def test_every_command_of_a_page_has_a_verb_options_a_recipe_and_settings_that_exist(page: str) -> None:
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
-    for line in text.splitlines():
-        command = re.search(r"skyrl-train (?:train|plan|try) ([^#]*)", line)
-        if command is None:
+    for verb, rest in re.findall(r"skyrl-train ([a-z]+)([^#\n]*)", text):
+        words = shlex.split(rest)
+        options = {option for parameter in VERBS[verb].params for option in parameter.opts}
+        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= {*options, "--help"}
+        if verb not in ("doctor", "plan", "try", "train", "sweep", "eval") or not words:
             continue
-        name, *words = command[1].split()
-        if not name.endswith(".yaml"):
-            compose(name, [word for word in words if "=" in word and not word.startswith("--")])
+        name = words[words.index("--recipe") + 1] if "--recipe" in words else words[0]
+        fixed, swept = split([word for word in words if "=" in word and not word.startswith("-")])
+        assert (verb == "sweep") == bool(swept)
+        # A file of the page, or a run, has settings of the same schema.
+        recipe = name if name in recipe_names() else "base"
+        assert recipe == name or name.endswith(".yaml") or verb == "eval"
+        compose(recipe, [*fixed, *(f"{key}={value}" for key, values in swept.items() for value in values)])
 
 
 def anchor(heading: str) -> str:

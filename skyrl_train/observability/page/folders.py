@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import yaml
 
-from skyrl_train.errors import SkyRLError
+from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import segment_content
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, LOCK, METRICS, SAMPLES
@@ -73,6 +73,16 @@ class RunsFolder:
             if resolved.is_relative_to(self.root):
                 found[resolved.relative_to(self.root).as_posix()] = last_write(resolved)
         return sorted(found, key=lambda name: (-found[name], name))[:_NEWEST]
+
+    def newest(self) -> str:
+        """Return the name of the run that was written last.
+
+        Raises:
+            ConfigError: there is no run.
+        """
+        if names := self.names():
+            return names[0]
+        raise ConfigError(f"{self.root} has no run. Name a run, or a folder of runs.")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the row of each run in the list of runs."""
