@@ -297,7 +297,8 @@ def commands_reference() -> str:
                 elif parameter.default not in (None, False, ""):
                     default = f" Default: `{parameter.default}`."
             meaning = " ".join(filter(None, [declared_as.help, f"{', '.join(choices)}." if choices else ""])) + default
-            rows.append(f"| `{shown}` | {meaning} |".replace("RUN[:STEP]|MODEL", "RUN[:STEP]\\|MODEL"))
+            cell = shown.replace("|", "\\|")
+            rows.append(f"| `{cell}` | {meaning} |")
         lines += [f"## {name}\n", f"```\n{' '.join(usage)}\n```\n", inspect.getdoc(verb.callback) or "", ""]
         lines += ["| argument | meaning |", "|---|---|", *rows, ""]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Takes checkpoints while the run continues: a consistent snapshot first, then the disk in the background.
 
 begin ──backend.snapshot (training waits)──collect (no await)──> returns
-                                                    └──write──> written() returns
+                                                    └──write──> (export) ──> written() returns
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.checkpoint import write_rollout_state
 from skyrl_train.runtime.concurrency import Signal
 from skyrl_train.training.backend import TrainingBackend
-from skyrl_train.training.checkpoint import Checkpoints, checkpoint_step, folder_bytes
+from skyrl_train.training.checkpoint import Checkpoints, Evaluated, checkpoint_step, folder_bytes
 
 POLICY_FOLDER = "policy"  # the backend's state within a checkpoint
 
@@ -41,6 +41,9 @@ class CheckpointSaving:
     Args:
         snapshot: copies the backend's state, off the event loop.
         collect: returns the rollout side; called without an ``await`` after the backend's state is copied.
+        evaluated: returns the evaluations that decide which older checkpoints stay.
+        export: writes the checkpoint of a step as a model folder, blocking; called every ``export_interval`` steps.
+        export_interval: in steps; 0: never.
         changed: notified when a checkpoint is written or has failed.
         events: the record of the run.
 
@@ -56,6 +59,9 @@ class CheckpointSaving:
         *,
         snapshot: Callable[[], Awaitable[dict[str, object]]],
         collect: Callable[[], RolloutSnapshot],
+        evaluated: Callable[[], Evaluated],
+        export: Callable[[int], None],
+        export_interval: int,
         changed: Signal,
         events: EventLog,
     ) -> None:
@@ -63,6 +69,10 @@ class CheckpointSaving:
         self._backend = backend
         self._snapshot = snapshot
         self._collect = collect
+        self._evaluated = evaluated
+        self._export = export
+        self._export_interval = export_interval
+        self._exported = 0  # the step that this process exported last
         self._changed = changed
         self._events = events
         self._task: asyncio.Task[Path] | None = None
@@ -74,6 +84,10 @@ class CheckpointSaving:
         """The error of the current write, if it has failed."""
         task = self._task
         return task.exception() if task is not None and task.done() and not task.cancelled() else None
+
+    def export_due(self, step: int) -> bool:
+        """Return whether the checkpoint of ``step`` is also written as a model folder."""
+        return self._export_interval > 0 and step % self._export_interval == 0
 
     async def check(self) -> None:
         """Update :attr:`step` if the current write has ended.
@@ -93,7 +107,9 @@ class CheckpointSaving:
         await self.written()
         # The rollout side is collected after the wait for the backend, at one moment of the event loop.
         policy = await self._snapshot()
-        rollout = self._collect()
+        rollout, evaluated = self._collect(), self._evaluated()
+        # A stop writes the checkpoint of a step again, with the same policy.
+        exports = self.export_due(rollout.step) and rollout.step != self._exported
 
         # Runs in a thread while training continues, so it uses only the copies above.
         def write(folder: Path) -> dict[str, str]:
@@ -106,12 +122,15 @@ class CheckpointSaving:
 
         def publish() -> Path:
             with self._events.timed("checkpoint", step=rollout.step):
-                folder = self._store.write(rollout.step, write)
+                folder = self._store.write(rollout.step, write, evaluated)
             with suppress(OSError):  # the figures are a help, and must not end the run
                 self.disk = {
                     "system/checkpoint_bytes": folder_bytes(folder),
                     "system/disk_free_bytes": shutil.disk_usage(folder).free,
                 }
+            if exports:
+                self._export(rollout.step)
+                self._exported = rollout.step
             return folder
 
         self._task = asyncio.create_task(asyncio.to_thread(publish), name="checkpoint")

@@ -52,7 +52,7 @@ from skyrl_train.runtime.watchdog import LoopMonitor, Phase, Watchdog
 from skyrl_train.sample_recorder import SampleRecorder
 from skyrl_train.step_metrics import StepReports, TrainedStep
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingThread
-from skyrl_train.training.checkpoint import Checkpoints
+from skyrl_train.training.checkpoint import NOT_EVALUATED, Checkpoints, Evaluated
 from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
 from skyrl_train.training.optimizer import NonFiniteSteps
 from skyrl_train.types import RolloutGroup
@@ -80,6 +80,7 @@ class TrainerComponents:
     evaluation_prompts: Sequence[PromptRecord] = ()
     spill_folder: Path | None = None  # for finished groups beyond rollout.buffer_memory_bytes
     export_folder: Path | None = None  # for the final policy, in the format of transformers
+    export_checkpoint: Callable[[int], None] = lambda step: None  # writes that of a step in this format, blocking
     clock: Callable[[], float] = field(default=time.perf_counter)
     events: EventLog = NO_EVENTS  # the record of the run
 
@@ -155,6 +156,9 @@ class PPOTrainer:
             components.backend,
             snapshot=lambda: self.training.run(components.backend.snapshot),
             collect=self.rollout_snapshot,
+            evaluated=self.evaluated,
+            export=components.export_checkpoint,
+            export_interval=config.trainer.hf_save_interval,
             changed=self.changed,
             events=components.events,
         )
@@ -410,14 +414,18 @@ class PPOTrainer:
     async def checkpoint_if_due(self) -> None:
         """Every ``ckpt_interval`` steps, take a snapshot and write it while training continues.
 
-        Not while steps are skipped: the policy may have diverged, and the previous checkpoint may be the last good one.
+        Also after a step that is exported, or evaluated to find the best checkpoint. Not while steps are skipped: the policy
+        may have diverged, and the previous checkpoint may be the last good one.
         """
         await self.saving.check()  # a failed write ends the run
-        interval = self.config.trainer.ckpt_interval
         if self.nonfinite.in_a_row:
             return
+        interval, step = self.config.trainer.ckpt_interval, self.global_step
+        due = interval > 0 and step % interval == 0
+        due |= self.saving.export_due(step)
+        due |= self.config.trainer.eval.best_metric is not None and self.evaluation.due(step)
         # save_checkpoint() writes the last step, after its weight sync.
-        if interval and self.global_step % interval == 0 and self.global_step < self.plan.total_steps:
+        if due and step < self.plan.total_steps:
             await self.saving.begin()
 
     async def save_checkpoint(self) -> None:
@@ -451,6 +459,13 @@ class PPOTrainer:
         }
         replay_cache = self.components.client.replay_cache.snapshot()
         return RolloutSnapshot(self.global_step, state, tuple(self.rollout.buffer), replay_cache)
+
+    def evaluated(self) -> Evaluated:
+        """Return the evaluations that decide which checkpoints stay beside the newest ones."""
+        metric = self.config.trainer.eval.best_metric
+        if metric is None:
+            return NOT_EVALUATED
+        return Evaluated(self.components.reporter.scores(metric), self.evaluation.unfinished)
 
     async def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint.

@@ -7,6 +7,7 @@ config ──> model folder ──> engines ──> client ──> generator, st
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.build.backend import build_backend
 from skyrl_train.build.engines import build_client, build_transport
+from skyrl_train.build.export import export_in_process, start_from_run
 from skyrl_train.build.rollout import build_generator, build_stages, value_stages
 from skyrl_train.colocation import interrupt
 from skyrl_train.config import derive
@@ -102,6 +104,7 @@ async def build_trainer(
             evaluation_prompts=evaluation_prompts,
             spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
             export_folder=run_folder.path / "policy",
+            export_checkpoint=functools.partial(export_in_process, run_folder),
             events=events,
         )
         return trainer_class(config.trainer.mode)(config, plan, parts)
@@ -189,7 +192,14 @@ def trainer_class(mode: str) -> type[PPOTrainer]:
 
 
 def prepare_model(config: RunConfig, folder: Path) -> str:
-    """Return the model folder to start from: the configured one, or a new one in ``folder``."""
+    """Return the model folder to start from: the configured one, or a new one in ``folder``.
+
+    Raises:
+        ConfigError, CheckpointError, ModelError: the model cannot be built, or ``trainer.init_from`` cannot be read.
+    """
+    if config.trainer.init_from is not None:
+        start_from_run(config.trainer.init_from, config, folder)
+        return str(folder)
     if config.trainer.policy.model.path is not None:
         return config.trainer.policy.model.path
     build_model_folder(config.trainer.policy.model.build, folder, config.trainer.seed)

@@ -1,38 +1,50 @@
-"""Comparison of configurations: a run may continue from checkpoints of the same run only."""
+"""Comparison of configurations: which settings may change when a run resumes.
+
+Each setting is in one of three tables, by its name or by the name of a section; the longest name counts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.schema import RunConfig
 
-# Settings, and sections with all their settings, of where a run is stored, how it is observed, where it computes and how long it
-# waits. They do not change what is learned, so a run may continue with another value.
-NOT_PART_OF_THE_RUN = (
-    "trainer.fsdp",
-    "trainer.critic.fsdp",
-    "trainer.device",
-    "trainer.critic.device",
-    "trainer.critic.placement",
-    "trainer.placement",
+# Where a run is stored, how it is observed, where and how it computes, and how long it waits. Another value changes rounding and
+# timing only, not the objective or the data.
+MAY_CHANGE = (
     "trainer.run_name",
     "trainer.runs_dir",
     "trainer.run_dir",
     "trainer.resume",
     "trainer.ckpt_interval",
     "trainer.max_ckpts_to_keep",
+    "trainer.hf_save_interval",
     "trainer.ckpt_path",
     "trainer.samples_per_step",
     "trainer.max_events_per_s",
-    "trainer.max_restarts",
     "trainer.trackers",
+    "trainer.max_restarts",
+    "trainer.failures",
+    "trainer.device",
+    "trainer.placement",
+    "trainer.fsdp",
+    "trainer.micro_batch_tokens",
+    "trainer.packing",
+    "trainer.policy.compile",
+    "trainer.policy.gradient_checkpointing",
+    "trainer.critic.device",
+    "trainer.critic.placement",
+    "trainer.critic.fsdp",
+    "trainer.critic.gradient_checkpointing",
     "trainer.eval.interval",
     "trainer.eval.before_train",
     "trainer.eval.max_parallel",
     "trainer.eval.num_engines",
-    "trainer.failures",
+    "trainer.eval.best_metric",
     "rollout.replay",
     "rollout.buffer_memory_bytes",
     "rollout.num_actors",
@@ -44,22 +56,132 @@ NOT_PART_OF_THE_RUN = (
     "rollout.stages.reward.ray_num_gpus",
     "rollout.stages.reference",
     "generator.pause_timeout_s",
-    "generator.inference_engine.fleet",
     "generator.verify_weights",
+    "generator.weight_transport",
+    "generator.weight_folder",
+    "generator.weight_transport_kwargs",
+    "generator.inference_engine",
 )
 
+_SCHEDULE = "the learning rate follows the new schedule from here on"
+_ENGINE = "the engines may sample with other rounding from here on"
+_EVALUATION = "evaluations from here on cannot be compared with the earlier ones"
+# Another value changes the rest of the run, as the text says. The steps so far stay.
+CHANGES_THE_REST = {
+    "trainer.max_steps": _SCHEDULE,
+    "trainer.epochs": _SCHEDULE,
+    "trainer.policy.optimizer_config.lr": _SCHEDULE,
+    "trainer.policy.optimizer_config.scheduler": _SCHEDULE,
+    "trainer.policy.optimizer_config.num_warmup_steps": _SCHEDULE,
+    "trainer.critic.optimizer_config.lr": _SCHEDULE,
+    "trainer.critic.optimizer_config.scheduler": _SCHEDULE,
+    "trainer.critic.optimizer_config.num_warmup_steps": _SCHEDULE,
+    "trainer.eval": _EVALUATION,
+    "generator.inference_engine.backend": _ENGINE,
+    "generator.inference_engine.dtype": _ENGINE,
+    "generator.inference_engine.engine_args": _ENGINE,
+}
 
-def differences(a: RunConfig, b: RunConfig) -> list[str]:
-    """Return the dotted names of the settings that differ, without those that do not change what is learned."""
-    left, right = dict(_leaves(dataclasses.asdict(a), "")), dict(_leaves(dataclasses.asdict(b), ""))
-    # A setting may exist on one side only: free dictionaries have any keys.
-    missing = object()
-    return [
-        key
-        for key in {**left, **right}
-        if left.get(key, missing) != right.get(key, missing)
-        and not any(key == name or key.startswith(f"{name}.") for name in NOT_PART_OF_THE_RUN)
-    ]
+# Another value makes another run: another objective, other data, other samples, or a checkpoint that does not fit.
+MAKES_ANOTHER_RUN = (
+    "trainer.mode",
+    "trainer.seed",
+    "trainer.init_from",
+    "trainer.strategy",
+    "trainer.policy_mini_batch_size",
+    "trainer.train_batch_size",
+    "trainer.update_epochs_per_batch",
+    "trainer.policy.model",
+    "trainer.policy.optimizer_config",
+    "trainer.policy.dtype",
+    "trainer.policy.fp32_head",
+    "trainer.critic.model",
+    "trainer.critic.optimizer_config",
+    "trainer.critic.dtype",
+    "trainer.algorithm",
+    "trainer.fully_async",
+    "trainer.partial_rollout",
+    "rollout.stages.reward.function",
+    "rollout.stages.reward.kwargs",
+    "generator.name",
+    "generator.kwargs",
+    "generator.n_samples_per_prompt",
+    "generator.max_turns",
+    "generator.max_input_length",
+    "generator.sampling_params",
+    "generator.chat",
+    "generator.pause_mode",
+    "generator.inference_engine.max_model_len",
+    "environment",
+    "data",
+)
+
+_CLASSIFIED = {*MAY_CHANGE, *CHANGES_THE_REST, *MAKES_ANOTHER_RUN}
+LENGTH = ("trainer.max_steps", "trainer.epochs")
+_WHERE = ("trainer.run_name", "trainer.runs_dir", "trainer.run_dir", "trainer.resume")  # of one command, not of the run
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting with another value than in the configuration of the run.
+
+    Attributes:
+        warning: how the rest of the run differs; empty: not at all, or the run is another one.
+        another_run: whether the run cannot resume with this value.
+    """
+
+    key: str
+    before: Any
+    after: Any
+    warning: str
+    another_run: bool
+
+    def __str__(self) -> str:
+        before, after = ("not set" if value is _ABSENT else json.dumps(value) for value in (self.before, self.after))
+        return f"{self.key}: {before} there, {after} here"
+
+
+def table_entry(key: str) -> str | None:
+    """Return the name in the tables that decides about the setting ``key``, or None if there is none."""
+    while key not in _CLASSIFIED:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            return None
+    return key
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Return the settings that differ, without the name and place of the run, in the schema's order."""
+    left, right = dict(_leaves(dataclasses.asdict(before), "")), dict(_leaves(dataclasses.asdict(after), ""))
+    optimizers = (after.trainer.policy.optimizer_config, after.trainer.critic.optimizer_config)
+    scheduled = any(optimizer.scheduler != "constant" for optimizer in optimizers)
+    found = []
+    # A setting may exist on one side only: free dictionaries have any keys, and an empty one has an entry for itself.
+    for key in {**left, **right}:
+        values = left.get(key, _ABSENT), right.get(key, _ABSENT)
+        if values[0] == values[1] or key in _WHERE or values in (({}, _ABSENT), (_ABSENT, {})):
+            continue
+        entry = table_entry(key)
+        # A constant learning rate does not depend on the length.
+        warning = "" if key in LENGTH and not scheduled else CHANGES_THE_REST.get(entry or "", "")
+        found.append(Change(key, *values, warning, another_run=entry is None or entry in MAKES_ANOTHER_RUN))
+    return found
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Return the changed settings with which the run ``before`` cannot resume as ``after``."""
+    return [change for change in changes(before, after) if change.another_run]
+
+
+def explain(differing: Sequence[Change], run: str, remedy: str) -> str:
+    """Return the message for a run that cannot resume.
+
+    Args:
+        run: where it is, with the setting that names the place.
+        remedy: how to resume it, and how to start another one.
+    """
+    return "\n  ".join([f"{run} has a run with other settings:", *map(str, differing)]) + f"\n{remedy}"
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

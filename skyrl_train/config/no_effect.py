@@ -249,8 +249,13 @@ def _rollouts(config: RunConfig) -> Warnings:
     if rollout.num_actors == 0:
         yield from _ray_resources("rollout", changed(rollout), "rollout.num_actors above 0")
     evaluation = config.trainer.eval
-    if evaluation.interval == 0 and (evaluation.before_train or evaluation.num_engines > 0):
-        asked = "before_train=true" if evaluation.before_train else f"num_engines={evaluation.num_engines}"
+    settings = {
+        "before_train=true": evaluation.before_train,
+        f"num_engines={evaluation.num_engines}": evaluation.num_engines > 0,
+        f"best_metric={evaluation.best_metric}": evaluation.best_metric is not None,
+    }
+    asked = next((setting for setting, given in settings.items() if given), None)
+    if evaluation.interval == 0 and asked is not None:
         yield f"{EVAL}.{asked} without {EVAL}.interval: nothing is ever evaluated. Set the interval, in steps."
 
 

@@ -129,6 +129,8 @@ def _run_rows(plan: Plan) -> Rows:
         ("mode", plan.mode.value if trainer.mode == plan.mode else f"{trainer.mode} ({plan.mode})"),
         ("model", f"{model} ({policy.dtype}, on {trainer.device})"),
     ]
+    if trainer.init_from is not None:
+        rows.append(("starts from", f"the policy of {trainer.init_from}"))
     if lora.rank:
         but = f" but {', '.join(lora.exclude_modules)}" if lora.exclude_modules else ""
         rows.append(

@@ -379,6 +379,9 @@ class EvalConfig:
     num_engines: CountOrZero = (
         0  # separate engines; 0: the run's engines, and the next weight sync waits for the evaluation
     )
+    # Such as eval/reward or eval/pass@1: each evaluated step gets a checkpoint, and the one with the highest value stays;
+    # export and eval know it as RUN:best. None: only the newest checkpoints stay
+    best_metric: str | None = None
 
 
 # ---- trainer
@@ -422,9 +425,11 @@ class TrainerConfig:
     max_restarts: CountOrZero = 0  # restarts from the last checkpoint after a worker with a shard of a model has died
     device: str = "cpu"  # for training: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: CountOrZero = 50  # steps; 0: only at the end and on SIGTERM
-    max_ckpts_to_keep: Count = 2  # the newest ones; older ones are removed
+    max_ckpts_to_keep: Count = 2  # the newest ones; older ones are removed, except for eval.best_metric
+    hf_save_interval: CountOrZero = 0  # steps; each writes <run>/policies/global_step_N for transformers; 0: never
     ckpt_path: str | None = None  # a URL (s3://, gs://, ...; fsspec) for this run alone; None: the run folder
     resume: ResumeMode = ResumeMode.latest
+    init_from: str | None = None  # RUN, RUN:STEP or RUN:best: a new run starts from the policy of that run's checkpoint
     samples_per_step: CountOrZero = 2  # groups recorded in samples/ of each step and evaluation; 0: none
     # Requests, environment calls and agents in events/; beyond it, some groups have none. The life of groups is always there
     max_events_per_s: CountOrZero = 500

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from skyrl_train.config.compose import compose, with_overrides
 from skyrl_train.config.import_path import forget_files
-from skyrl_train.entrypoints.export import export_checkpoint, split_step
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult
+from skyrl_train.observability.run import split_checkpoint
 from skyrl_train.observability.run_folder import CONFIG, read_config
 
 
@@ -25,7 +25,7 @@ def evaluate(policy: str, recipe: str | None, overrides: Sequence[str], config_d
     """Evaluate a policy as the settings ``trainer.eval`` say, print the scores, and return them.
 
     Args:
-        policy: ``RUN`` or ``RUN:STEP``, whose settings apply; with ``recipe``, a model folder or a hub name.
+        policy: ``RUN``, ``RUN:STEP`` or ``RUN:best``, whose settings apply; with ``recipe``, a model folder or a hub name.
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the engines failed.
@@ -36,12 +36,14 @@ def evaluate(policy: str, recipe: str | None, overrides: Sequence[str], config_d
         if recipe is not None:
             config = compose(recipe, overrides, config_dir)
         else:
-            run, step = split_step(policy)
+            from skyrl_train.build.export import export_checkpoint  # imports torch
+
+            run, which = split_checkpoint(policy)
             if not (run / CONFIG).is_file():
                 raise ConfigError(f"{run} is no run. For a model, name the recipe that evaluates it: --recipe RECIPE.")
             config = with_overrides(read_config(run), overrides)
             policy = str(Path(folder) / "model")
-            step = export_checkpoint(run, step, Path(policy))
+            step = export_checkpoint(run, which, Path(policy))
             console.print(f"the policy after step {step} of {run}", markup=False, highlight=False, soft_wrap=True)
         trainer = config.trainer
         model = replace(trainer.policy.model, path=policy)

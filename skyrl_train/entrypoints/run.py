@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from skyrl_train.config import derive
+from skyrl_train.config.compare import changes
 from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
 from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.schema import RunConfig
@@ -46,6 +47,7 @@ from skyrl_train.observability.run_folder import (
     RunFolder,
     choose_run_folder,
     left_behind,
+    read_config,
     read_jsonl,
     replace_file,
 )
@@ -221,12 +223,18 @@ def train(
             workers = stack.enter_context(engine_workers(config))  # before the other imports: theirs run meanwhile
             importlib.import_module("skyrl_train.build.trainer")
         abandoned = left_behind(config)  # before the folder of the new run exists
-        choice = choose_run_folder(config)
+        choice = choose_run_folder(config, inputs.plan.total_steps)
         if choice.finished:
             summary = summarize(list(read_jsonl(choice.path / METRICS)))
             return RunResult(choice.path, finished=True, was_finished=True, summary=summary, seconds=0.0)
         if abandoned and not choice.resuming and config.trainer.run_dir is None:
             console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
+        if config.trainer.init_from is not None and not choice.resuming:
+            from skyrl_train.build.export import find_source  # imports torch
+
+            find_source(config.trainer.init_from, config)  # an error must leave no configuration in the folder
+        # Read before the folder gets the new configuration.
+        changed = changes(read_config(choice.path), config) if choice.resuming else []
         # The folder stays locked over all restarts.
         run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
         stack.enter_context(log_file(run_folder.logs / TRAINER_LOG))
@@ -240,6 +248,10 @@ def train(
         logger.info("the plan:\n%s", inputs.plan.describe())
         for warning in inputs.plan.warnings:
             logger.warning("%s", warning)
+        for change in changed:
+            text = f"resumes with {change}" + (f"; {change.warning}" if change.warning else "")
+            logger.log(logging.WARNING if change.warning else logging.INFO, "%s", text)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         try:
             finished, start_step = train_restarting(
                 lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, request)),

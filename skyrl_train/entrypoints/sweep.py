@@ -22,26 +22,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyrl_train.config.compare import differences
+from skyrl_train.config.compare import LENGTH, changes, explain
 from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.entrypoints.run import check_implementations, load_inputs
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
-from skyrl_train.entrypoints.train import NOTHING_LEARNED
+from skyrl_train.entrypoints.train import NOTHING_LEARNED, program
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import CONFIG, FINISHED, read_config
 from skyrl_train.observability.screen import RunSummary
 
 MAX_NAME = 200  # bytes of a folder's name, below the 255 that file systems allow
+INTERRUPTED = (130, -signal.SIGINT)  # exit codes of a run that Ctrl-C reached before training began
 
 
 @dataclass(frozen=True)
 class SweepRun:
     """One run of a sweep."""
 
-    name: str  # of its folder: the values that it has
+    name: str  # of its folder, made of the swept values
     folder: Path
     overrides: tuple[str, ...]
 
@@ -68,8 +69,8 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
     runs: list[SweepRun] = []
     for values in itertools.product(*swept.values()):
         given = [f"{key}={value}" for key, value in zip(swept, values, strict=True)]
-        # Other characters would make other folders, or paths that need quotes in a setting.
-        name = re.sub(r"[^\w.+-]", "-", "_".join(short(text, swept) for text in given))[:MAX_NAME]
+        # Other characters would make other folders, or paths that need quotes in a setting; ASCII has one byte each.
+        name = re.sub(r"[^\w.+-]", "-", "_".join(short(text, swept) for text in given), flags=re.ASCII)[:MAX_NAME]
         while any(run.name == name for run in runs):  # values that differ in such characters only, or behind MAX_NAME
             name += "-"
         quoted = QuotedString(str(folder / name), Quote.single).with_quotes()
@@ -78,40 +79,45 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
     for run in runs:
         config = compose(recipe, run.overrides, config_dir)
         raise_errors(validate(config).errors)
-        if (run.folder / CONFIG).is_file() and (differing := differences(read_config(run.folder), config)):
-            raise ConfigError(
-                f"{run.folder} has a run with another {', '.join(differing)}. Name another folder with --folder."
-            )
+        if (run.folder / CONFIG).is_file():
+            # A finished run would not get its new length.
+            changed = changes(read_config(run.folder), config)
+            if differing := [change for change in changed if change.another_run or change.key in LENGTH]:
+                raise ConfigError(explain(differing, str(run.folder), "Name another folder with --folder."))
         if run is runs[0]:
             load_inputs(config)
             check_implementations(config)
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
     processes: list[subprocess.Popen[bytes]] = []
     stopping = threading.Event()
+    starting = threading.Lock()  # held while a run begins, so that a stop finds its process
 
     def train(run: SweepRun) -> str:
         """Train one run and return how it ended."""
         if (run.folder / FINISHED).is_file():
             return "finished"
-        if stopping.is_set():
-            return "not begun"
-        run.folder.parent.mkdir(parents=True, exist_ok=True)
         log = run.folder.with_name(f"{run.name}.log")
-        say(f"begins: {run.name} (output: {log})")
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl_train", "train", recipe, *run.overrides, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
-            )
+        with starting:
+            if stopping.is_set():
+                return "not begun"
+            say(f"begins: {run.name} (output: {log})")
+            run.folder.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "skyrl_train", "train", recipe, *run.overrides, *options],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+                )
             processes.append(process)
-            code = process.wait()
+        code = process.wait()
         if (run.folder / FINISHED).is_file():
             state = "finished, nothing learned" if code == NOTHING_LEARNED else "finished"
+        elif code == 0 or (stopping.is_set() and code in INTERRUPTED):
+            state = "stopped"
         else:
-            state = "stopped" if code == 0 else f"failed with exit code {code}"
+            state = f"failed with exit code {code}"
         say(f"{state}: {run.name}")
         return state
 
@@ -124,7 +130,8 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
             wait(ends)
         except KeyboardInterrupt:
             say("stopping after a checkpoint; the same command continues the sweep")
-            stopping.set()
+            with starting:
+                stopping.set()
             for process in processes:
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)
@@ -143,7 +150,7 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
         table.add_row(Text(name), state, str(summary.steps), *rewards)
     console.print(table)
     where = shlex.quote(str(folder))
-    say(f"Compare them with: skyrl-train compare {where}; in a browser: skyrl-train page {where}")
+    say(f"Compare them with: {program()} compare {where}; in a browser: {program()} page {where}")
     if stopping.is_set():
         return 130
     return 1 if any(state.startswith("failed") for state in states) else 0

@@ -33,6 +33,10 @@ def print_plan(recipe: str, overrides: Sequence[str], config_dir: Path | None, *
     inputs = load_inputs(config)
     console.print(inputs.plan.describe(), markup=False, highlight=False, soft_wrap=True)
     check_implementations(config)
+    if config.trainer.init_from is not None:
+        from skyrl_train.build.export import find_source  # imports torch
+
+        find_source(config.trainer.init_from, config)
     print_warnings(inputs, console, strict=strict)
 
 
@@ -56,7 +60,8 @@ def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None,
     code = 0
     if result.was_finished:
         line = (
-            f"{result.path} has finished training; nothing is left to do. Give another trainer.run_dir to train again."
+            f"{result.path} has finished training; nothing is left to do. Give a larger trainer.max_steps to train on, or "
+            "another trainer.run_dir to train again."
         )
     else:
         for advice in load_run(result.path).advice:
@@ -64,16 +69,21 @@ def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None,
         # A run of a few steps tests a set-up; a rare reward may be missing there.
         if result.finished and result.summary.only_reward is not None and result.summary.steps >= CONSTANT_STEPS:
             code = NOTHING_LEARNED
-        program = "python -m skyrl_train" if Path(sys.argv[0]).name == "__main__.py" else "skyrl-train"
-        launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER", "")  # set by ./uvw
         options = [*(["--strict"] if strict else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
         run_dir = None if result.finished else str(result.path)  # a finished run is repeated in another folder
         line = final_line(
             result.summary,
             str(result.path),
             finished=result.finished,
-            command=train_command(f"{launcher} {program}".lstrip(), [recipe, *options, *overrides], run_dir=run_dir),
+            command=train_command(program(), [recipe, *options, *overrides], run_dir=run_dir),
             seconds=result.seconds,
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def program() -> str:
+    """Return the words that started this command, such as ``./uvw run skyrl-train``, for the commands that it prints."""
+    launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER", "")  # set by ./uvw
+    name = "python -m skyrl_train" if Path(sys.argv[0]).name == "__main__.py" else "skyrl-train"
+    return f"{launcher} {name}".lstrip()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import DataConfig, RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.evaluation.metrics import score_names
 from skyrl_train.rollout.data.dataset import check_alphabet, load_dataset
 
 # Settings of the training data in error messages, and their counterparts for the evaluation.
@@ -20,7 +22,7 @@ def load_evaluation_prompts(config: RunConfig) -> Sequence[PromptRecord]:
 
     Raises:
         DataError, ConfigError: see :func:`load_dataset` and :func:`check_alphabet`; the message names the settings of the
-            evaluation.
+            evaluation. Also for a ``trainer.eval.best_metric`` that these prompts do not have.
     """
     settings = config.trainer.eval
     if not settings.interval:
@@ -35,10 +37,17 @@ def load_evaluation_prompts(config: RunConfig) -> Sequence[PromptRecord]:
         prompts = load_dataset(data, config.environment)
         if config.trainer.policy.model.path is None:
             check_alphabet(prompts, config.trainer.policy.model.build.alphabet)
-        return prompts.records
     except (DataError, ConfigError) as error:
         message = str(error)
         # load_dataset names the settings of the training data; the user has to change the evaluation's.
         for theirs, ours in _SETTINGS.items():
             message = message.replace(theirs, ours)
         raise type(error)(f"The prompts of the evaluation: {message}") from error
+    if settings.best_metric is not None:
+        known = score_names(settings.n_samples_per_prompt, (record.data_source for record in prompts.records))
+        if settings.best_metric not in known:
+            close = did_you_mean(settings.best_metric, known)
+            raise ConfigError(
+                f"trainer.eval.best_metric={settings.best_metric}: this evaluation has no such score.{close}"
+            )
+    return prompts.records

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -120,6 +120,18 @@ def avg_at_k(outcomes: Sequence[bool], k: int) -> float:
     With ``k = n`` it is pass@1. The difference for a smaller ``k`` shows the noise of ``k`` samples.
     """
     return sum(outcomes[:k]) / k
+
+
+def score_names(samples: int, sources: Iterable[str]) -> list[str]:
+    """Return the names of the metrics of which a higher value is a better policy.
+
+    Args:
+        samples: of each prompt.
+        sources: the data sources of the prompts.
+    """
+    scores = ["reward", *(f"{name}@{k}" for name in ("pass", "avg") for k in powers_up_to(samples))]
+    prefixes = ["eval", *(f"eval/{source}" for source in sorted({*sources} - {""}))]
+    return [f"{prefix}/{score}" for prefix in prefixes for score in scores]
 
 
 def _scores(prefix: str, prompts: Sequence[EvaluatedPrompt]) -> dict[str, float]:

@@ -192,6 +192,16 @@ class Evaluation:
         if self.error is not None:
             raise self.error
 
+    def due(self, step: int) -> bool:
+        """Return whether the policy after ``step`` is evaluated; see :class:`EvaluationSchedule`."""
+        return self._schedule.due(step)
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Versions whose evaluation has begun and not ended."""
+        running = None if self._running is None else self._running.version
+        return {version for version in (running, self._pending) if version is not None}
+
     def stop(self) -> None:
         """Cancel all evaluations and begin no more. A cancelled one leaves no row."""
         self._stopped = True

@@ -18,7 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.observability.advice import Advice, AdviceHistory, Row, advise, edge_rows
 from skyrl_train.observability.failures import FailureLog
-from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl
+from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl, read_scores
 from skyrl_train.observability.samples import RecordedGroup, rows_of
 from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view, shortened
 from skyrl_train.observability.trackers.feed import NO_TRACKERS, TrackerFeed
@@ -167,6 +167,10 @@ class Reporter:
     def evaluated_steps(self) -> set[int]:
         """Steps whose policies have been evaluated."""
         return {row["step"] for row in read_jsonl(self._folder.evaluations.path)}
+
+    def scores(self, metric: str) -> dict[int, float]:
+        """Return the value of a metric of each evaluated step that has one."""
+        return read_scores(self._folder.evaluations.path, metric)
 
     def attempt_failed(self, name: str, reason: str, error: BaseException | None = None) -> None:
         """Report a failed attempt at the group ``name``. The first one of each kind is shown at once, the others as a count."""

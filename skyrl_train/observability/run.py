@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import EventReader, Events
 from skyrl_train.observability.advice import FAILURE_SEGMENTS, FAILURES, Advice, advise, edge_rows
@@ -17,15 +19,20 @@ from skyrl_train.observability.run_folder import (
     EVALUATIONS,
     FINISHED,
     METRICS,
+    ORIGIN,
     SAMPLES,
     read_config,
     read_jsonl,
+    read_scores,
 )
 from skyrl_train.observability.samples import read_samples
 from skyrl_train.observability.screen import RunSummary, summarize
+from skyrl_train.training.checkpoint import CheckpointStore, best_step, find_damage, is_complete
 
 if TYPE_CHECKING:
     import pandas
+
+Which = int | Literal["best"] | None  # a checkpoint: of a step, the best by evaluation, or the newest
 
 
 class Run:
@@ -96,6 +103,44 @@ class Run:
         folder = self.path / "policy"
         return folder if folder.is_dir() else None
 
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """The folder (``run``) and ``step`` of the policy that the run started from; None without ``trainer.init_from``."""
+        file = self.path / ORIGIN
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def checkpoint(self, which: Which = None) -> Path:
+        """Return the folder of a checkpoint on this machine: the newest intact one, the best by evaluation, or of a step.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or ``trainer.eval.best_metric`` is not set.
+            CheckpointError: it is damaged.
+        """
+        root, trainer = self.path / "checkpoints", self.config.trainer
+        store = CheckpointStore(root, max_to_keep=1)
+        if which is None:
+            newest = store.latest()
+            if newest is None:
+                where = f"; copy one there from {trainer.ckpt_path}" if trainer.ckpt_path else ""
+                raise ConfigError(f"{root} has no checkpoint yet{where}.")
+            return newest
+        steps = sorted(int(folder.name.rpartition("_")[2]) for folder in root.glob("global_step_*[0-9]"))
+        if which == "best":
+            metric = trainer.eval.best_metric
+            if metric is None:
+                raise ConfigError(f"{self.path} keeps no best checkpoint: trainer.eval.best_metric is not set.")
+            complete = [step for step in steps if is_complete(store.folder(step))]
+            which = best_step(complete, read_scores(self.path / EVALUATIONS, metric))
+            if which is None:
+                raise ConfigError(f"{self.path} has no checkpoint yet whose evaluation has {metric}.")
+        if which not in steps:
+            raise ConfigError(
+                f"{self.path} has no checkpoint of step {which} here. Steps: {', '.join(map(str, steps)) or 'none'}."
+            )
+        if damage := find_damage(store.folder(which)):
+            raise CheckpointError(f"{store.folder(which)} is damaged: {damage}. Name another step.")
+        return store.folder(which)
+
     def _frame(self, name: str, index: str | None = None) -> pandas.DataFrame:
         import pandas  # 0.5 s, which a training run does not need
 
@@ -126,3 +171,11 @@ def load_run(path: str | Path) -> Run:
         hint = f" It contains these runs: {', '.join(near[:5])}." if near else ""
         raise ConfigError(f"{folder} is not a run folder (it has no {CONFIG}).{hint}")
     return Run(folder)
+
+
+def split_checkpoint(text: str) -> tuple[Path, Which]:
+    """Split ``RUN``, ``RUN:STEP`` or ``RUN:best`` into the run folder and the checkpoint."""
+    found = re.fullmatch(r"(.+):(\d+|best)", text)
+    if found is None:
+        return Path(text), None
+    return Path(found[1]), "best" if found[2] == "best" else int(found[2])

@@ -10,12 +10,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skyrl_train.config.compare import differences
+from skyrl_train.config.compare import LENGTH, changes, differences, explain
 from skyrl_train.config.compose import from_yaml, to_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import ConfigError, SkyRLError
@@ -24,6 +24,7 @@ from skyrl_train.observability.samples import SampleWriter
 
 CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples", "eval.jsonl"
 FINISHED, LOCK = "finished.json", "run.lock"
+ORIGIN = "init_from.json"  # the run and step of the policy that the run started from
 TRAINER_LOG = "trainer.log"  # in the folder of logs
 
 _locked_here: set[Path] = set()
@@ -37,18 +38,21 @@ class RunChoice(NamedTuple):
     finished: bool
 
 
-def choose_run_folder(config: RunConfig) -> RunChoice:
+def choose_run_folder(config: RunConfig, total_steps: int = 0) -> RunChoice:
     """Find the unfinished run that ``config`` continues, or create the folder of a new run.
 
     ``trainer.run_dir`` names the folder. Without it, runs are numbered below ``trainer.runs_dir``: the newest unfinished run
-    with the same configuration is continued. If there is none, or with ``resume=never``, the next number is used.
+    whose configuration allows it is continued. If there is none, or with ``resume=never``, the next number is used.
+
+    Args:
+        total_steps: of ``config``. A finished run in the given folder continues if its length was changed to more steps.
 
     Raises:
         ConfigError: the given folder contains another run or other files, or with ``resume=never`` any file.
     """
     trainer = config.trainer
     if trainer.run_dir is not None:
-        return _given_folder(config, Path(trainer.run_dir))
+        return _given_folder(config, Path(trainer.run_dir), total_steps)
     numbered = _numbered_folders(Path(trainer.runs_dir), trainer.run_name)
     if trainer.resume is not ResumeMode.never:
         # Newest first; a run with other settings is left as it is.
@@ -92,6 +96,7 @@ class RunFolder:
             raise _cannot_create(path, error) from error
         # Before the first write: another process may train in this folder.
         self._lock = _lock(path)
+        (path / FINISHED).unlink(missing_ok=True)  # of a run that continues because it has more steps now
         replace_file(path / CONFIG, to_yaml(config))
         self.metrics = JsonlFile(path / METRICS)
         self.samples = SampleWriter(path / SAMPLES)
@@ -107,7 +112,7 @@ class RunFolder:
         _locked_here.discard(self.path.resolve())
 
 
-def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
+def _given_folder(config: RunConfig, folder: Path, total_steps: int) -> RunChoice:
     name = f"trainer.run_dir={folder}"
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{name} is a file. Name a folder.")
@@ -119,26 +124,18 @@ def _given_folder(config: RunConfig, folder: Path) -> RunChoice:
         raise ConfigError(f"{name} is not empty and trainer.resume=never. Name another folder, or drop resume=never.")
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{name} is not empty and contains no run (no {CONFIG}). Name another folder.")
-    # Only settings that change what is learned are compared; the others may differ.
-    differing = differences(read_config(folder), config)
-    if differing:
-        raise ConfigError(
-            f"{name} contains a run with another configuration; it differs in {', '.join(differing)}. Set these as in "
-            f"{folder / CONFIG}, or name another folder.{_about_length(differing, folder)}"
+    changed = changes(read_config(folder), config)
+    if differing := [change for change in changed if change.another_run]:
+        remedy = (
+            f"Set these as in {folder / CONFIG} to resume that run. To train on with these values, start a new run from its "
+            f"policy: trainer.init_from={folder} and another trainer.run_dir."
         )
-    return RunChoice(folder, resuming=True, finished=(folder / FINISHED).is_file())
-
-
-def _about_length(differing: Sequence[str], folder: Path) -> str:
-    """Return the advice for a run whose length differs, else an empty string."""
-    length = [name for name in ("trainer.max_steps", "trainer.epochs") if name in differing]
-    if not length:
-        return ""
-    return (
-        f" The length of a run cannot change, because its schedules depend on its last step. Resume it with its own "
-        f"{' and '.join(length)}; to train more steps, start a new run from its final policy: "
-        f"trainer.policy.model.path={folder / 'policy'} with another trainer.run_dir."
-    )
+        raise ConfigError(explain(differing, name, remedy))
+    finished = (folder / FINISHED).is_file()
+    if finished and any(change.key in LENGTH for change in changed):
+        steps = max((row["step"] for row in read_jsonl(folder / METRICS)), default=0)
+        finished = total_steps <= steps
+    return RunChoice(folder, resuming=True, finished=finished)
 
 
 def left_behind(config: RunConfig) -> str:
@@ -153,7 +150,8 @@ def left_behind(config: RunConfig) -> str:
             differing = differences(read_config(folder), config)
         except (ConfigError, OSError):
             continue
-        why = f"has other settings ({', '.join(differing)})" if differing else "is not resumed (trainer.resume=never)"
+        other = "; ".join(map(str, differing))
+        why = f"has other settings ({other})" if differing else "is not resumed (trainer.resume=never)"
         return f"{folder} is unfinished, but {why}: this is a new run. Resume the old one with its own settings."
     return ""
 
@@ -284,6 +282,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 yield row
+
+
+def read_scores(evaluations: Path, metric: str) -> dict[int, float]:
+    """Return the value of ``metric`` of each evaluated step that has one, from ``eval.jsonl``."""
+    rows = ((row["step"], row.get(metric)) for row in read_jsonl(evaluations))
+    return {step: value for step, value in rows if isinstance(value, int | float)}
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -17,9 +17,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -48,6 +48,31 @@ Report = Callable[[str], object]  # takes a line for the user
 Writer = Callable[[Path], Mapping[str, str]]
 
 
+def best_step(steps: Iterable[int], scores: Mapping[int, float]) -> int | None:
+    """Return the step with the highest score, of equal ones the latest; None: no step has a score."""
+    return max((step for step in steps if step in scores), key=lambda step: (scores[step], step), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The evaluations that decide which checkpoints stay beside the newest ones.
+
+    Attributes:
+        scores: of evaluated steps; higher is better.
+        unfinished: steps whose evaluation has not ended.
+    """
+
+    scores: Mapping[int, float] = field(default_factory=dict)
+    unfinished: Collection[int] = ()
+
+    def kept(self, steps: Collection[int]) -> set[int]:
+        """Return which of the ``steps``, which have checkpoints, keep them: the best, and those that may become the best."""
+        return set(steps) & {best_step(steps, self.scores), *self.unfinished}
+
+
+NOT_EVALUATED = Evaluated()
+
+
 class Checkpoints(Protocol):
     """The checkpoints of one run, on a local disk or behind a URL. Methods block; one writer at a time."""
 
@@ -62,10 +87,11 @@ class Checkpoints(Protocol):
         """
         ...
 
-    def write(self, step: int, writer: Writer) -> Path:
+    def write(self, step: int, writer: Writer, evaluated: Evaluated = NOT_EVALUATED) -> Path:
         """Make the checkpoint of ``step`` and return its folder.
 
         Args:
+            evaluated: decides which older checkpoints stay.
             writer: fills the folder that it is given. Returns checksums (:mod:`skyrl_train.runtime.checksums`) of files, by
                 their paths below the folder; files without one are read once more.
 
@@ -155,7 +181,7 @@ class CheckpointStore:
         """Return the place of the checkpoint of ``step``."""
         return self._root / f"global_step_{step}"
 
-    def write(self, step: int, writer: Writer) -> Path:
+    def write(self, step: int, writer: Writer, evaluated: Evaluated = NOT_EVALUATED) -> Path:
         """See :meth:`Checkpoints.write`; the folder is empty and temporary while ``writer`` fills it.
 
         A checkpoint of the same step is replaced. Checkpoints of later steps belong to a history whose weights are gone
@@ -198,7 +224,7 @@ class CheckpointStore:
                 "untouched; make the folder writable and run the same command again."
             ) from error
         self._newest = target
-        self._remove_old(step)
+        self._remove_old(step, evaluated)
         return target
 
     def _seal(self, folder: Path, step: int, checksums: Mapping[str, str]) -> None:
@@ -232,11 +258,12 @@ class CheckpointStore:
         self._files.rename(pointer, self._root / POINTER)
         self._files.sync(self._root)
 
-    def _remove_old(self, step: int) -> None:
-        """Keep the newest ``max_to_keep`` checkpoints up to ``step``, which was just written; remove all others."""
+    def _remove_old(self, step: int, evaluated: Evaluated) -> None:
+        """Keep the newest ``max_to_keep`` checkpoints up to ``step``, which was just written, and those of ``evaluated``."""
         # Replaced folders and later steps are not kept, even if they are complete.
         alive = [f for f in self._folders() if _age_key(f) <= (step, True) and not f.name.endswith(_REPLACED)]
-        kept = sorted((f for f in alive if is_complete(f)), key=_age_key)[-self._max_to_keep :]
+        complete = {_age_key(f)[0]: f for f in sorted(alive, key=_age_key) if is_complete(f)}
+        kept = [*list(complete.values())[-self._max_to_keep :], *(complete[each] for each in evaluated.kept(complete))]
         try:
             for folder in self._folders():
                 if folder not in kept:

@@ -20,15 +20,17 @@ from typing import NamedTuple
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from skyrl_train.config.compare import differences
+from skyrl_train.config.compare import differences, explain
 from skyrl_train.config.compose import from_yaml, to_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.runtime.checksums import file_checksum
 from skyrl_train.training.checkpoint import (
     MANIFEST,
+    NOT_EVALUATED,
     POINTER,
     CheckpointStore,
+    Evaluated,
     Manifest,
     Report,
     Writer,
@@ -89,7 +91,7 @@ class RemoteCheckpointStore:
         """Check that the checkpoints behind the URL belong to this run.
 
         Raises:
-            ConfigError: they have another configuration, or ``trainer.resume=never`` is set and there are any.
+            ConfigError: they have a configuration that makes another run, or ``trainer.resume=never`` is set and there are any.
             CheckpointError: the URL cannot be reached.
         """
         with self._reached("read"):
@@ -98,10 +100,8 @@ class RemoteCheckpointStore:
             theirs = None if remote is None else from_yaml(self._text(CONFIG), where=f"{self._url}/{CONFIG}")
             own = remote is not None and self._is_local(remote)
         if theirs is not None and (differing := differences(theirs, self._config)):
-            raise ConfigError(
-                f"trainer.ckpt_path={self._url} holds checkpoints of another configuration; it differs in "
-                f"{', '.join(differing)}. Set these as in {self._url}/{CONFIG}, or give another trainer.ckpt_path."
-            )
+            remedy = f"Set these as in {self._url}/{CONFIG}, or give another trainer.ckpt_path."
+            raise ConfigError(explain(differing, f"trainer.ckpt_path={self._url}", remedy))
         if self._config.trainer.resume is ResumeMode.never and candidates and not own:
             raise ConfigError(
                 f"trainer.ckpt_path={self._url} holds checkpoints and trainer.resume=never. Give another "
@@ -126,8 +126,8 @@ class RemoteCheckpointStore:
             self._known.add(self._manifest_bytes(self._resumed))
             return self._local.folder(self._resumed.step)
 
-    def write(self, step: int, writer: Writer) -> Path:
-        """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces.
+    def write(self, step: int, writer: Writer, evaluated: Evaluated = NOT_EVALUATED) -> Path:
+        """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces unless it is the best.
 
         Raises:
             CheckpointError: see :meth:`CheckpointStore.write`; or the upload failed (the previous checkpoint is unchanged); or
@@ -139,7 +139,7 @@ class RemoteCheckpointStore:
             (folder / IDENTITY).write_text(secrets.token_hex(16), encoding="utf-8")
             return checksums
 
-        folder = self._local.write(step, identified)
+        folder = self._local.write(step, identified, evaluated)
         with self._reached(f"take the checkpoint of step {step}"):
             newest = self._newest()
             # Another run has written since: each of the two would remove the later steps of the other.
@@ -161,7 +161,7 @@ class RemoteCheckpointStore:
             self._upload(folder, remote, first=newest is None)
             self._known, self._resumed = {manifest}, remote
         try:
-            self._remove_old(remote)
+            self._remove_old(remote, evaluated)
         except Exception as error:  # the new one is safe: an old one that stays only costs space
             logger.warning("An old checkpoint in %s could not be removed: %s", self._url, error)
         return folder
@@ -212,13 +212,16 @@ class RemoteCheckpointStore:
                     raise _DamagedError(f"{name} differs from its checksum")
             return checksums
 
-    def _remove_old(self, newest: _RemoteFolder) -> None:
-        """Keep the newest ``max_ckpts_to_keep`` checkpoints up to ``newest``; remove all others.
+    def _remove_old(self, newest: _RemoteFolder, evaluated: Evaluated) -> None:
+        """Keep the newest ``max_ckpts_to_keep`` checkpoints up to ``newest``, and those of ``evaluated``; remove all others.
 
         Later steps are removed because the run was resumed from an earlier one, so their weights are gone.
         """
         folders = self._remote_folders()
-        kept = [p for p in folders if p <= newest and self._is_complete(p)][-self._config.trainer.max_ckpts_to_keep :]
+        complete = [remote for remote in folders if remote <= newest and self._is_complete(remote)]
+        by_step = {remote.step: remote for remote in complete}  # of several attempts at a step, the last one
+        kept = complete[-self._config.trainer.max_ckpts_to_keep :]
+        kept += [by_step[step] for step in evaluated.kept(by_step)]
         for remote in folders:
             if remote not in kept:
                 self._remove(remote)

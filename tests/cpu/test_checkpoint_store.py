@@ -14,11 +14,21 @@ from pathlib import Path
 
 import pytest
 from checkpoint_worlds import DAMAGES, Crash, QuickFileSystem, content, damage, writing
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.runtime.checksums import file_checksum
 from skyrl_train.training import checkpoint
-from skyrl_train.training.checkpoint import CheckpointStore, FileSystem, checkpoint_step, find_damage, is_complete
+from skyrl_train.training.checkpoint import (
+    CheckpointStore,
+    Evaluated,
+    FileSystem,
+    best_step,
+    checkpoint_step,
+    find_damage,
+    is_complete,
+)
 
 
 class CrashingFileSystem(QuickFileSystem):
@@ -79,6 +89,34 @@ def test_only_the_newest_are_kept_by_number_not_by_name(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         store.write(step, writing(str(step)))
     assert steps(tmp_path) == ["global_step_10", "global_step_11", "latest"]
+
+
+STEPS = st.sets(st.integers(1, 30))
+SCORES = st.dictionaries(st.integers(0, 30), st.sampled_from([-1.0, 0.0, 0.5, 1.0]))
+
+
+@given(STEPS, SCORES, STEPS)
+def test_the_best_and_those_under_evaluation_are_kept(
+    steps: set[int], scores: dict[int, float], unfinished: set[int]
+) -> None:
+    best = best_step(steps, scores)
+    assert Evaluated(scores, unfinished).kept(steps) == {step for step in steps if step == best or step in unfinished}
+    if scored := steps & scores.keys():
+        assert best in scored and all((scores[step], step) <= (scores[best], best) for step in scored)
+    else:
+        assert best is None
+
+
+def test_the_best_stays_on_the_disk_until_there_is_a_better_one(tmp_path: Path) -> None:
+    store, scores = CheckpointStore(tmp_path, max_to_keep=1), dict[int, float]()
+    kept = {}
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2), (5, 0.95), (6, 0.3), (7, 0.3)):
+        store.write(step, writing(str(step)), Evaluated(dict(scores), unfinished={step - 1}))
+        kept[step] = [name.rpartition("_")[2] for name in steps(tmp_path) if name != "latest"]
+        scores[step] = score
+    assert kept[4] == ["2", "3", "4"] and kept[5] == ["2", "4", "5"]
+    assert kept[6] == ["5", "6"] and kept[7] == ["5", "6", "7"]
+    assert content(tmp_path / "global_step_5") == "5" and content(store.latest()) == "7"
 
 
 def test_the_same_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:

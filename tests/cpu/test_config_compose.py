@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import composition
@@ -11,9 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.config.compare import NOT_PART_OF_THE_RUN, differences
+from skyrl_train.config.compare import (
+    CHANGES_THE_REST,
+    MAKES_ANOTHER_RUN,
+    MAY_CHANGE,
+    changes,
+    differences,
+    table_entry,
+)
 from skyrl_train.config.compose import compose, from_yaml, recipe_names, to_yaml
-from skyrl_train.config.keys import known_keys, nearest
+from skyrl_train.config.keys import known_keys, nearest, setting
 from skyrl_train.config.plan import resolve
 from skyrl_train.config.schema import FailurePolicy, RunConfig, TrainerMode
 from skyrl_train.errors import ConfigError
@@ -231,16 +239,58 @@ def test_a_run_on_another_device_is_the_same_run(key: str) -> None:
 
 @pytest.mark.usefixtures("composed_in_short")
 @pytest.mark.parametrize(
-    "override", ["trainer.seed=1", "trainer.max_steps=2", "environment.kwargs.a=1", "data.train_data=[x]"]
+    ("override", "told"),
+    [
+        ("trainer.seed=1", "trainer.seed: 0 there, 1 here"),
+        ("trainer.policy.optimizer_config.weight_decay=0.1", "weight_decay: 0.0 there, 0.1 here"),
+        ("environment.kwargs={a: 1}", "environment.kwargs.a: not set there, 1 here"),
+        ("data.train_data=[x]", 'data.train_data: [] there, ["x"] here'),
+        ("generator.pause_mode=abort", 'generator.pause_mode: "keep" there, "abort" here'),
+    ],
 )
-def test_another_run_is_told_by_the_key_that_differs(override: str) -> None:
-    ours, other = compose("quickstart"), compose("quickstart", [override])
-    assert differences(ours, other)
-    assert differences(ours, other)[0].startswith(override.partition("=")[0].rpartition(".")[0])
+def test_another_run_is_told_by_each_setting_with_both_values(override: str, told: str) -> None:
+    (difference,) = differences(compose("quickstart"), compose("quickstart", [override]))
+    assert told in str(difference)
 
 
-def test_settings_that_do_not_make_a_run_another_one_exist() -> None:
-    assert set(known_keys()) >= set(NOT_PART_OF_THE_RUN)
+@pytest.mark.usefixtures("composed_in_short")
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["trainer.max_steps=2"], []),
+        (["trainer.max_steps=2", "trainer.policy.optimizer_config.scheduler=cosine"], ["max_steps", "scheduler"]),
+        (["trainer.policy.optimizer_config.lr=0.5"], ["lr"]),
+        (["trainer.eval.pass_threshold=0.5", "trainer.eval.interval=3"], ["pass_threshold"]),
+        (["generator.inference_engine.dtype=bfloat16", "generator.inference_engine.num_engines=2"], ["dtype"]),
+    ],
+)
+def test_a_change_of_the_rest_of_a_run_is_a_warning(overrides: list[str], warned: list[str]) -> None:
+    found = changes(compose("base"), compose("base", overrides))
+    assert [change.key.rpartition(".")[2] for change in found if change.warning] == warned
+    assert not any(change.another_run for change in found)
+
+
+def test_each_setting_is_in_one_table_for_resumes_and_each_entry_decides() -> None:
+    tables = [*MAY_CHANGE, *CHANGES_THE_REST, *MAKES_ANOTHER_RUN]
+    assert len(tables) == len(set(tables))
+    sections = {key.rpartition(".")[0] for key in known_keys()}
+    assert {table_entry(key) for key in known_keys() if key not in sections} == set(tables)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(sorted(set(known_keys()))), max_size=4, unique=True))
+def test_a_run_resumes_unless_a_setting_changes_that_makes_another_run(keys: list[str]) -> None:
+    keys = [key for key in keys if not is_dataclass(setting(RunConfig(), key))]
+    other = RunConfig()
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        setattr(setting(other, section), name, "another value")
+    found = changes(RunConfig(), other)
+    places = {f"trainer.{name}" for name in ("run_name", "runs_dir", "run_dir", "resume")}
+    assert {change.key for change in found} == set(keys) - places
+    assert {change.key for change in differences(RunConfig(), other)} == {
+        key for key in keys if table_entry(key) in MAKES_ANOTHER_RUN
+    }
 
 
 @given(st.sampled_from(sorted(known_keys())), st.data())

@@ -17,18 +17,21 @@ from typing import Any
 
 import pytest
 import torch
+from forks import Forks
 from recorded import samples_of
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from skyrl_train.config.compose import compose
 from skyrl_train.config.memory import Machine
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig, RunConfig
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
-from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.run import load_run
+from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 HERE = __name__
@@ -227,9 +230,10 @@ def test_a_refusal_before_or_after_the_engines_processes_have_started_leaves_no_
 
 
 def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], forks: Forks
 ) -> None:
-    code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]")
+    monkeypatch.setattr("skyrl_train.build.export.subprocess", forks)
+    code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]", "trainer.hf_save_interval=2")
     assert code == 0
     assert "Trained 3 steps" in text
     folder = tmp_path / "run"
@@ -273,7 +277,53 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     assert all(torch.equal(exported["of-3"][name], final[name]) for name in final)
     assert all(torch.equal(exported["again-3"][name], final[name]) for name in final)
     assert not all(torch.equal(exported["of-2"][name], final[name]) for name in final)
+    assert [path.name for path in (folder / "policies").iterdir()] == ["global_step_2"]
+    during = load_file(folder / "policies" / "global_step_2" / "model.safetensors")
+    assert all(torch.equal(during[name], exported["of-2"][name]) for name in final)
     assert AutoTokenizer.from_pretrained(tmp_path / "new" / "of-2").eos_token_id is not None
+
+
+@pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=2"]], ids=["whole", "adapter"])
+def test_a_run_starts_from_the_policy_of_another_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], lora: list[str]
+) -> None:
+    pytest.importorskip("peft")
+    (tmp_path / "old").mkdir()
+    short = ["trainer.max_steps=2", "trainer.ckpt_interval=1", "trainer.policy.optimizer_config.lr=0.01", *lora]
+    assert run(tmp_path / "old", capfd, *short)[0] == 0
+    source = tmp_path / "old" / "run"
+    assert main(["export", f"{source}:1", str(tmp_path / "policy")]) == 0
+    start = f"trainer.init_from={source}:1"
+    code, text = run(tmp_path, capfd, *short, start)
+    assert code == 0 and "Trained 2 steps" in text
+    new = tmp_path / "run"
+    begun, policy = (load_file(folder / "model.safetensors") for folder in (new / "model", tmp_path / "policy"))
+    assert begun.keys() == policy.keys() and all(torch.equal(begun[name], policy[name]) for name in policy)
+    initial = load_file(source / "model" / "model.safetensors")
+    assert any(not torch.equal(begun[name], initial[name]) for name in policy)
+    assert load_run(new).origin == {"run": str(source), "step": 1} and load_run(source).origin is None
+    shutil.rmtree(source)  # a resume does not need it
+    code, text = run(tmp_path, capfd, *short, start, "trainer.max_steps=3")
+    assert code == 0 and "trainer.max_steps: 2 there, 3 here" in text and "Trained 3 steps" in text
+    assert [row["step"] for row in read_jsonl(new / "metrics.jsonl")] == [1, 2, 3]
+    assert main(["export", f"{new}:3", str(tmp_path / "final")]) == 0
+    exported, final = (load_file(folder / "model.safetensors") for folder in (tmp_path / "final", new / "policy"))
+    assert all(torch.equal(exported[name], final[name]) for name in final)
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_a_start_from_a_run_of_another_model_or_from_none_is_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], verb: str
+) -> None:
+    code, text = run(tmp_path, capfd, f"trainer.init_from={tmp_path / 'none'}:best", verb=verb)
+    assert code == 2 and "none is not a run folder" in text
+    RunFolder(tmp_path / "other", RunConfig()).close()
+    code, text = run(tmp_path, capfd, f"trainer.init_from={tmp_path / 'other'}", verb=verb)
+    assert code == 2 and "that run has another model" in text
+    RunFolder(tmp_path / "same", compose(TINY[0], TINY[1:])).close()
+    code, text = run(tmp_path, capfd, f"trainer.init_from={tmp_path / 'same'}:7", verb=verb)
+    assert code == 2 and "has no checkpoint of step 7 here. Steps: none." in text
+    assert not (tmp_path / "run" / "config.yaml").exists(), "the folder is free for a right command"
 
 
 def test_what_cannot_be_exported_is_refused_with_the_steps_that_can(

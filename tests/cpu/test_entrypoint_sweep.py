@@ -38,7 +38,7 @@ def test_values_are_listed_by_commas_by_ranges_and_by_hydras_grammar() -> None:
     }  # fmt: skip
 
 
-def test_a_sweep_trains_each_combination_once_and_goes_on_after_a_failure(
+def test_a_sweep_trains_each_combination_once_and_continues_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[list[str]] = []
@@ -80,7 +80,7 @@ def test_a_sweep_trains_each_combination_once_and_goes_on_after_a_failure(
     assert main(given) == 0, "the one that failed"
     assert len(commands) == 5 and f"trainer.run_dir='{folder / names[3]}'" in commands[4]
     assert main([word.replace("data.generate=8", "data.generate=9") for word in given]) == 2
-    assert "another data.generate" in capsys.readouterr().err
+    assert "data.generate: 8 there, 9 here" in capsys.readouterr().err
 
 
 def test_a_sweep_needs_several_values_that_can_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,21 +92,27 @@ def test_a_sweep_needs_several_values_that_can_work(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("exit_code", [0, 130], ids=["with a checkpoint", "before training began"])
 def test_an_interrupted_sweep_stops_its_runs_once_and_begins_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], exit_code: int
 ) -> None:
-    code = "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(0)); print('up', flush=True); signal.pause()"
+    code = (
+        f"import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit({exit_code}))\n"
+        "print('up', flush=True); signal.pause()"
+    )
     started: list[subprocess.Popen[bytes]] = []
-    begun, popen = threading.Event(), subprocess.Popen
+    begun, raised, popen = threading.Event(), threading.Event(), subprocess.Popen
 
     def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
         started.append(popen([sys.executable, "-c", code], **{**how, "stdout": subprocess.PIPE}))
         begun.set()
+        raised.wait()  # Ctrl-C comes before the sweep has noted this process
         return started[-1]
 
     def interrupted(_: object) -> None:
         begun.wait()
         assert started[0].stdout is not None and started[0].stdout.readline() == b"up\n"
+        raised.set()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("skyrl_train.entrypoints.sweep.subprocess.Popen", start)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from skyrl_train.config import derive
-from skyrl_train.config.compare import differences
+from skyrl_train.config.compare import changes
 from skyrl_train.config.schema import EnvironmentConfig, RunConfig
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError, DataError
@@ -222,6 +222,20 @@ def test_prompts_are_made_by_the_environment_or_read_from_files(tmp_path: Path) 
     assert load_evaluation_prompts(settings("trainer.eval.eval_data=[nowhere.jsonl]")) == ()
 
 
+@pytest.mark.parametrize("metric", ["eval/reward", "eval/pass@4", "eval/avg@3", "eval/held_out/pass@1"])
+def test_the_best_checkpoint_is_judged_by_a_score_that_the_evaluation_has(tmp_path: Path, metric: str) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1"}\n')
+    given = ["trainer.eval.interval=2", "trainer.eval.n_samples_per_prompt=3", f"trainer.eval.eval_data=[{held_out}]"]
+    config = settings(*given, f"trainer.eval.best_metric={metric}", base="quickstart")
+    result = EvaluationResult(1, (EvaluatedPrompt("a", "held_out", (EvaluatedSample(1.0, True),) * 3),), 1.0)
+    if metric in result.metrics:
+        assert len(load_evaluation_prompts(config)) == 1
+    else:
+        with pytest.raises(ConfigError, match=rf"best_metric={metric}.*no such score.*eval/(pass|avg)@"):
+            load_evaluation_prompts(config)
+
+
 def test_errors_of_the_prompts_name_the_settings_of_the_evaluation() -> None:
     with pytest.raises(DataError, match=r"Correct trainer\.eval\.eval_data"):
         load_evaluation_prompts(settings("trainer.eval.interval=1", "trainer.eval.eval_data=[nowhere.jsonl]"))
@@ -267,6 +281,7 @@ def test_impossible_settings_are_rejected_with_a_remedy(overrides: list[str], me
     [
         (["interval=0", "before_train=true"], "Set the interval"),
         (["interval=0", "num_engines=1"], "num_engines=1 without trainer.eval.interval"),
+        (["interval=0", "best_metric=eval/reward"], "best_metric=eval/reward without trainer.eval.interval"),
     ],
 )
 def test_an_evaluation_without_an_interval_is_a_warning(overrides: list[str], message: str) -> None:
@@ -292,9 +307,11 @@ def test_an_evaluation_with_engines_of_its_own_needs_a_port_and_servers_of_its_o
     assert "the last ones for the evaluation" in validate(settings(*own, *remote)).errors[0]
 
 
-def test_schedule_and_engines_may_change_on_a_resume_but_not_the_meaning_of_a_row() -> None:
+def test_schedule_and_engines_may_change_on_a_resume_and_another_meaning_of_a_row_is_a_warning() -> None:
     run = settings("trainer.eval.interval=2")
     for override in ("interval=4", "before_train=true", "max_parallel=2", "num_engines=1"):
-        assert not differences(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))
+        (change,) = changes(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))
+        assert not change.another_run and not change.warning
     for override in ("pass_threshold=0.5", "generate=8", "seed=9", "n_samples_per_prompt=4"):
-        assert differences(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))
+        (change,) = changes(run, settings("trainer.eval.interval=2", f"trainer.eval.{override}"))
+        assert not change.another_run and "cannot be compared" in change.warning

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from harness import EchoGenerator, Harness
 
-from skyrl_train.errors import EvaluationError
-from skyrl_train.observability.run_folder import read_jsonl
+from skyrl_train.config.schema import EvalConfig, RunConfig, TrainerConfig
+from skyrl_train.errors import ConfigError, EvaluationError
+from skyrl_train.observability.run import load_run
+from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.rollout.stages.reward import GroupToReward
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
@@ -89,6 +91,39 @@ async def test_with_rare_weight_sync_the_last_policy_is_published_to_be_measured
     h = Harness(tmp_path, *overrides, *EVALUATION)
     await h.train()
     assert steps(h) == [0, 3, 6, 8]
+
+
+REWARDS = {0: 0.95, 2: 0.9, 4: 0.5, 6: 0.7, 8: 0.1}  # of the policy after a step
+
+
+def reward_by_version(output: GeneratorOutput) -> None:
+    assert output["rollout_versions"] is not None
+    output["rewards"] = [REWARDS.get(versions[0], 0.0) for versions in output["rollout_versions"]]
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+async def test_the_best_checkpoint_by_evaluation_stays(tmp_path: Path, mode: str, own: int) -> None:
+    best = ["trainer.eval.best_metric=eval/reward", "trainer.eval.interval=2", "trainer.eval.before_train=true"]
+    settings = [f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", "trainer.max_ckpts_to_keep=1"]
+    h = Harness(tmp_path, *settings, *best)
+    for generator in (h.generator, generator_of_the_evaluation(h)):
+        generator.after = reward_by_version
+    await h.train()
+    assert [(row["step"], row["eval/reward"]) for row in evaluations(h)] == [*REWARDS.items()]
+    kept = {path.name for path in h.run_folder.checkpoints.glob("global_step_*")}
+    assert {"global_step_2", "global_step_8"} <= kept <= {f"global_step_{step}" for step in (2, 6, 8)}
+    run = load_run(tmp_path)
+    assert run.checkpoint("best").name == "global_step_2" and run.checkpoint().name == "global_step_8"
+
+
+def test_the_best_checkpoint_of_a_run_without_one_is_an_error(tmp_path: Path) -> None:
+    RunFolder(tmp_path, RunConfig()).close()
+    with pytest.raises(ConfigError, match=r"keeps no best checkpoint: trainer\.eval\.best_metric is not set"):
+        load_run(tmp_path).checkpoint("best")
+    RunFolder(tmp_path, RunConfig(TrainerConfig(eval=EvalConfig(best_metric="eval/reward")))).close()
+    with pytest.raises(ConfigError, match=r"no checkpoint yet whose evaluation has eval/reward"):
+        load_run(tmp_path).checkpoint("best")
 
 
 @pytest.mark.parametrize("own", [0, 1])

@@ -149,18 +149,24 @@ def test_a_given_folder_in_which_a_run_died_before_it_began_is_a_new_run(tmp_pat
 
 def test_a_given_folder_of_another_run_is_an_error_that_names_the_difference(tmp_path: Path) -> None:
     run(config_of(tmp_path, run_dir=tmp_path / "here"))
-    with pytest.raises(ConfigError, match=r"differs in trainer\.seed"):
+    with pytest.raises(ConfigError, match=r"trainer\.seed: 0 there, 1 here\n.*trainer\.init_from=.*here and"):
         run(config_of(tmp_path, run_dir=tmp_path / "here", seed=1))
 
 
-def test_another_length_is_refused_with_how_to_train_on(tmp_path: Path) -> None:
+def test_a_finished_run_continues_with_more_steps_and_not_with_fewer(tmp_path: Path) -> None:
     config = config_of(tmp_path, run_dir=tmp_path / "here")
-    run(config)
+    config.trainer.max_steps = 4
+    choice = choose_run_folder(config, total_steps=4)
+    with closing(RunFolder(choice.path, config)) as folder:
+        folder.metrics.append({"step": 4})
+        replace_file(folder.path / FINISHED, "{}")
+    assert choose_run_folder(config, total_steps=4).finished
+    config.trainer.max_steps = 3
+    assert choose_run_folder(config, total_steps=3).finished
     config.trainer.max_steps = 9
-    with pytest.raises(
-        ConfigError, match=r"length of a run cannot change.*own trainer\.max_steps;.*model\.path=.*here/policy"
-    ):
-        run(config)
+    assert choose_run_folder(config, total_steps=9) == (tmp_path / "here", True, False)
+    RunFolder(tmp_path / "here", config).close()  # killed before it reached step 9
+    assert choose_run_folder(config, total_steps=9) == (tmp_path / "here", True, False)
 
 
 def test_a_given_folder_with_something_else_is_refused(tmp_path: Path) -> None:
@@ -336,4 +342,4 @@ def test_an_unfinished_run_that_is_not_continued_is_mentioned(tmp_path: Path) ->
     with closing(RunFolder(choose_run_folder(first).path, first)) as folder:
         assert left_behind(second) == "", "it has trained nothing that one could go on with"
         folder.metrics.append({"step": 1})
-    assert "run-1 is unfinished, but has other settings (trainer.seed)" in left_behind(second)
+    assert "run-1 is unfinished, but has other settings (trainer.seed: 0 there, 1 here)" in left_behind(second)

@@ -17,7 +17,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training import remote_checkpoint
-from skyrl_train.training.checkpoint import CheckpointStore, checkpoint_step
+from skyrl_train.training.checkpoint import CheckpointStore, Evaluated, checkpoint_step
 from skyrl_train.training.remote_checkpoint import RemoteCheckpointStore
 
 URL = "memory://bucket/global_step_1/run"  # a folder that is named like a checkpoint is none
@@ -316,11 +316,20 @@ def test_two_runs_do_not_remove_each_others(tmp_path: Path) -> None:
     other.write(7, writing("other"))  # in the place of the first one
 
 
+def test_the_best_stays_behind_the_url_and_on_the_disk(tmp_path: Path) -> None:
+    one = store(tmp_path / "a", "trainer.max_ckpts_to_keep=2")
+    assert one.latest() is None
+    for step in range(1, 6):
+        one.write(step, writing(str(step)), Evaluated({2: 0.9, 3: 0.5}))
+    assert there() == ["config.yaml", "global_step_2", "global_step_4", "global_step_5", "latest"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["global_step_2", "global_step_5", "latest"]
+
+
 def test_checkpoints_of_another_run_are_rejected(tmp_path: Path) -> None:
     store(tmp_path / "a").check()
     store(tmp_path / "a").write(1, writing("one"))
     store(tmp_path / "b", "trainer.ckpt_interval=9", f"trainer.run_dir={tmp_path}").check()
-    with pytest.raises(ConfigError, match=r"another configuration; it differs in trainer.seed"):
+    with pytest.raises(ConfigError, match=r"other settings:\n  trainer.seed: 0 there, 1 here\nSet these as in"):
         store(tmp_path / "b", "trainer.seed=1").check()
     with pytest.raises(ConfigError, match="drop resume=never"):
         store(tmp_path / "b", "trainer.resume=never").check()

@@ -166,5 +166,5 @@ async def test_a_data_set_smaller_than_one_minibatch_trains_its_prompts_in_turn(
 def test_another_bound_or_depth_is_another_run_unless_it_is_changed_while_running(tmp_path: Path, changed: str) -> None:
     base = ["trainer.mode=fully_async", f"trainer.run_dir={tmp_path / 'run'}"]
     RunFolder(tmp_path / "run", compose("quickstart", base)).close()
-    with pytest.raises(ConfigError, match=rf"differs in trainer\.fully_async\.{changed.partition('=')[0]}"):
+    with pytest.raises(ConfigError, match=rf"other settings:\n  trainer\.fully_async\.{changed.partition('=')[0]}: "):
         choose_run_folder(compose("quickstart", [*base, f"trainer.fully_async.{changed}"]))

@@ -11,6 +11,7 @@ from harness import Harness
 from scripted import ScriptedEngine, hashed_token, in_virtual_time
 
 from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, RolloutError, WeightSyncError
+from skyrl_train.training.backend import Minibatch
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 MODES = ["sync", "fully_async"]
@@ -327,6 +328,36 @@ async def test_a_resumed_synchronous_run_is_the_uninterrupted_one(tmp_path: Path
     assert second.trained == whole.trained
     for a, b in zip(second.backend.minibatches, whole.backend.minibatches[3:], strict=True):
         assert all(x.token_ids.equal(y.token_ids) for x, y in zip(a.sequences, b.sequences, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async", "partial_rollout"])
+async def test_a_finished_run_trains_on_when_it_gets_more_steps(tmp_path: Path, mode: str) -> None:
+    for steps in (3, 8):
+        h = Harness(tmp_path, f"trainer.mode={mode}", f"trainer.max_steps={steps}")
+        await h.train()
+        assert h.trainer.finished and h.trainer.global_step == steps
+    assert sorted(h.trained) == list(range(32)) and float(h.backend.weight) == 8
+    shorter = Harness(tmp_path, f"trainer.mode={mode}", "trainer.max_steps=5")
+    await shorter.train()
+    assert shorter.trainer.finished and sorted(shorter.trained) == list(range(32)), "it has trained more already"
+
+
+async def test_a_policy_is_exported_at_its_interval_and_once(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.mode=sync", "trainer.hf_save_interval=3", "trainer.max_ckpts_to_keep=9")
+    loop = asyncio.get_running_loop()
+
+    def stop_in_step_6(part: Minibatch) -> None:
+        if part.step == 6:
+            loop.call_soon_threadsafe(h.trainer.request_stop)
+
+    h.backend.before_update = stop_in_step_6
+    await h.train()
+    assert h.trainer.global_step == 6 and h.exported == [3, 6]
+    resumed = Harness(tmp_path, "trainer.mode=sync", "trainer.hf_save_interval=4", "trainer.max_ckpts_to_keep=9")
+    await resumed.train()
+    assert resumed.exported == [8]
+    kept = {path.name for path in h.run_folder.checkpoints.glob("global_step_*")}
+    assert kept == {"global_step_3", "global_step_6", "global_step_8"}
 
 
 async def test_the_checkpoint_of_another_data_set_is_rejected(tmp_path: Path) -> None:

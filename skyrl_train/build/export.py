@@ -1,0 +1,121 @@
+"""The policy of a checkpoint as a model folder.
+
+The verbs ``export`` and ``eval`` use it, and the settings ``trainer.hf_save_interval`` and ``trainer.init_from``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from skyrl_train.checkpoint_saving import POLICY_FOLDER
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.folder import load_model
+from skyrl_train.models.lora import add_adapter
+from skyrl_train.observability.run import Run, Which, load_run, split_checkpoint
+from skyrl_train.observability.run_folder import CONFIG, ORIGIN, RunFolder, replace_file
+from skyrl_train.training.checkpoint import checkpoint_step
+from skyrl_train.training.export import export_hf, load_policy
+
+logger = logging.getLogger(__name__)
+
+
+def export_checkpoint(run: Path, which: Which, folder: Path) -> int:
+    """Write the policy of a run's checkpoint to ``folder`` and return its step. The run is only read.
+
+    Raises:
+        ConfigError: there is no run, or no such checkpoint on this machine.
+        CheckpointError: the checkpoint is damaged, or ``folder`` cannot be written.
+        ModelError: the initial model of the run cannot be opened.
+    """
+    source = load_run(run)
+    return export_folder(source, source.checkpoint(which), folder)
+
+
+def export_folder(source: Run, checkpoint: Path, folder: Path) -> int:
+    """As :func:`export_checkpoint`, for the folder of an intact checkpoint of ``source``."""
+    policy, own = source.config.trainer.policy, source.path / "model"
+    # A run that builds its model, or starts from the policy of another run, has it in its own folder.
+    model_path = str(own) if own.is_dir() or policy.model.path is None else policy.model.path
+    model = load_model(model_path, policy.dtype, "cpu")
+    if policy.model.lora.rank:
+        add_adapter(model, policy.model.lora, seed=source.config.trainer.seed)
+    load_policy(model, checkpoint / POLICY_FOLDER)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    export_hf(model, model_path, folder)
+    return checkpoint_step(checkpoint)
+
+
+def export_in_process(run: RunFolder, step: int) -> None:
+    """Write the policy of a checkpoint to ``policies/global_step_N`` in another process, and wait for it.
+
+    A failure is a warning: the checkpoint has the same weights. Another process, because transformers changes globals of torch,
+    such as the default dtype, while it builds a model.
+    """
+    folder = run.path / "policies" / f"global_step_{step}"
+    shutil.rmtree(folder, ignore_errors=True)  # of steps that were lost with their weights
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
+    log = run.logs / "export.log"
+    try:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_train", "export", f"{run.path}:{step}", str(folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C asks for a checkpoint, and for the policy of this one
+            )
+        code = process.wait()
+        problem = f"exit code {code}, {log} says why" if code else ""
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        logger.warning(
+            "the policy after step %d was not exported (%s). `skyrl-train export %s:%d FOLDER` does it later",
+            step, problem, run.path, step,
+        )  # fmt: skip
+
+
+def find_source(init_from: str, config: RunConfig) -> tuple[Run, Path]:
+    """Return the run that ``trainer.init_from`` names, and the folder of its checkpoint.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, or the run has another model than ``config``.
+        CheckpointError: the checkpoint is damaged.
+    """
+    path, which = split_checkpoint(init_from)
+    source = load_run(path)
+    ours, theirs = config.trainer.policy.model, source.config.trainer.policy.model
+    places = [None if model.path is None else Path(model.path).absolute() for model in (ours, theirs)]
+    if places[0] != places[1] or ours.build != theirs.build:
+        raise ConfigError(
+            f"trainer.init_from={init_from}: that run has another model. Set trainer.policy.model.path and "
+            f"trainer.policy.model.build as in {path / CONFIG}."
+        )
+    return source, source.checkpoint(which)
+
+
+def start_from_run(init_from: str, config: RunConfig, folder: Path) -> None:
+    """Write the policy that ``trainer.init_from`` names to ``folder``, and its run and step beside it; keep an existing folder.
+
+    A LoRA adapter is merged.
+
+    Raises: like :func:`find_source` and :func:`export_checkpoint`.
+    """
+    if folder.is_dir():
+        return
+    source, checkpoint = find_source(init_from, config)
+    unfinished = folder.with_name(f".init-{folder.name}")
+    step = export_folder(source, checkpoint, unfinished)
+    origin = {"run": str(source.path.resolve()), "step": step}
+    replace_file(folder.with_name(ORIGIN), json.dumps(origin, indent=2) + "\n")
+    os.replace(unfinished, folder)
+    logger.info("the run starts from the policy after step %d of %s", step, source.path)
