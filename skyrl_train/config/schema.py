@@ -91,7 +91,7 @@ class CriticModelConfig:
 
 
 class TrainingStrategy(StrEnum):
-    """Where policy and critic are trained."""
+    """The place where policy and critic are trained."""
 
     local = "local"  # in this process, on the CPU or one GPU
     fsdp2 = "fsdp2"  # by Ray actors, each with a shard of the parameters, on any number of nodes
@@ -145,7 +145,7 @@ class FSDPConfig:
 
 @dataclass
 class PlacementConfig:
-    """Which parts of a run share devices."""
+    """The parts of a run that share devices."""
 
     # sync, partial_rollout: engines and trainer use the same devices in turns. Engines sleep while the policy trains, and the
     # training state is in main memory while they generate. false: both stay on their devices
@@ -190,7 +190,7 @@ class RejectionLevel(StrEnum):
 
 
 class KlControlType(StrEnum):
-    """Whether the coefficients of the KL divergence change during the run."""
+    """Coefficients of the KL divergence that are fixed, or that change during the run."""
 
     fixed = "fixed"
     adaptive = "adaptive"
@@ -260,7 +260,7 @@ class KlCovConfig:
 
 @dataclass
 class KlControlConfig:
-    """How the coefficients of the KL divergence follow the measured divergence."""
+    """A schedule for the coefficients of the KL divergence, which can follow the measured divergence."""
 
     type: KlControlType = KlControlType.fixed  # adaptive: the coefficients follow the measured divergence
     kl_target: Positive = 0.1  # nats per token
@@ -321,7 +321,7 @@ class AlgorithmConfig:
 
 @dataclass
 class FullyAsyncConfig:
-    """How far generation runs ahead of training (``trainer.mode=fully_async``), and the staleness bound."""
+    """The staleness bound, and the steps that generation may run ahead (``trainer.mode=fully_async``)."""
 
     max_staleness_steps: CountOrZero = 4  # S: bound on the lag of a group, in steps; 0: the synchronous order
     generate_ahead_steps: NonNegative | None = (
@@ -336,7 +336,7 @@ class FullyAsyncConfig:
 
 @dataclass
 class PartialRolloutConfig:
-    """How many groups are begun for each step (``trainer.mode=partial_rollout``)."""
+    """The number of groups begun for each step (``trainer.mode=partial_rollout``)."""
 
     # Groups begun per trained group; unfinished ones continue after the next update. Below 1, no step would be full
     oversubmit_factor: Annotated[float, Interval(ge=1, lt=math.inf)] = 2.0
@@ -486,7 +486,7 @@ class StagesConfig:
 
 @dataclass
 class RolloutConfig:
-    """Where the generator runs, and how groups are kept until they are trained."""
+    """The processes of the generator, and the storage of groups until they are trained."""
 
     replay: bool = True  # checkpoints keep the tokens of unfinished rollouts; a resumed run serves them again
     buffer_memory_bytes: CountOrZero | None = None  # finished groups beyond it wait on disk; None: all in memory
@@ -554,7 +554,7 @@ class SamplingConfig:
 
 @dataclass
 class ChatConfig:
-    """How responses are parsed. None: by the model's family, else by its template and vocabulary."""
+    """Parsers of responses. None: chosen by the model's family, else by its template and vocabulary."""
 
     tool_parser: str | None = None  # format of tool calls: qwen3, llama-3, deepseek-v3, ... | none
     reasoning_parser: str | None = None  # think | none

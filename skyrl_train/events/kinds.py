@@ -201,7 +201,7 @@ _KINDS: Sequence[EventKind] = (
         _F("finding", "str", "", "what was found, with its figure; as it ends, what was found last"),
         _F("action", "str", "", "what to do"),
     )),
-    EventKind("lost", "what this record lacks since the last such event", (
+    EventKind("lost", "events that are missing since the last such event", (
         _F("events", "int", "events", "that were not written, because the queue or the disk was full"),
         _F("sampled_out", "int", "events", "of requests, environments and agents that the limit left out"),
         _F("groups", "list", "", "group indices, or names of sessions, of which some events are written and others are not"),

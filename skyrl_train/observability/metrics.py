@@ -322,9 +322,7 @@ declare(
     MetricSpec("off_policy/rejected_tokens/", _SUM, "Tokens rejected by each rule, and by `any`", "tokens"),
     MetricSpec("off_policy/rejected_sequences/", _SUM, "Sequences rejected by each rule, and by `any`", "sequences"),
     # Speed
-    MetricSpec(
-        "time/", _SUM, "Where the time of the step goes; with overlap, the parts add up to more than the step", "s"
-    ),
+    MetricSpec("time/", _SUM, "The parts of a step's time; with overlap they add up to more than the step", "s"),
     MetricSpec("time/step", _SUM, "From the end of the previous step to the end of this one", "s"),
     MetricSpec("time/train", _SUM, "Forward and backward passes and the optimizer", "s"),
     MetricSpec("time/wait_for_batch", _SUM, "Training waits for groups", "s"),
