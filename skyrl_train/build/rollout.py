@@ -67,7 +67,7 @@ def build_generator(
     try:
         from skyrl_train.workers.ray import RayLink, RayPlacement
     except ImportError as error:
-        raise ConfigError("rollout.num_actors needs Ray: pip install 'skyrl-async[ray]'.") from error
+        raise ConfigError("rollout.num_actors needs Ray. Install it: pip install ray") from error
     # Actors run with this process's folder and search path, so that they find the user's files.
     setup = ActorSetup(
         spec=spec,
@@ -193,6 +193,6 @@ def _ray_worker(work: Work, num_cpus: float, num_gpus: float) -> Worker:
     try:
         from skyrl_train.workers.ray import START_LIMIT_S, RayBlockingLink, RayPlacement
     except ModuleNotFoundError as error:
-        raise ConfigError("A stage with executor=ray needs Ray: pip install 'skyrl-async[ray]'.") from error
+        raise ConfigError("A stage with executor=ray needs Ray. Install it: pip install ray") from error
     placement = RayPlacement(num_cpus=num_cpus, num_gpus=num_gpus)
     return RemoteWorker(work, lambda: RayBlockingLink(WorkHost, placement), START_LIMIT_S)

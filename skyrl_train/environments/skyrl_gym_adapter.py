@@ -35,7 +35,7 @@ def skyrl_gym_environment(env_id: str, kwargs: Mapping[str, Any]) -> Environment
     ids = installed_ids()
     if not ids:
         raise ConfigError(
-            f"environment.env_class='skyrl_gym:{env_id}' needs the package skyrl-gym: pip install 'skyrl-async[envs]'."
+            f"environment.env_class='skyrl_gym:{env_id}' needs a package that is not installed. Install it: pip install skyrl-gym"
         )
     if env_id not in ids:
         raise ConfigError(

@@ -85,10 +85,14 @@ def test_a_reasoning_gym_row_without_an_entry_is_refused() -> None:
         factory("reasoning_gym:chain_sum").make({"answer": "3"})
 
 
-@pytest.mark.parametrize("env_class", ["skyrl_gym:gsm8k", "reasoning_gym:chain_sum"])
-def test_without_the_package_the_message_names_the_extra(env_class: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("env_class", "package"), [("skyrl_gym:gsm8k", "skyrl-gym"), ("reasoning_gym:chain_sum", "reasoning-gym")]
+)
+def test_without_the_package_the_message_has_the_command_that_installs_it(
+    env_class: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'skyrl-async\[envs\]'"):
+    with pytest.raises(ConfigError, match=f"{env_class}.* Install it: pip install {package}$"):
         factory(env_class)
 
 

@@ -69,8 +69,7 @@ def tracker_factory(name: str) -> TrackerFactory:
         cls, package = _BUILT_IN[name]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"trainer.trackers: {name} needs a package that is not installed. Install it: pip install "
-                f"'skyrl-async[{name}]'"
+                f"trainer.trackers: {name} needs a package that is not installed. Install it: pip install {package}"
             )
         module = f"skyrl_train.observability.trackers.{name}_tracker"
         # Not now: these packages take seconds to import.
