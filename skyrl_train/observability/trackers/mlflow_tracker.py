@@ -31,7 +31,7 @@ class MlflowTracker(Tracker):
         self.location = uri
 
     def _create(self, folder: Path, config: RunConfig) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else (folder.resolve() / "artifacts").as_uri()
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name, artifacts)

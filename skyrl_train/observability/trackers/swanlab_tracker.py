@@ -19,7 +19,7 @@ class SwanlabTracker(Tracker):
     def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
         mode = os.environ.get("SWANLAB_MODE") or ("online" if swanlab.Settings().api_key else "offline")
         self._run = swanlab.init(
-            project=os.environ.get("SWANLAB_PROJECT", PROJECT), name=run_name(folder), id=kept_id(folder),
+            project=os.environ.get("SWANLAB_PROJECT") or PROJECT, name=run_name(folder), id=kept_id(folder),
             resume="allow", mode=mode, log_dir=str(folder), config=flat_config(config),
         )  # fmt: skip
         offline = f"offline; send it with: swanlab sync {self._run.dir}"

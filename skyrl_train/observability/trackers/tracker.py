@@ -1,4 +1,4 @@
-"""What a tracker gets, and what built-in trackers share.
+"""The interface of a tracker, and functions that several built-in trackers use.
 
     TrackerFeed (a thread per tracker) ──log, log_samples, log_report──> Tracker ──> TensorBoard, W&B, MLflow, ...
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.events.log import encodable
+from skyrl_train.observability.page.samples import excerpt
 from skyrl_train.observability.page.settings import settings_table
 
 PROJECT = "skyrl-train"  # where the environment names no other
@@ -103,14 +104,13 @@ def split_histograms(metrics: Mapping[str, float]) -> tuple[dict[str, float], di
     }
 
 
+def with_histograms(metrics: Mapping[str, float], histogram: Callable[..., Any]) -> dict[str, Any]:
+    """Return the metrics, with each histogram as ``histogram(np_histogram=(counts, edges))``, an object of a package."""
+    scalars, histograms = split_histograms(metrics)
+    return {**scalars, **{name: histogram(np_histogram=found) for name, found in histograms.items()}}
+
+
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the columns of samples that a person reads; of long texts, the beginning and the end."""
-    half = MAX_TEXT // 2
-    table = []
-    for row in rows:
-        shown = {name: encodable(row[name]) for name in _COLUMNS}
-        for name in ("prompt", "response"):
-            if len(shown[name]) > MAX_TEXT:
-                shown[name] = f"{shown[name][:half]} … {shown[name][-half:]}"
-        table.append(shown)
-    return table
+    table = [{name: encodable(row[name]) for name in _COLUMNS} for row in rows]
+    return [row | {name: excerpt(row[name], MAX_TEXT) for name in ("prompt", "response")} for row in table]

@@ -17,7 +17,7 @@ from skyrl_train.observability.trackers.tracker import (
     flat_config,
     kept_id,
     run_name,
-    split_histograms,
+    with_histograms,
 )
 
 
@@ -25,7 +25,7 @@ class TrackioTracker(Tracker):
     """One Trackio run. Its name has an id, because Trackio resumes by name."""
 
     def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
         name = f"{run_name(folder)}-{kept_id(folder)[:6]}"
         self._run = trackio.init(
             project, name, config=flat_config(config), resume="allow", embed=False, auto_log_gpu=False,
@@ -34,9 +34,7 @@ class TrackioTracker(Tracker):
         self.location = f"trackio show --project {project}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        scalars, histograms = split_histograms(metrics)
-        shown = {name: trackio.Histogram(np_histogram=histogram) for name, histogram in histograms.items()}
-        self._run.log({**scalars, **shown}, step)
+        self._run.log(with_histograms(metrics, trackio.Histogram), step)
 
     def log_samples(self, phase: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._run.log({f"samples/{phase}": trackio.Table(dataframe=pandas.DataFrame(rows))}, step)

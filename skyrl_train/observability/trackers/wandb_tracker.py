@@ -16,7 +16,7 @@ from skyrl_train.observability.trackers.tracker import (
     flat_config,
     kept_id,
     run_name,
-    split_histograms,
+    with_histograms,
 )
 
 
@@ -29,7 +29,7 @@ class WandbTracker(Tracker):
         # Its signal handlers and its copy of the terminal would disturb the run's own.
         settings = wandb.Settings(console="off", silent=True, finish_timeout=30.0)
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), name=run_name(folder), id=identifier, dir=folder,
+            project=os.environ.get("WANDB_PROJECT") or PROJECT, name=run_name(folder), id=identifier, dir=folder,
             mode=mode, resume="allow" if mode == "online" else None, config=flat_config(config), settings=settings,
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
@@ -37,10 +37,7 @@ class WandbTracker(Tracker):
         self.location = offline if self._run.offline else self._run.url
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        scalars, histograms = split_histograms(metrics)
-        data: dict[str, Any] = {"step": step, **scalars}
-        data |= {name: wandb.Histogram(np_histogram=histogram) for name, histogram in histograms.items()}
-        self._run.log(data)
+        self._run.log({"step": step, **with_histograms(metrics, wandb.Histogram)})
 
     def log_samples(self, phase: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
