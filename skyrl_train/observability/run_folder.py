@@ -25,6 +25,7 @@ from skyrl_train.observability.samples import SampleWriter
 CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples", "eval.jsonl"
 FINISHED, LOCK = "finished.json", "run.lock"
 ORIGIN = "init_from.json"  # the run and step of the policy that the run started from
+REPORT_HTML, REPORT_MD = "report.html", "report.md"
 TRAINER_LOG = "trainer.log"  # in the folder of logs
 
 _locked_here: set[Path] = set()

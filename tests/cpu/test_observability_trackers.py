@@ -102,7 +102,7 @@ def test_a_tracker_gets_metrics_samples_evaluations_and_the_report_in_their_orde
     register_tracker("recorder", Recorder)
     notes: list[str] = []
     feed = feed_of(tmp_path, "recorder")
-    feed.log(0, {"before": 1.0})  # nobody listens yet
+    feed.log(0, {"before": 1.0})  # no tracker is open yet
     feed.begin(0, notes.append)
     feed.log(1, {"reward/mean": 0.5})
     feed.log_samples("train", 1, [row(3)])
@@ -122,6 +122,20 @@ def test_a_tracker_gets_metrics_samples_evaluations_and_the_report_in_their_orde
         ("close",),
     ]
     assert notes == ["  recorder: see recorder"]
+
+
+def test_a_password_in_the_address_of_a_tracker_is_neither_shown_nor_recorded(tmp_path: Path) -> None:
+    class Remote(Recorder):
+        def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
+            super().__init__(folder, config, resume_step)
+            self.location = "postgresql://me:se@cr:et@db:5432/runs?mode=a@b"
+
+    register_tracker("remote", Remote)
+    notes: list[str] = []
+    feed = feed_of(tmp_path, "remote")
+    feed.begin(0, notes.append)
+    feed.close()
+    assert notes == ["  remote: postgresql://db:5432/runs?mode=a@b"]
 
 
 def test_a_restart_in_the_process_opens_the_trackers_again(tmp_path: Path) -> None:
@@ -178,12 +192,48 @@ def test_a_tracker_that_hangs_costs_its_own_data_only(tmp_path: Path, monkeypatc
     feed.log(1, {})
     assert entered.wait(60)
     for step in range(2, 10):
-        feed.log(step, {})  # returns, although nobody takes it
+        feed.log(step, {})  # returns, although the tracker takes none of them
     feed.close()  # returns too
     assert ["too slow" in note or "in time" in note for note in notes[1:]] == [True, True]
     released.set()
     assert ended.wait(60)
     assert [call[1] for call in Recorder.made[0].calls] == [1, 2, 3, 4]
+
+
+def test_a_feed_that_was_closed_begins_again_even_while_a_tracker_of_before_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class HangingAtFirst(Recorder):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step == 1:
+                entered.set()
+                released.wait()
+            super().log(step, metrics)
+
+        def close(self) -> None:
+            super().close()
+            if self.resume_step == 0:
+                ended.set()
+
+    register_tracker("hanging", HangingAtFirst)
+    feed = feed_of(tmp_path, "hanging")
+    feed.close()
+    feed.begin(0, print)
+    feed.log(1, {})
+    assert entered.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(feeding, "CLOSE_LIMIT_S", 0.0)
+        feed.close()
+    feed.begin(1, print)
+    feed.log(2, {})
+    feed.close()
+    first, second = Recorder.made
+    assert second.calls == [("log", 2, {}), ("close",)] and first.calls == []
+    released.set()
+    assert ended.wait(60)
+    assert first.calls == [("log", 1, {}), ("close",)]
 
 
 # Before the run starts --------------------------------------------------------------------------------------------
@@ -215,7 +265,7 @@ def test_a_package_that_is_missing_is_refused_with_the_command_that_installs_it(
     assert any(name in requirement for requirement in extras["optional-dependencies"][name])
 
 
-# What they share --------------------------------------------------------------------------------------------------
+# Shared by several trackers ----------------------------------------------------------------------------------------
 
 
 def test_an_id_is_kept_and_a_torn_one_is_replaced(tmp_path: Path) -> None:

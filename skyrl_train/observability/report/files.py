@@ -19,11 +19,10 @@ from skyrl_train.observability.report.facts import RunFacts, read_facts, typical
 from skyrl_train.observability.report.html import to_html
 from skyrl_train.observability.report.markdown import to_markdown
 from skyrl_train.observability.report.sections import sections, unit_of
-from skyrl_train.observability.run_folder import EVALUATIONS, METRICS, read_jsonl, replace_file
+from skyrl_train.observability.run_folder import EVALUATIONS, METRICS, REPORT_HTML, REPORT_MD, read_jsonl, replace_file
 
 logger = logging.getLogger(__name__)
 
-REPORT_HTML, REPORT_MD = "report.html", "report.md"
 # The metrics that the page's overview draws (WANTED in overview.js).
 OVERVIEW = (
     "inference/generated_tokens_total", "reward/mean", "reward/p10", "reward/p90", "reward/min", "reward/max",

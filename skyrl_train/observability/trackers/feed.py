@@ -1,4 +1,4 @@
-"""Passes what a run records on to its trackers. Nothing here stops or slows the run.
+"""Passes the metrics and samples of a run to its trackers. Nothing here stops or slows the run.
 
     control loop ──log──> bounded queue ──a thread per tracker──> Tracker
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.observability.report.files import REPORT_HTML
+from skyrl_train.observability.run_folder import REPORT_HTML
 from skyrl_train.observability.trackers.tracker import Tracker, sample_table
 
 logger = logging.getLogger(__name__)
@@ -89,19 +90,22 @@ class TrackerFeed:
 
     def __init__(self, run: Path, config: RunConfig) -> None:
         self._run = run
-        self._threads = [
-            _TrackerThread(
-                name, tracker_factory(name), run / "logs" / name.replace(":", ".").rpartition(".")[2], config
-            )
-            for name in config.trainer.trackers
-        ]
+        self._config = config
+        self._factories = [(name, tracker_factory(name)) for name in config.trainer.trackers]
+        self._threads: list[_TrackerThread] = []  # between begin and close
 
     def begin(self, step: int, note: Callable[[str], None]) -> None:
-        """Open the trackers for the steps after ``step``; those of an earlier attempt in this process are closed.
+        """Open the trackers for the steps after ``step``. Trackers that an earlier attempt of the run opened are closed first.
 
         Args:
-            note: shows a line on the screen; called in the trackers' threads.
+            note: shows a line on the screen; called in the trackers' threads too.
         """
+        if not self._threads:
+            logs = self._run / "logs"
+            self._threads = [
+                _TrackerThread(name, make, logs / name.replace(":", ".").rpartition(".")[2], self._config)
+                for name, make in self._factories
+            ]
         for thread in self._threads:
             thread.begin(step, note)
 
@@ -122,11 +126,12 @@ class TrackerFeed:
 
     def close(self) -> None:
         """Log the report, if the run folder has one, and close the trackers. Blocks, at most ``CLOSE_LIMIT_S``. Idempotent."""
+        threads, self._threads = self._threads, []
         report = self._run / REPORT_HTML
-        for thread in self._threads:
+        for thread in threads:
             thread.end(report if report.is_file() else None)
         end = time.monotonic() + CLOSE_LIMIT_S
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
 
@@ -134,33 +139,31 @@ NO_TRACKERS = TrackerFeed(Path(), RunConfig(trainer=TrainerConfig(trackers=[])))
 
 
 class _TrackerThread:
+    """A tracker with its thread and queue, from ``begin`` to ``end``. None is used again: a thread that hangs keeps them."""
+
     def __init__(self, name: str, make: TrackerFactory, folder: Path, config: RunConfig) -> None:
         self._name = name
         self._make = make
         self._folder = folder
         self._config = config
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._note: Callable[[str], None] = logger.info
         self._full = False
         # Of the thread alone.
         self._tracker: Tracker | None = None
         self._failed = False
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
 
     def begin(self, step: int, note: Callable[[str], None]) -> None:
         self._note = note
         self._queue.put(lambda: self._open(step))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
-            self._thread.start()
 
     def put(self, call: Callable[[Tracker], None]) -> None:
-        if self._thread is None:
-            return
         if self._queue.qsize() >= MAX_PENDING:
             if not self._full:
                 self._full = True
-                self._say("is too slow; what it cannot take is left out")
+                self._say("is too slow; some of its data is left out")
             return
         self._queue.put(lambda: None if self._tracker is None else call(self._tracker))
 
@@ -171,17 +174,15 @@ class _TrackerThread:
         self._queue.put(None)
 
     def join(self, limit_s: float) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(limit_s)
-            if thread.is_alive():
-                self._say("has not taken everything in time")
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            self._say("has not taken everything in time")
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             try:
                 call()
-            except BaseException as error:  # exit() in a package must not end the thread either
+            except (Exception, SystemExit) as error:  # a package that calls exit() must not end the thread
                 # Said once: a network that is down fails each step.
                 if not self._failed:
                     self._failed = True
@@ -191,7 +192,9 @@ class _TrackerThread:
         self._close()
         self._tracker = self._make(self._folder, self._config, step)
         if self._tracker.location:
-            self._note(f"  {self._name}: {self._tracker.location}")
+            # A note is recorded, so it must not have the password of an address such as MLFLOW_TRACKING_URI.
+            address = re.sub(r"://[^/?#\s]*@", "://", self._tracker.location)
+            self._note(f"  {self._name}: {address}")
 
     def _close(self) -> None:
         tracker, self._tracker = self._tracker, None
@@ -200,4 +203,4 @@ class _TrackerThread:
 
     def _say(self, text: str, error: BaseException | None = None) -> None:
         logger.warning("tracker %s %s", self._name, text, exc_info=error)
-        self._note(f"tracker {self._name} {text} (the run goes on; its folder has everything)")
+        self._note(f"tracker {self._name} {text} (the run continues; its folder has everything)")
