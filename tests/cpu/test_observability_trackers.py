@@ -236,6 +236,20 @@ def test_a_feed_that_was_closed_begins_again_even_while_a_tracker_of_before_hang
     assert first.calls == [("log", 1, {}), ("close",)]
 
 
+def test_ctrl_c_at_the_end_of_a_run_ends_only_the_wait_for_its_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    register_tracker("recorder", Recorder)
+    feed = feed_of(tmp_path, "recorder")
+    feed.begin(0, print)
+    monkeypatch.setattr(feeding._TrackerThread, "join", interrupted)
+    feed.close()
+    assert "interrupted while trackers take the end" in caplog.text
+
+
 # Before the run starts --------------------------------------------------------------------------------------------
 
 

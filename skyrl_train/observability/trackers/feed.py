@@ -59,7 +59,7 @@ def register_tracker(name: str, factory: TrackerFactory) -> None:
 
 
 def tracker_factory(name: str) -> TrackerFactory:
-    """Return what makes the tracker ``name``: a registered name, or an import path.
+    """Return the factory of the tracker ``name``, which is registered or an import path.
 
     Raises:
         ConfigError: the name is unknown, its package is not installed, or the import path cannot be imported.
@@ -125,14 +125,20 @@ class TrackerFeed:
             thread.put(lambda tracker: tracker.log_samples(phase, step, table))
 
     def close(self) -> None:
-        """Log the report, if the run folder has one, and close the trackers. Blocks, at most ``CLOSE_LIMIT_S``. Idempotent."""
+        """Log the report, if the run folder has one, and close the trackers. Idempotent.
+
+        Blocks for at most ``CLOSE_LIMIT_S``, or until Ctrl-C: the run has ended, so an interrupt ends only this wait.
+        """
         threads, self._threads = self._threads, []
         report = self._run / REPORT_HTML
         for thread in threads:
             thread.end(report if report.is_file() else None)
         end = time.monotonic() + CLOSE_LIMIT_S
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        try:
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+        except KeyboardInterrupt:
+            logger.warning("interrupted while trackers take the end of the run; they may lack it")
 
 
 NO_TRACKERS = TrackerFeed(Path(), RunConfig(trainer=TrainerConfig(trackers=[])))
