@@ -15,10 +15,9 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from skyrl_train.observability.page.timeline import EventSegment, Group, group_lives, step_of
+from skyrl_train.observability.page.timeline import TRAINING, EventSegment, Group, events_of, group_lives, step_of
 
 TRAINER, GROUPS, ACTORS, ENGINES = 1, 2, 3, 10  # process ids; engine e is ENGINES + e
-TRAINING = ("update_policy", "accumulate", "finish_update")
 SYNC = ("gather", "transfer", "pause", "load_weights")
 LANES = 1000  # thread ids of one kind of activity within a process
 
@@ -31,13 +30,9 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
     A slice (``ph`` X) is a group, a stretch of tokens of one response and policy version, an activity of the trainer, or a call
     of an environment or an agent. Slices of one thread never overlap, unless one lies within the other.
     """
-
-    def of(kind: str) -> Iterable[dict[str, Any]]:
-        return (event for segment in segments for event in segment.events.get(kind, ()))
-
     trace = _Trace(min((segment.begins for segment in segments), default=0.0))
-    trained = list(of("trained"))
-    spans = [span for span in of("span") if span["t1"] >= t0 and span["t0"] <= t1]
+    trained = list(events_of(segments, "trained"))
+    spans = [span for span in events_of(segments, "span") if span["t1"] >= t0 and span["t0"] <= t1]
     steps: dict[int, TraceEvent] = {}  # the slice that ends each step
     syncs: dict[int, list[TraceEvent]] = {}  # slices of the weight sync of each version
     for base, title, chosen in (
@@ -54,7 +49,9 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
                 steps[step] = slice_
             elif span["name"] in SYNC and step is not None:
                 syncs.setdefault(step, []).append(slice_)
-    for event, lane in _lanes([event for event in of("evaluation") if event["t1"] >= t0 and event["t0"] <= t1]):
+    for event, lane in _lanes(
+        [event for event in events_of(segments, "evaluation") if event["t1"] >= t0 and event["t0"] <= t1]
+    ):
         name = f"evaluation of version {event['version']}"
         trace.slice(TRAINER, (2 * LANES, "evaluation", lane), name, event["t0"], event["t1"], **event["metrics"])
 
@@ -66,8 +63,12 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
         if version in steps:
             trace.arrow("weight sync", steps[version], min(slices, key=lambda one: one["ts"]))
 
-    _responses(trace, of("request"), t0, t1, syncs)
-    calls = [{**event, "name": event.get("name", "agent")} for kind in ("environment", "agent") for event in of(kind)]
+    _responses(trace, events_of(segments, "request"), t0, t1, syncs)
+    calls = [
+        {**event, "name": event.get("name", "agent")}
+        for kind in ("environment", "agent")
+        for event in events_of(segments, kind)
+    ]
     for event, lane in _lanes([event for event in calls if event["t1"] >= t0 and event["t0"] <= t1]):
         name = f"{event['name']} {event.get('call', '')}".rstrip()
         trace.slice(ACTORS, (0, "lane", lane), name, event["t0"], event["t1"], session=event["session"], ok=event["ok"])
@@ -77,7 +78,7 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
             lags = {"mean": sum(event["lags"]) / len(event["lags"]), "max": max(event["lags"])}
             trace.counter(TRAINER, "lag", event["at"], lags)
     before: dict[int, dict[str, Any]] = {}
-    for event in of("engine"):
+    for event in events_of(segments, "engine"):
         last, before[event["engine"]] = before.get(event["engine"]), event
         if not t0 <= event["at"] <= t1:
             continue
@@ -87,7 +88,7 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
             tokens = (event["generated_tokens"] or 0) - (last["generated_tokens"] or 0)
             trace.counter(pid, "tokens/s", event["at"], {"sampled": max(0.0, tokens / (event["at"] - last["at"]))})
     for kind in ("warning", "failed", "retried"):
-        for event in of(kind):
+        for event in events_of(segments, kind):
             if t0 <= event["at"] <= t1:
                 trace.instant(f"{kind}: {event.get('text') or event.get('reason')}", event["at"])
     return trace.events()

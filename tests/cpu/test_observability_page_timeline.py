@@ -158,6 +158,35 @@ def test_a_store_follows_a_segment_that_grows_is_compressed_or_torn(tmp_path: Pa
     assert EventStore(folder).window(0.0, 100.0) == store.window(0.0, 100.0)
 
 
+def test_the_end_of_a_segment_is_read_also_if_the_next_one_has_begun_meanwhile(tmp_path: Path) -> None:
+    store, folder = EventStore(tmp_path / EVENTS), tmp_path / EVENTS
+    window_of([admitted(1.0, 0)], tmp_path)
+    store.window(0.0, 100.0)
+    assert [one["kind"] for one in store.rare() or ()] == ["process"]
+    last = [
+        event("failed", 2.0, group=0, reason="it", masked=False),
+        event("warning", 2.0, level="ERROR", source="", text="it"),
+    ]
+    with (folder / "000001.jsonl").open("ab") as file:
+        file.writelines(orjson.dumps(one) + b"\n" for one in last)
+    (folder / "000002.jsonl").write_bytes(orjson.dumps(admitted(3.0, 1)) + b"\n")
+    window = store.window(0.0, 100.0)
+    assert window is not None
+    assert {group["group"]: group["state"] for group in window["groups"]} == {0: "failed", 1: "running"}
+    assert [one["kind"] for one in store.rare() or ()] == ["process", "failed", "warning"]
+
+
+def test_failures_are_those_of_the_segments_that_are_asked_for(tmp_path: Path) -> None:
+    window_of([event("failed", 1.0, group=0, reason="first", masked=False)], tmp_path)
+    for number in (2, 3):
+        line = orjson.dumps(event("failed", float(number), group=number, reason=str(number), masked=False)) + b"\n"
+        (tmp_path / EVENTS / f"{number:06}.jsonl").write_bytes(line)
+    store = EventStore(tmp_path / EVENTS)
+    for segments, groups in ((100, [0, 2, 3]), (1, [0, 3]), (2, [0, 2, 3])):  # the first one begins the process
+        failed = [one["group"] for one in store.rare(segments) or () if one["kind"] == "failed"]
+        assert failed == groups
+
+
 def test_a_segment_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps=2)
     folder = tmp_path / "linked"

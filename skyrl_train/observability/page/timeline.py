@@ -12,7 +12,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from skyrl_train.events.reader import segment_content
 
 Group = dict[str, Any]
 
+TRAINING = ("update_policy", "accumulate", "finish_update")  # activities of a step that trains
 MAX_SEGMENTS = 10  # of 4 MB each, in one window
 # Segments around a window: an event is recorded when it ends, and its group's beginning lies before it.
 BEFORE, AFTER = 1, 2
@@ -72,6 +73,7 @@ class EventSegment:
         begins: time of its first event.
         events: by kind, in order.
         read: bytes of its content that are parsed.
+        complete: whether all of it is parsed, and nothing will follow.
     """
 
     process: int
@@ -80,6 +82,7 @@ class EventSegment:
     events: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     read: int = 0
     last: float = 0.0
+    complete: bool = False
 
     def parse(self, content: bytes) -> None:
         """Parse the whole lines of ``content``, which follows what was parsed before; others stay for the next call."""
@@ -107,6 +110,11 @@ class EventSegment:
                 continue  # torn, or of another version
             self.events.setdefault(event["kind"], []).append(event)
             self.last = max(self.last, event["at"])
+
+
+def events_of(segments: Iterable[EventSegment], kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a kind in their order."""
+    return (event for segment in segments for event in segment.events.get(kind, ()))
 
 
 class EventStore:
@@ -161,16 +169,19 @@ class EventStore:
         with self._lock:
             paths = self._indexed()
             first_of = {self._index[number].process: number for number in reversed(paths)}
-            for number in sorted({*list(paths)[-segments:], *sorted(first_of.values())[-segments:]}):
+            numbers = sorted({*list(paths)[-segments:], *sorted(first_of.values())[-segments:]})
+            for number in numbers:
                 known = self._index[number]
                 segment = self._rare.setdefault(number, EventSegment(known.process, known.offset, known.begins))
-                if not segment.read or number == max(paths):
+                if not segment.complete:
                     content = segment_content(paths[number])[segment.read :]
                     content = content[: content.rfind(b"\n") + 1]
                     before = segment.read
                     segment.parse(b"".join(line for line in content.splitlines(keepends=True) if _RARE.search(line)))
                     segment.read = before + len(content)
-            found = [event for segment in self._rare.values() for events in segment.events.values() for event in events]
+                    segment.complete = number != max(paths)
+            asked = [self._rare[number] for number in numbers]
+            found = [event for segment in asked for events in segment.events.values() for event in events]
         return sorted(found, key=lambda event: (event["process"], event["at"])) if paths else None
 
     def engines(self) -> dict[int, list[list[Any]]] | None:
@@ -178,8 +189,7 @@ class EventStore:
         with self._lock:
             paths = self._indexed()
             parsed = self._read(paths, list(paths)[-1 - AFTER :])
-        events = [event for segment in parsed for event in segment.events.get("engine", ())]
-        return _engines(events, -math.inf, math.inf) if parsed else None
+        return _engines(events_of(parsed, "engine"), -math.inf, math.inf) if parsed else None
 
     def _around(self, numbers: Sequence[int], t0: float, t1: float) -> Sequence[int]:
         """Return the numbers of the segments with events about the time between two Unix times."""
@@ -217,9 +227,10 @@ class EventStore:
                 number, EventSegment(known.process, known.offset, known.begins, last=known.begins)
             )
             self._parsed.move_to_end(number)
-            # A segment is complete once there is a later one.
-            if not segment.read or number == max(paths):
+            if not segment.complete:
                 segment.parse(segment_content(paths[number])[segment.read :])
+                # Nothing is written to a segment once there is a later one.
+                segment.complete = number != max(paths)
         found = [self._parsed[number] for number in numbers]
         while len(self._parsed) > max(_KEPT_SEGMENTS, len(numbers)):
             self._parsed.popitem(last=False)
@@ -229,7 +240,7 @@ class EventStore:
 def _last_steps(segments: Sequence[EventSegment], steps: int) -> tuple[float, float]:
     """Return the times between which the last steps were trained."""
     end = max(segment.last for segment in segments)
-    ends = [event["at"] for segment in segments for event in segment.events.get("trained", ())]
+    ends = [event["at"] for event in events_of(segments, "trained")]
     if not ends:
         return max(segments[0].begins, end - 60.0), end + 0.5
     # The step before the first one ended where the first one began.
@@ -238,19 +249,20 @@ def _last_steps(segments: Sequence[EventSegment], steps: int) -> tuple[float, fl
 
 
 def _drawn(segments: Sequence[EventSegment], t0: float, t1: float) -> dict[str, Any]:
-    def of(kind: str) -> Iterable[dict[str, Any]]:
-        return (event for segment in segments for event in segment.events.get(kind, ()))
-
-    spans = [event for event in of("span") if event["t1"] >= t0 and event["t0"] <= t1]
+    spans = [event for event in events_of(segments, "span") if event["t1"] >= t0 and event["t0"] <= t1]
     groups = group_lives(segments, t0, t1)
-    trained = list(of("trained"))
+    trained = list(events_of(segments, "trained"))
     requests = sum(len(group["requests"]) for group in groups)
     answer: dict[str, Any] = {
         "spans": [[e["name"], step_of(e, trained), e["t0"], e["t1"]] for e in _longest(spans, MAX_SPANS)],
         "steps": [[e["step"], e["at"], e["groups"]] for e in trained if t0 <= e["at"] <= t1],
-        "engines": _engines(of("engine"), t0, t1),
-        "evaluations": [[e["version"], e["t0"], e["t1"]] for e in of("evaluation") if e["t1"] >= t0 and e["t0"] <= t1],
-        "processes": [e["at"] for e in of("process") if t0 <= e["at"] <= t1],
+        "engines": _engines(events_of(segments, "engine"), t0, t1),
+        "evaluations": [
+            [e["version"], e["t0"], e["t1"]]
+            for e in events_of(segments, "evaluation")
+            if e["t1"] >= t0 and e["t0"] <= t1
+        ],
+        "processes": [e["at"] for e in events_of(segments, "process") if t0 <= e["at"] <= t1],
         "all_groups": len(groups),
         "density": None,
     }
@@ -264,7 +276,7 @@ def _drawn(segments: Sequence[EventSegment], t0: float, t1: float) -> dict[str, 
 
 def step_of(span: dict[str, Any], trained: Sequence[dict[str, Any]]) -> Any:
     """Return the step of an activity, or None. Passes of the trainer, which have none, belong to the step that ends next."""
-    if span["step"] is None and span["name"] in ("update_policy", "accumulate", "finish_update"):
+    if span["step"] is None and span["name"] in TRAINING:
         return next((event["step"] for event in trained if event["at"] >= span["t1"]), None)
     return span["step"]
 
@@ -281,10 +293,6 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
     Unfinished groups live until the last event of their process.
     """
     last = {segment.process: segment.last for segment in segments}
-
-    def of(kind: str) -> Iterable[dict[str, Any]]:
-        return (event for segment in segments for event in segment.events.get(kind, ()))
-
     groups: dict[tuple[int, int], Group] = {}
 
     def group_of(event: dict[str, Any], index: int) -> Group:
@@ -305,29 +313,29 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
         return group
 
     for kind in ("admitted", "restored"):
-        for event in of(kind):
+        for event in events_of(segments, kind):
             for index, version in zip(event["groups"], event["versions"], strict=False):
                 group_of(event, index).update(
                     begin=event["at"], version=version, **({kind: True} if kind == "restored" else {})
                 )
-    for event in of("replayed"):
+    for event in events_of(segments, "replayed"):
         group_of(event, event["group"])["replayed"] = True
-    for event in of("retried"):
+    for event in events_of(segments, "retried"):
         group_of(event, event["group"])["retries"].append([event["at"], event["attempt"], event["reason"]])
-    for event in of("finished"):
+    for event in events_of(segments, "finished"):
         keep = {name: event[name] for name in ("uid", "oldest", "newest", "tokens")}
         group_of(event, event["group"]).update(finished=event["at"], state="generated", **keep)
-    for event in of("stage"):
+    for event in events_of(segments, "stage"):
         group_of(event, event["group"])["stages"].append([event["name"], event["t0"], event["t1"], event["ok"]])
-    for event in of("buffered"):
+    for event in events_of(segments, "buffered"):
         group_of(event, event["group"]).update(buffered=event["at"], state="buffered", reward=event["reward"])
     for kind in ("filtered", "failed"):
-        for event in of(kind):
+        for event in events_of(segments, kind):
             group_of(event, event["group"]).update(ended=event["at"], state=kind, reason=event.get("reason"))
-    for event in of("dropped"):
+    for event in events_of(segments, "dropped"):
         for index in event["groups"]:
             group_of(event, index).update(ended=event["at"], state="dropped")
-    for event in of("trained"):
+    for event in events_of(segments, "trained"):
         for index, lag, masked in zip(event["groups"], event["lags"], event["masked"], strict=False):
             trained = {"state": "trained", "ended": event["at"], "step": event["step"], "lag": lag, "masked": masked}
             group_of(event, index).update(trained)
@@ -339,7 +347,7 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
         key for key, group in groups.items() if group["end"] < t0 or ("version" in group and group["begin"] > t1)
     }
     for kind, name in (("request", "requests"), ("environment", "environments")):
-        for event in of(kind):
+        for event in events_of(segments, kind):
             if event["group"] is not None and (event["process"], event["group"]) not in outside:
                 group_of(event, event["group"])[name].append(
                     _request(event) if kind == "request" else _environment(event)
