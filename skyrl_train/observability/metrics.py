@@ -76,6 +76,17 @@ def spec_of(name: str) -> MetricSpec:
     )
 
 
+def known_spec(name: str) -> MetricSpec:
+    """Return the specification of a recorded metric, which another version or a user's code may have declared.
+
+    If it is not declared here, the specification has neither meaning nor unit.
+    """
+    try:
+        return spec_of(name)
+    except ConfigError:
+        return MetricSpec(name, _LAST, "")
+
+
 def declared() -> Mapping[str, MetricSpec]:
     """Return all specifications in the order of their declaration, which is the order of the reference and of each row."""
     return dict(_specs)
@@ -264,9 +275,7 @@ declare(
         "s",
     ),
     MetricSpec("generate/latency_s_p99", _LAST, "99th percentile of the same", "s"),
-    MetricSpec(
-        "generate/latency_s_oldest", _LAST, "Time since the attempt of the oldest group that still runs began", "s"
-    ),
+    MetricSpec("generate/latency_s_oldest", _LAST, "Age of the oldest attempt at a group that still runs", "s"),
     MetricSpec("generate/postprocessed_actions", _MEAN, "Turns whose text the environment changed", "turns"),
     MetricSpec("generate/agent_seconds", _MEAN, "Duration of an agent's run", "s"),
     MetricSpec("generate/failed_agents", _MEAN, "Agents that failed and train all the same", "share"),

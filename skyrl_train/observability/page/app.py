@@ -26,9 +26,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_train.errors import ConfigError
 from skyrl_train.events.log import EVENTS
-from skyrl_train.observability.metrics import spec_of
+from skyrl_train.observability.metrics import known_spec
 from skyrl_train.observability.page.comparison import AXES, compared
 from skyrl_train.observability.page.encoding import to_json
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
@@ -115,7 +114,12 @@ class _Page:
             **self._runs.row(name),
             "parts": parts,
             "settings": settings,
-            "metrics": [_described(metric) for metric in columns if metric not in ("step", "time", "elapsed_s")],
+            "metrics": [
+                {"name": metric, "unit": spec.unit, "meaning": spec.meaning}
+                for metric in columns
+                if metric not in ("step", "time", "elapsed_s")
+                for spec in [known_spec(metric)]
+            ],
         }
 
     def advice(self, query: QueryParams) -> Any:
@@ -272,14 +276,6 @@ def _endpoint(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Respo
 def _error(error: Exception) -> Response:
     status = 404 if isinstance(error, NoSuchRunError) else 400
     return Response(to_json({"error": str(error)}), status, media_type="application/json")
-
-
-def _described(name: str) -> dict[str, str]:
-    try:
-        spec = spec_of(name)
-    except ConfigError:  # of another version, or of the user's code
-        return {"name": name, "unit": "", "meaning": ""}
-    return {"name": name, "unit": spec.unit, "meaning": spec.meaning}
 
 
 class _Guard:

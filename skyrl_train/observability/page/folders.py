@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import segment_content
+from skyrl_train.observability.page.settings import setting_of
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, LOCK, METRICS, SAMPLES
 
 # A folder with one of these is a run: one that has just begun has only its lock.
@@ -92,8 +93,6 @@ class RunsFolder:
         """Return what the list of runs and the header of a run show, from a few reads of small parts of its files."""
         path = self.path(name)
         config = read_settings(self.file(name, CONFIG))
-        trainer = config.get("trainer")
-        trainer = trainer if isinstance(trainer, Mapping) else {}
         rows = spread_rows(self.file(name, METRICS), 40)
         last = rows[-1] if rows else {}
         written = last_write(path)
@@ -107,9 +106,9 @@ class RunsFolder:
             "title": self.root.name if name == "." else name,
             "state": state,
             "written": written,
-            "mode": str(trainer.get("mode", "")),
+            "mode": str(setting_of(config, "trainer.mode") or ""),
             "step": last.get("step", 0),
-            "total_steps": trainer.get("max_steps"),
+            "total_steps": setting_of(config, "trainer.max_steps"),
             "began": rows[0].get("time") if rows else None,
             "elapsed_s": last.get("elapsed_s"),
             "reward": last.get("reward/mean"),

@@ -13,11 +13,11 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from skyrl_train.errors import ConfigError
 from skyrl_train.events.log import encodable
-from skyrl_train.observability.metrics import spec_of
+from skyrl_train.observability.metrics import known_spec
 from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, last_write, read_settings, spread_rows
 from skyrl_train.observability.page.series import MetricTable
+from skyrl_train.observability.page.settings import setting_of
 from skyrl_train.observability.page.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
 from skyrl_train.observability.trackers.tracker import split_histograms
@@ -38,6 +38,10 @@ _ENGINE = {
 class _Families(dict[str, Metric], Collector):
     """Metrics by name. A family has a sample per run, and per engine or value."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._series: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+
     def collect(self) -> Iterable[Metric]:
         return self.values()
 
@@ -47,8 +51,10 @@ class _Families(dict[str, Metric], Collector):
         if name not in self:
             self[name] = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, meaning)
         # Two names may become one here, and Prometheus refuses a page that has a series twice.
-        if all(sample.labels != labels for sample in self[name].samples):
-            self[name].add_sample(name, dict(labels), float(number))
+        series = name, frozenset(labels.items())
+        if series not in self._series:
+            self._series.add(series)
+            self[name].add_sample(name, labels, float(number))
 
 
 def exposition(
@@ -74,9 +80,7 @@ def _add_run(families: _Families, runs: RunsFolder, name: str, table: MetricTabl
     row, columns = runs.row(name), table.columns()
     run = {"run": row["title"]}
     families.add("run_info", "1 for a run in its state", 1, {**run, "state": row["state"], "mode": row["mode"]})
-    bound: Any = read_settings(runs.file(name, CONFIG))
-    for key in ("trainer", "fully_async", "max_staleness_steps"):
-        bound = bound.get(key) if isinstance(bound, Mapping) else None
+    bound = setting_of(read_settings(runs.file(name, CONFIG)), "trainer.fully_async.max_staleness_steps")
     times, steps_s = columns.get("time", np.empty(0)), columns.get("time/step", np.empty(0))[-MEDIAN_STEPS:]
     steps_s = steps_s[np.isfinite(steps_s)]
     for metric, meaning, value in (
@@ -104,11 +108,11 @@ def _add_run(families: _Families, runs: RunsFolder, name: str, table: MetricTabl
         }
         scalars, histograms = split_histograms(numbers)
         for key, number in scalars.items():
-            families.add(key, _meaning(key), number, run)
+            families.add(key, _help(key), number, run)
         for key, (counts, _) in histograms.items():
             for value, count in enumerate(counts):
                 groups = key.removesuffix("histogram") + "groups"
-                families.add(groups, _meaning(f"{key}/"), count, {**run, "value": str(value)})
+                families.add(groups, _help(f"{key}/"), count, {**run, "value": str(value)})
 
     for engine, points in (store.engines() or {}).items():
         _, state, version, running, waiting, _, speed = points[-1]
@@ -124,9 +128,6 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _meaning(name: str) -> str:
-    try:
-        spec = spec_of(name)
-    except ConfigError:  # of another version, or of the user's code
-        return name
-    return f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning
+def _help(name: str) -> str:
+    spec = known_spec(name)
+    return f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning or name

@@ -11,6 +11,14 @@ from typing import Any
 from skyrl_train.config.schema import RunConfig
 
 
+def setting_of(settings: Mapping[str, Any], key: str) -> Any:
+    """Return a setting by its dotted name; None if ``settings``, perhaps of another version, lack it."""
+    value: Any = settings
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def settings_table(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one row per setting: ``key``, ``value``, ``default`` (None if this version has no such setting) and ``differs``."""
     defaults = _defaults()

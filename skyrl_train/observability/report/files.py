@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.events.log import EVENTS
+from skyrl_train.observability.metrics import known_spec
 from skyrl_train.observability.page.encoding import to_json
 from skyrl_train.observability.page.series import MetricTable, curves
 from skyrl_train.observability.page.timeline import EventStore
 from skyrl_train.observability.report.facts import RunFacts, read_facts, typical_steps
 from skyrl_train.observability.report.html import to_html
 from skyrl_train.observability.report.markdown import to_markdown
-from skyrl_train.observability.report.sections import sections, unit_of
-from skyrl_train.observability.run_folder import EVALUATIONS, METRICS, REPORT_HTML, REPORT_MD, read_jsonl, replace_file
+from skyrl_train.observability.report.sections import sections
+from skyrl_train.observability.run_folder import METRICS, REPORT_HTML, REPORT_MD, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,12 @@ def write_report(run: Path, folder: Path | None = None) -> Path:
     path = (folder or run) / REPORT_HTML
     answers = {
         "metrics .": decimated(table, OVERVIEW, CURVE_BYTES),
-        "evaluations .": list(read_jsonl(run / EVALUATIONS)),
+        # All that the overview draws of them.
+        "evaluations .": [{name: row.get(name) for name in ("step", "eval/reward")} for row in facts.evaluations],
         "timeline .": _timeline(facts, store),
     }
     bound = {"trainer": {"fully_async": {"max_staleness_steps": facts.bound}}}
-    metrics = [{"name": name, "unit": unit_of(name), "meaning": ""} for name in OVERVIEW]
+    metrics = [{"name": name, "unit": known_spec(name).unit, "meaning": ""} for name in OVERVIEW]
     info = {"mode": facts.row["mode"], "state": facts.row["state"], "settings": bound, "metrics": metrics}
     pictures: dict[str, dict[str, Any]] = {"overview": {"run": ".", "info": info}, "timeline": {"run": "."}}
     replace_file(path.with_name(REPORT_MD), to_markdown(title, found))

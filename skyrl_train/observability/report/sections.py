@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.errors import ConfigError
-from skyrl_train.observability.metrics import spec_of
+from skyrl_train.observability.metrics import known_spec
 from skyrl_train.observability.page.samples import excerpt
 from skyrl_train.observability.report.facts import RunFacts, repeat_command, typical_steps
 from skyrl_train.observability.screen import BLOCKS, averaged, duration, sparkline
@@ -104,7 +103,10 @@ def _curves(facts: RunFacts) -> Section:
     rows = [
         [
             figure.name,
-            *(shown(value, unit_of(figure.name)) for value in (figure.first, figure.last, figure.low, figure.high)),
+            *(
+                shown(value, known_spec(figure.name).unit)
+                for value in (figure.first, figure.last, figure.low, figure.high)
+            ),
             sparkline(figure.values.tolist(), SPARK_WIDTH),
         ]
         for figure in facts.figures
@@ -136,7 +138,7 @@ def _waits(facts: RunFacts) -> list[Section]:
         "generate/truncated": "responses that a length limit ended",
     }
     rows = [
-        [names[figure.name], *(shown(value, unit_of(figure.name)) for value in (figure.first, figure.last))]
+        [names[figure.name], *(shown(value, known_spec(figure.name).unit) for value in (figure.first, figure.last))]
         for figure in facts.figures
         if figure.name in names
     ]
@@ -246,7 +248,10 @@ def _steps(facts: RunFacts) -> list[Section]:
     )
     there = [name for name in names if name in columns]
     rows = [
-        [str(int(columns["step"][index])), *(shown(float(columns[name][index]), unit_of(name)) for name in there)]
+        [
+            str(int(columns["step"][index])),
+            *(shown(float(columns[name][index]), known_spec(name).unit) for name in there),
+        ]
         for index in np.flatnonzero(inside)
     ]
     table = TextTable(("step", *there), rows, frozenset(range(len(there) + 1)))
@@ -279,14 +284,6 @@ def _run(facts: RunFacts) -> list[Section]:
 
 
 # Numbers and text --------------------------------------------------------------------------------------------------
-
-
-def unit_of(metric: str) -> str:
-    """Return the unit of a metric; empty for an unknown one."""
-    try:
-        return spec_of(metric).unit
-    except ConfigError:
-        return ""
 
 
 def setting_text(value: Any) -> str:
