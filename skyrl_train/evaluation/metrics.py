@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from skyrl_train.observability.failures import shortened
 from skyrl_train.observability.samples import RecordedGroup
-from skyrl_train.observability.screen import counted, duration, shortened
+from skyrl_train.observability.screen import counted, duration
 from skyrl_train.types import RolloutGroup
 
 # Rewards are sums of floats, some computed in float32: a reward of 1.0 may come out slightly less.

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
+
+from skyrl_train.observability.failures import sentence
+from skyrl_train.observability.page.settings import setting_of
 
 T = TypeVar("T")
 Row: TypeAlias = Mapping[str, Any]  # of metrics.jsonl
@@ -26,7 +28,6 @@ FAILURES = ("failed", "retried")  # kinds of events
 FAILURE_SEGMENTS = 4  # newest segments of the record, of 4 MiB each: the failures of ten steps are in them
 # Steps after which something that is found no more has ended: what is close to its threshold comes and goes.
 HOLD_STEPS = 10
-REASON_WIDTH = 120  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,7 @@ class LastSteps:
         since = (
             _number(self._last[0].get("time")) - _number(self._last[0].get("time/step")) if self._last else -math.inf
         )
-        self.failures = [
-            " ".join("".join(letter if letter.isprintable() else " " for letter in str(event.get("reason"))).split())
-            for event in failures
-            if not _number(event.get("t")) < since
-        ]
+        self.failures = [str(event.get("reason")) for event in failures if not _number(event.get("t")) < since]
 
     def each(self, name: str, steps: int = LAST_STEPS) -> list[float]:
         """Return the metric in each of the last steps; one NaN if it has had fewer steps."""
@@ -149,9 +146,7 @@ class LastSteps:
 
     def setting(self, key: str, default: Any) -> Any:
         """Return a setting by its dotted name."""
-        value: Any = self._settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = setting_of(self._settings, key)
         return default if value is None else value
 
     @property
@@ -206,9 +201,9 @@ def failing_rollouts(run: LastSteps) -> tuple[str, str] | None:
     reasons = [reason for reason in run.failures if TOO_LONG not in reason]
     if not reasons:
         return None
+    newest = sentence("".join(letter if letter.isprintable() else " " for letter in reasons[-1]))
     return (
-        f"{_counted(len(reasons), 'attempt')} failed in the last {LAST_STEPS} steps; the newest: "
-        f"{textwrap.shorten(reasons[-1], REASON_WIDTH, placeholder=' ...').rstrip('.')}.",
+        f"{_counted(len(reasons), 'attempt')} failed in the last {LAST_STEPS} steps; the newest: {newest}",
         "logs/trainer.log in the run folder has the traceback of each kind of failure.",
     )
 

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[str, str, BaseException | None], None]  # name of what failed, reason, error if one was raised
 
+REASON_WIDTH = 160  # characters
 MAX_SHOWN_KINDS = 8  # on the screen; the log has all of them
 MAX_OUTPUTS = 100  # files in logs/agents
 
@@ -29,6 +30,18 @@ _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _OUTPUT = re.compile(rf"^\s*{AGENT_OUTPUT} ['\"](.+)['\"]:\n(.*?)\n\s*End of the output\.$", re.MULTILINE | re.DOTALL)
 _LIBRARY = str(Path(__file__).parents[1])
 _NOT_OWN = (_LIBRARY, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+
+
+def shortened(reason: str) -> str:
+    """Return ``reason`` as one line of at most ``REASON_WIDTH`` characters."""
+    line = " ".join(reason.split())
+    return line if len(line) <= REASON_WIDTH else f"{line[: REASON_WIDTH - 3]}..."
+
+
+def sentence(reason: str) -> str:
+    """Return ``reason`` like :func:`shortened`, with a full stop at the end."""
+    line = shortened(reason)
+    return line if line.endswith(".") else f"{line}."
 
 
 def user_frame(text: str) -> str:

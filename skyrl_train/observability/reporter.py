@@ -17,10 +17,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.observability.advice import Advice, AdviceHistory, Row, advise, edge_rows
-from skyrl_train.observability.failures import FailureLog
+from skyrl_train.observability.failures import FailureLog, shortened
 from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl, read_scores
 from skyrl_train.observability.samples import RecordedGroup, rows_of
-from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view, shortened
+from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view
 from skyrl_train.observability.trackers.feed import NO_TRACKERS, TrackerFeed
 from skyrl_train.types import RolloutGroup
 

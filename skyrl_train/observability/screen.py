@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyrl_train.observability.advice import ESS, NO_SIGNAL, TRUNCATED, Advice
+from skyrl_train.observability.failures import shortened
 
 Clock = Callable[[], float]
 
@@ -31,7 +32,6 @@ WAITING_INTERVAL_S = 1.0  # time between redraws while no step finishes
 PLAIN_INTERVAL_S = 5.0
 PLAIN_INTERVAL_MAX_S = 30.0
 PLAIN_SHARE = 0.1  # the next line is printed after this share of the elapsed time, within the two bounds above
-REASON_WIDTH = 160  # characters
 TREND_STEPS = 10
 LAG_WIDTH = 20  # characters of the bar of all groups
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -302,12 +302,6 @@ def make_view(
     if console.is_terminal and not console.is_dumb_terminal:
         return TerminalView(console, title, progress, clock)
     return PlainView(console, title, progress, clock)
-
-
-def shortened(reason: str) -> str:
-    """Return ``reason`` as one line of at most ``REASON_WIDTH`` characters."""
-    line = " ".join(reason.split())
-    return line if len(line) <= REASON_WIDTH else f"{line[: REASON_WIDTH - 3]}..."
 
 
 def visible(text: str) -> str:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.observability.advice import Advice
+from skyrl_train.observability.failures import REASON_WIDTH
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.observability.screen import (
@@ -24,7 +25,6 @@ from skyrl_train.observability.screen import (
     BLOCKS,
     PLAIN_INTERVAL_MAX_S,
     PLAIN_INTERVAL_S,
-    REASON_WIDTH,
     REFRESH_INTERVAL_S,
     WAITING_INTERVAL_S,
     Failures,

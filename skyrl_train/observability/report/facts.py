@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.observability.advice import Advice
+from skyrl_train.observability.failures import sentence
 from skyrl_train.observability.page.comparison import Columns, bootstrap_interval
 from skyrl_train.observability.page.folders import RunsFolder, read_settings
 from skyrl_train.observability.page.incidents import incidents, run_advice
 from skyrl_train.observability.page.samples import recorded_files, step_rows, whole_sequence
-from skyrl_train.observability.page.settings import settings_table
+from skyrl_train.observability.page.settings import setting_of, settings_table
 from skyrl_train.observability.page.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, read_jsonl
 from skyrl_train.observability.screen import counted, duration
@@ -99,9 +100,7 @@ def read_facts(run: Path, columns: Columns, store: EventStore) -> RunFacts:
     settings = read_settings(run / CONFIG)
     found = incidents(store, RECORD_SEGMENTS)
     shares, idle = time_shares(columns)
-    trainer = settings.get("trainer")
-    asynchrony = trainer.get("fully_async") if isinstance(trainer, Mapping) else None
-    bound = asynchrony.get("max_staleness_steps") if isinstance(asynchrony, Mapping) else None
+    bound = setting_of(settings, "trainer.fully_async.max_staleness_steps")
     processes = [event for event in found["processes"] if event["kind"] == "process"] if found else []
     return RunFacts(
         row=row,
@@ -178,7 +177,7 @@ def trouble(row: Mapping[str, Any], columns: Columns, found: Mapping[str, Any] |
         "live": f"The run is under way, {steps}.",
         "silent": f"The run stopped writing {steps}, without an end: it was killed, or it waits.",
         "stopped": f"The run was stopped {steps}, and can be resumed.",
-        "failed": f"The run failed {steps}{f': {_sentence(error)}' if error else '.'}",
+        "failed": f"The run failed {steps}{f': {sentence(error)}' if error else '.'}",
     }.get(row["state"], "")
     reasons = found["failures"] if found else []
 
@@ -196,14 +195,8 @@ def trouble(row: Mapping[str, Any], columns: Columns, found: Mapping[str, Any] |
     said = f"{', '.join(failed)}." if failed else "Nothing failed."
     if reasons:
         most = max(reasons, key=lambda each: each["count"])
-        said += f" Most often: {_sentence(most['reason'])}"
+        said += f" Most often: {sentence(most['reason'])}"
     return f"{state} {said}".lstrip()
-
-
-def _sentence(text: str) -> str:
-    """Return a text in one line of at most 200 characters, with a full stop at the end."""
-    line = " ".join(text.split()).rstrip(".") + "."
-    return line if len(line) <= 200 else f"{line[:199]}…"
 
 
 # Figures -----------------------------------------------------------------------------------------------------------
@@ -250,8 +243,8 @@ def lag_shares(columns: Columns) -> dict[int, float]:
 def intervals(evaluation: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Return the 95 % intervals of an evaluation's pass@k and avg@k: Wilson's, with one observation per prompt.
 
-    Several samples of a prompt are not independent, so they do not count; with them the intervals are too wide, never too
-    narrow. Other metrics have none, because their spread is not recorded.
+    The samples of a prompt are not independent, so they count as one observation; with several of them the intervals are too
+    wide. Other metrics have none, because their spread is not recorded.
     """
     prompts = evaluation.get("eval/prompts")
     if not isinstance(prompts, int | float) or not prompts >= 1:
