@@ -193,12 +193,12 @@ _KINDS: Sequence[EventKind] = (
         _F("source", "str", "", "the module that logged it"),
         _F("text", "str", "", "the message, at most 2,000 characters"),
     )),
-    EventKind("alarm", "an alarm or an advice begins or ends (docs/tutorials/troubleshooting.md has a section for each)", (
+    EventKind("alarm", "an alarm or tuning advice begins or ends (docs/tutorials/troubleshooting.md has a section for each)", (
         _F("id", "str", "", "which one"),
         _F("level", "str", "", "alarm | tuning"),
         _F("state", "str", "", "begins | ends"),
         _F("step", "int", "", "the step after which it was found, or has not been found for 10 steps"),
-        _F("finding", "str", "", "what was found, with its figure; as it ends, what was found last"),
+        _F("finding", "str", "", "one sentence with the figure; as it ends, the newest one"),
         _F("action", "str", "", "what to do"),
     )),
     EventKind("lost", "events that are missing since the last such event", (

@@ -2,7 +2,7 @@
 
     metrics.jsonl ──first and last rows──┐
     events/ ───────failed attempts───────┼──advise──> alarms; if there are none, tuning advice
-    config.yaml ───settings──────────────┘               └──AdviceHistory──> what begins, what ends
+    config.yaml ───settings──────────────┘               └──AdviceHistory──> begun, ended
 
 A rule is a pure function of the last steps. Its name is the id of its advice, and the title of a section in
 docs/tutorials/troubleshooting.md. Thresholds are constants, because a run that needs another one needs another rule.
@@ -26,7 +26,7 @@ DOCS = "docs/tutorials/troubleshooting.md"
 FIRST_STEPS, LAST_STEPS = 5, 10
 FAILURES = ("failed", "retried")  # kinds of events
 FAILURE_SEGMENTS = 4  # newest segments of the record, of 4 MiB each: the failures of ten steps are in them
-# Steps after which something that is found no more has ended: what is close to its threshold comes and goes.
+# Advice ends when it was not found for this many steps: a figure near its threshold crosses it often.
 HOLD_STEPS = 10
 
 
@@ -55,7 +55,7 @@ class Advice:
 
 
 def edge_rows(rows: Sequence[T]) -> list[T]:
-    """Return the first and the last rows of a run, or their places: all that :func:`advise` reads."""
+    """Return the first and the last rows of a run, or their positions: all that :func:`advise` reads."""
     return [*rows] if len(rows) <= FIRST_STEPS + LAST_STEPS else [*rows[:FIRST_STEPS], *rows[-LAST_STEPS:]]
 
 
@@ -65,7 +65,7 @@ def advise(rows: Sequence[Row], failures: Iterable[Mapping[str, Any]], settings:
     Args:
         rows: in the order of steps, see :func:`edge_rows`.
         failures: events of the kinds ``FAILURES``, oldest first.
-        settings: of ``config.yaml`` as plain data; what is missing counts as its default.
+        settings: of ``config.yaml`` as plain data; a missing one counts as its default.
     """
     run = LastSteps(rows, failures, settings)
     levels: tuple[tuple[Literal["alarm", "tuning"], Sequence[Rule]], ...] = (("alarm", ALARMS), ("tuning", TUNING))
@@ -84,7 +84,7 @@ class AdviceHistory:
         self._open: dict[str, tuple[Advice, int]] = {}  # with the last step at which it was found
 
     def update(self, step: int, found: Sequence[Advice]) -> tuple[list[Advice], list[Advice]]:
-        """Return what begins at ``step`` and what ends: it was not found for ``HOLD_STEPS`` steps."""
+        """Return the advice that begins at ``step``, and the advice that ends: it was not found for ``HOLD_STEPS`` steps."""
         begun = [advice for advice in found if advice.id not in self._open]
         self._open |= {advice.id: (advice, step) for advice in found}
         ended = [advice for advice, last in self._open.values() if step - last >= HOLD_STEPS]
@@ -94,7 +94,7 @@ class AdviceHistory:
 
 
 class LastSteps:
-    """The figures of a run's last steps. Whatever is missing, or is no finite number, is NaN, which exceeds no threshold."""
+    """The figures of a run's last steps. A figure that is missing or not finite is NaN, which exceeds no threshold."""
 
     def __init__(self, rows: Sequence[Row], failures: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
         self._rows = rows
@@ -121,7 +121,7 @@ class LastSteps:
         return max(self.each(name, steps), key=lambda value: (math.isnan(value), value))
 
     def mean(self, name: str) -> float:
-        """Return the mean over those of the last steps that have the metric."""
+        """Return the mean over the last steps that have the metric."""
         return _mean([_number(row.get(name)) for row in self._last])
 
     def mean_at_start(self, name: str) -> float:
@@ -212,7 +212,7 @@ CONSTANT_STEPS = 5  # with rare rewards, a few steps without any are likely
 
 
 def constant_reward(run: LastSteps) -> tuple[str, str] | None:
-    """Advantages are 0 then, whatever the policy says. A reward function that fails silently looks like this."""
+    """All advantages are 0 then. A reward function that fails silently looks like this."""
     if math.isnan(run.constant_reward) or run.has_learned:
         return None
     return (
@@ -274,11 +274,11 @@ def engine_gap(run: LastSteps) -> tuple[str, str] | None:
     )
 
 
-ENTROPY = 0.05  # of the entropy of the first steps; what is left samples the same response again and again
+ENTROPY = 0.05  # of the entropy of the first steps; below, the policy samples nearly the same response each time
 
 
 def entropy_collapse(run: LastSteps) -> tuple[str, str] | None:
-    """A policy without entropy explores nothing, so what it has not found by then it will not find."""
+    """A policy without entropy explores nothing, so it finds no better responses."""
     entropy, start = run.highest("loss/entropy"), run.mean_at_start("loss/entropy")
     if not (start > 0 and entropy < ENTROPY * start) or run.has_learned:
         return None
@@ -308,7 +308,7 @@ DRIFTED = 0.05  # of the turns; a few come from text that has two tokenizations
 
 
 def rewritten_history(run: LastSteps) -> tuple[str, str] | None:
-    """Each rewritten turn begins a sequence of its own: its prompt is computed again and its tokens are trained twice."""
+    """Each rewritten turn begins a new sequence: its prompt is computed again and its tokens are trained twice."""
     share = run.mean("generate/drifted_turns") / (run.mean("generate/turns") or math.nan)
     if not share > DRIFTED:
         return None
@@ -328,12 +328,12 @@ def stuck_group(run: LastSteps) -> tuple[str, str] | None:
         return None
     return (
         f"A group has been running for {oldest:.0f} s; the slowest one of the last {LAST_STEPS} steps took {slowest:.0f} s.",
-        "Give tools and environments time limits of their own, or set trainer.failures.rollout_timeout_s.",
+        "Give tools and environments time limits, or set trainer.failures.rollout_timeout_s.",
     )
 
 
 def engine_restarts(run: LastSteps) -> tuple[str, str] | None:
-    """One is enough: the run goes on, slower, and stops when an engine has died too often."""
+    """One is enough: the run continues, slower, and stops when an engine has died too often."""
     restarts = run.growth("inference/engine_restarts")
     if not restarts:
         return None
@@ -378,7 +378,7 @@ ALARMS: tuple[Rule, ...] = (
 
 
 def solved_prompts(run: LastSteps) -> tuple[str, str] | None:
-    """The other side of :func:`no_signal`: the run has learned, and goes on to generate what it can do."""
+    """The counterpart of :func:`no_signal`: the run has learned, and generates mostly answers that it knows."""
     share = run.mean("reward/zero_variance_groups")
     if not (share > NO_SIGNAL and relative_to_group(run) and run.has_learned):
         return None
@@ -442,7 +442,7 @@ SYNC_SHARE = 0.1  # of the time
 
 
 def slow_weight_sync(run: LastSteps) -> tuple[str, str] | None:
-    """Neither training nor generation goes on while weights travel, unless they overlap with the next step."""
+    """Training and generation wait while weights travel, unless the weight sync overlaps with the next step."""
     waits = run.share_of_time("wait_for_weight_sync")
     share = run.share_of_time("gather", *(("transfer", "pause") if math.isnan(waits) else ("wait_for_weight_sync",)))
     if not share > SYNC_SHARE:

@@ -185,7 +185,7 @@ class Reporter:
         self._failed_attempts.append({"t": time.time(), "reason": reason})
 
     def _advise(self, step: int) -> list[Advice]:
-        """Return what is found after ``step``; record what begins and ends, and show alarms as they do."""
+        """Return the advice after ``step``. Record when each begins and ends; show alarms when they do."""
         advice = advise(self._metric_rows, self._failed_attempts, self._settings)
         begun, ended = self._history.update(step, advice)
         for state, some in (("begins", begun), ("ends", ended)):

@@ -95,7 +95,7 @@ def retried(reason: str, ago_s: float = 0.0) -> Row:
 EQUAL = {"reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0, "reward/zero_variance_groups": 1.0}
 SOLVED = {"reward/mean": 0.9, "reward/zero_variance_groups": 0.8, "loss/entropy": 0.01}
 
-# What each rule reads, and the figure that its finding has.
+# Of each rule: a change that triggers it, failed attempts, and the figure in its finding.
 CASES: dict[str, tuple[Callable[[list[Row]], None], list[Row], str]] = {
     "nonfinite-updates": (with_({"policy/skipped_nonfinite": 1.0}, 1), [], "1 of the last 10"),
     "prompts-too-long": (

@@ -17,7 +17,7 @@ from skyrl_train.observability.page.timeline import MAX_SCANNED, EventStore
 LOG_BYTES = 1 << 17
 MAX_LOGS = 100
 MAX_ROWS = 500
-# What differs between failures of one kind: which prompt it was, and numbers.
+# Failures of one kind may differ in the name of the prompt and in numbers.
 _VARYING = re.compile(r"prompt '[^']*'|\d+")
 _SUFFIXES = (".log", ".txt", ".out", ".err")
 

@@ -1,4 +1,4 @@
-"""What the report of a run says, as data: the verdict, figures, samples and failures. Every fact is a function of the run folder.
+"""The content of a report as data: the verdict, figures, samples and failures. Every fact is a function of the run folder.
 
 run folder ──read_facts──> RunFacts ──> report.html, report.md
 """
@@ -57,7 +57,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a report says about a run.
+    """The content of a report.
 
     Attributes:
         row: name, state, mode, steps and times, see ``RunsFolder.row``.

@@ -1,4 +1,4 @@
-// The pictures of a report or of a comparison that is one file: the page's views, over the answers that the file brings along.
+// The pictures of a report or of a comparison that is one file: the page's views, over the answers that the file contains.
 import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
 import { Comparison } from "./compare.js";
 import { Lanes } from "./lanes.js";

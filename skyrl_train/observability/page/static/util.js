@@ -104,7 +104,7 @@ export function address(path, parameters) {
   return `api/${path}?${query}`;
 }
 
-// The answers that a file without a server brings along, by path, run and axis.
+// The answers that a file without a server contains, by path, run and axis.
 const inlined = document.getElementById("answers");
 const answers = inlined && JSON.parse(inlined.textContent);
 
