@@ -21,6 +21,7 @@ from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.page import TOKEN_VARIABLE
 from skyrl_train.events.log import EVENTS, EventLog
+from skyrl_train.observability.page import folders
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.page.comparison import bootstrap_interval, compared
 from skyrl_train.observability.page.encoding import to_json
@@ -459,6 +460,16 @@ def test_a_run_that_was_stopped_or_failed_says_so(tmp_path: Path) -> None:
     log.record("process", **process)
     log.close()
     assert RunsFolder(tmp_path).row("run")["state"] == "live", "another command has opened it"
+
+
+def test_a_run_has_a_state_while_its_newest_segment_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_metrics(tmp_path / "run", [{"step": 1}])
+    monkeypatch.setattr(
+        folders, "_last_segments", lambda folder: [folder / "000001.jsonl"]
+    )  # which is compressed by now
+    assert RunsFolder(tmp_path).row("run")["state"] == "live"
 
 
 def test_only_logs_of_the_run_are_shown(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A name is a path relative to the folder. Links that lead out of the folder are m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -100,7 +101,8 @@ class RunsFolder:
         if self.file(name, FINISHED).is_file():
             state = "finished"
         elif segments := _last_segments(self.file(name, EVENTS)):
-            state = _end_reason(segments[0], segments[0].stat().st_size) or state
+            with contextlib.suppress(OSError):  # compressed meanwhile
+                state = _end_reason(segments[0], segments[0].stat().st_size) or state
         return {
             "name": name,
             "title": self.root.name if name == "." else name,
