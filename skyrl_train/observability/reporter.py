@@ -214,8 +214,9 @@ class Reporter:
     def note(self, text: str) -> None:
         """Show a line on the screen."""
         self._folder.events.record("note", text=text)
-        if self._view is not None:
-            self._view.note(text)
+        view = self._view  # another thread may close it meanwhile
+        if view is not None:
+            view.note(text)
         else:
             self._console.print(text, markup=False, soft_wrap=True)
 
