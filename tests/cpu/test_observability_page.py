@@ -466,9 +466,8 @@ def test_a_run_has_a_state_while_its_newest_segment_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_metrics(tmp_path / "run", [{"step": 1}])
-    monkeypatch.setattr(
-        folders, "_last_segments", lambda folder: [folder / "000001.jsonl"]
-    )  # which is compressed by now
+    # The segment that was found is compressed by now.
+    monkeypatch.setattr(folders, "_last_segments", lambda folder: [folder / "000001.jsonl"])
     assert RunsFolder(tmp_path).row("run")["state"] == "live"
 
 
