@@ -24,8 +24,8 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from skyrl_train.observability.page.comparison import RESAMPLES
-    from skyrl_train.observability.page.folders import RunsFolder
+    from skyrl_train.observability.readers.comparison import RESAMPLES
+    from skyrl_train.observability.readers.folders import RunsFolder
     from skyrl_train.observability.report.compare import compare_runs, comparison_html
     from skyrl_train.observability.report.sections import number, setting_text, shown
     from skyrl_train.observability.run_folder import replace_file

@@ -20,7 +20,7 @@ def report(
 
     from rich.console import Console
 
-    from skyrl_train.observability.page.folders import RunsFolder
+    from skyrl_train.observability.readers.folders import RunsFolder
     from skyrl_train.observability.report.files import write_report
 
     runs = RunsFolder(run)

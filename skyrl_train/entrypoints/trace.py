@@ -26,10 +26,10 @@ def trace(
     from rich.console import Console
 
     from skyrl_train.events.log import EVENTS
-    from skyrl_train.observability.page.encoding import to_json
-    from skyrl_train.observability.page.folders import RunsFolder
-    from skyrl_train.observability.page.series import MetricTable
-    from skyrl_train.observability.page.timeline import EventStore
+    from skyrl_train.observability.readers.encoding import to_json
+    from skyrl_train.observability.readers.folders import RunsFolder
+    from skyrl_train.observability.readers.series import MetricTable
+    from skyrl_train.observability.readers.timeline import EventStore
     from skyrl_train.observability.run_folder import METRICS
     from skyrl_train.observability.trace import trace_events
 

@@ -25,10 +25,10 @@ def watch(
     from rich.console import Console
 
     from skyrl_train.events.log import EVENTS
-    from skyrl_train.observability.page.folders import RunsFolder, fingerprint, read_settings, spread_rows
-    from skyrl_train.observability.page.incidents import run_advice
-    from skyrl_train.observability.page.series import MetricTable
-    from skyrl_train.observability.page.timeline import EventStore
+    from skyrl_train.observability.readers.folders import RunsFolder, fingerprint, read_settings, spread_rows
+    from skyrl_train.observability.readers.incidents import run_advice
+    from skyrl_train.observability.readers.series import MetricTable
+    from skyrl_train.observability.readers.timeline import EventStore
     from skyrl_train.observability.reporter import step_report
     from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
     from skyrl_train.observability.screen import Failures, make_view

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from skyrl_train.observability.failures import sentence
-from skyrl_train.observability.page.settings import setting_of
+from skyrl_train.observability.readers.settings import setting_of
 
 T = TypeVar("T")
 Row: TypeAlias = Mapping[str, Any]  # of metrics.jsonl

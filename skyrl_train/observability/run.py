@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +12,11 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import EventReader, Events
-from skyrl_train.observability.advice import FAILURE_SEGMENTS, FAILURES, Advice, advise, edge_rows
+from skyrl_train.observability.advice import Advice
+from skyrl_train.observability.readers.folders import read_settings
+from skyrl_train.observability.readers.incidents import run_advice
+from skyrl_train.observability.readers.series import MetricTable
+from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.run_folder import (
     CONFIG,
     EVALUATIONS,
@@ -67,12 +70,8 @@ class Run:
     @cached_property
     def advice(self) -> list[Advice]:
         """The alarms after the last step, or, without any, advice for tuning; docs/tutorials/troubleshooting.md explains each."""
-        try:
-            settings = asdict(self.config)
-        except (ConfigError, OSError):  # advice needs few settings
-            settings = {}
-        failures = EventReader(self.path / EVENTS, FAILURE_SEGMENTS).poll(FAILURES)
-        return advise(edge_rows(list(read_jsonl(self.path / METRICS))), failures, settings)
+        columns, events = MetricTable(self.path / METRICS).columns(), EventStore(self.path / EVENTS)
+        return run_advice(columns, events, read_settings(self.path / CONFIG))
 
     @cached_property
     def metrics(self) -> pandas.DataFrame:

@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from skyrl_train.observability.page.timeline import TRAINING, EventSegment, Group, events_of, group_lives, step_of
+from skyrl_train.observability.readers.timeline import TRAINING, EventSegment, Group, events_of, group_lives, step_of
 
 TRAINER, GROUPS, ACTORS, ENGINES = 1, 2, 3, 10  # process ids; engine e is ENGINES + e
 SYNC = ("gather", "transfer", "pause", "load_weights")

@@ -21,15 +21,15 @@ from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.page import TOKEN_VARIABLE
 from skyrl_train.events.log import EVENTS, EventLog
-from skyrl_train.observability.page import folders
 from skyrl_train.observability.page.app import create_page
-from skyrl_train.observability.page.comparison import bootstrap_interval, compared
-from skyrl_train.observability.page.encoding import to_json
-from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, read_settings, spread_rows
-from skyrl_train.observability.page.incidents import incidents
-from skyrl_train.observability.page.series import MetricTable, curves
-from skyrl_train.observability.page.settings import differing_settings, settings_table
-from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.readers import folders
+from skyrl_train.observability.readers.comparison import bootstrap_interval, compared
+from skyrl_train.observability.readers.encoding import to_json
+from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, read_settings, spread_rows
+from skyrl_train.observability.readers.incidents import incidents
+from skyrl_train.observability.readers.series import MetricTable, curves
+from skyrl_train.observability.readers.settings import differing_settings, settings_table
+from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS
 
 HOSTILE = "<script>alert(1)</script>\u202e\u0000\x1b[31m"

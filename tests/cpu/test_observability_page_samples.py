@@ -13,7 +13,7 @@ from recorded_runs import RecordedRun
 from starlette.testclient import TestClient
 
 from skyrl_train.observability.page.app import create_page
-from skyrl_train.observability.page.samples import prompt_rows, recorded_files, step_rows, whole_sequence
+from skyrl_train.observability.readers.samples import prompt_rows, recorded_files, step_rows, whole_sequence
 from skyrl_train.observability.run_folder import METRICS, SAMPLES
 
 

@@ -15,9 +15,9 @@ from recorded_runs import BEGAN, RecordedRun
 from starlette.testclient import TestClient
 
 from skyrl_train.events.log import EVENTS, compress_closed, segment_paths
-from skyrl_train.observability.page import timeline
 from skyrl_train.observability.page.app import create_page
-from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.readers import timeline
+from skyrl_train.observability.readers.timeline import EventStore
 
 
 def window_of(events: list[dict[str, Any]], tmp_path: Path, t0: float = 0.0, t1: float = 100.0) -> dict[str, Any]:

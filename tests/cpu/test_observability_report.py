@@ -304,7 +304,7 @@ def test_a_killed_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (segment,) = (run / EVENTS).iterdir()
     segment.write_bytes(b"\n".join(segment.read_bytes().splitlines()[:-1]) + b"\n")
     assert "The run is under way, after step 3 of 3." in write_report(run).read_text()
-    monkeypatch.setattr("skyrl_train.observability.page.folders.LIVE_S", -1.0)
+    monkeypatch.setattr("skyrl_train.observability.readers.folders.LIVE_S", -1.0)
     assert "The run stopped writing after step 3 of 3, without an end" in write_report(run).read_text()
 
 

@@ -28,15 +28,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import known_spec
-from skyrl_train.observability.page.comparison import AXES, compared
-from skyrl_train.observability.page.encoding import to_json
-from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
-from skyrl_train.observability.page.incidents import incidents, log_end, log_files, run_advice
 from skyrl_train.observability.page.prometheus import exposition
-from skyrl_train.observability.page.samples import prompt_rows, step_rows, whole_sequence
-from skyrl_train.observability.page.series import MetricTable, curves
-from skyrl_train.observability.page.settings import differing_settings, settings_table
-from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.readers.comparison import AXES, compared
+from skyrl_train.observability.readers.encoding import to_json
+from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
+from skyrl_train.observability.readers.incidents import incidents, log_end, log_files, run_advice
+from skyrl_train.observability.readers.samples import prompt_rows, step_rows, whole_sequence
+from skyrl_train.observability.readers.series import MetricTable, curves
+from skyrl_train.observability.readers.settings import differing_settings, settings_table
+from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS, SAMPLES, read_jsonl
 
 _Reader = TypeVar("_Reader", MetricTable, EventStore)

@@ -15,10 +15,10 @@ from prometheus_client.registry import Collector
 
 from skyrl_train.events.log import encodable
 from skyrl_train.observability.metrics import known_spec
-from skyrl_train.observability.page.folders import NoSuchRunError, RunsFolder, last_write, read_settings, spread_rows
-from skyrl_train.observability.page.series import MetricTable
-from skyrl_train.observability.page.settings import setting_of
-from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, last_write, read_settings, spread_rows
+from skyrl_train.observability.readers.series import MetricTable
+from skyrl_train.observability.readers.settings import setting_of
+from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
 from skyrl_train.observability.trackers.tracker import split_histograms
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.observability.page.comparison import AXES, compared
-from skyrl_train.observability.page.folders import RunsFolder, read_settings
-from skyrl_train.observability.page.series import MetricTable
-from skyrl_train.observability.page.settings import differing_settings
+from skyrl_train.observability.readers.comparison import AXES, compared
+from skyrl_train.observability.readers.folders import RunsFolder, read_settings
+from skyrl_train.observability.readers.series import MetricTable
+from skyrl_train.observability.readers.settings import differing_settings
 from skyrl_train.observability.report.files import decimated
 from skyrl_train.observability.report.html import to_html
 from skyrl_train.observability.report.sections import Picture, Section

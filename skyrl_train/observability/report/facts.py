@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from skyrl_train.observability.advice import Advice
 from skyrl_train.observability.failures import sentence
-from skyrl_train.observability.page.comparison import Columns, bootstrap_interval
-from skyrl_train.observability.page.folders import RunsFolder, read_settings
-from skyrl_train.observability.page.incidents import incidents, run_advice
-from skyrl_train.observability.page.samples import recorded_files, step_rows, whole_sequence
-from skyrl_train.observability.page.settings import setting_of, settings_table
-from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.readers.comparison import Columns, bootstrap_interval
+from skyrl_train.observability.readers.folders import RunsFolder, read_settings
+from skyrl_train.observability.readers.incidents import incidents, run_advice
+from skyrl_train.observability.readers.samples import recorded_files, step_rows, whole_sequence
+from skyrl_train.observability.readers.settings import setting_of, settings_table
+from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, read_jsonl
 from skyrl_train.observability.screen import counted, duration
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import known_spec
-from skyrl_train.observability.page.encoding import to_json
-from skyrl_train.observability.page.series import MetricTable, curves
-from skyrl_train.observability.page.timeline import EventStore
+from skyrl_train.observability.readers.encoding import to_json
+from skyrl_train.observability.readers.series import MetricTable, curves
+from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.report.facts import RunFacts, read_facts, typical_steps
 from skyrl_train.observability.report.html import to_html
 from skyrl_train.observability.report.markdown import to_markdown

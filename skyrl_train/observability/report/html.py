@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from skyrl_train.observability.page.encoding import to_json
+from skyrl_train.observability.readers.encoding import to_json
 from skyrl_train.observability.report.sections import Paragraph, Picture, Preformatted, Section, TextTable
 from skyrl_train.observability.screen import visible
 

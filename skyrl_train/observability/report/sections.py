@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.observability.metrics import known_spec
-from skyrl_train.observability.page.samples import excerpt
+from skyrl_train.observability.readers.samples import excerpt
 from skyrl_train.observability.report.facts import RunFacts, repeat_command, typical_steps
 from skyrl_train.observability.screen import BLOCKS, averaged, duration, sparkline
 

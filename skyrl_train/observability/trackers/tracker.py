@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.events.log import encodable
-from skyrl_train.observability.page.samples import excerpt
-from skyrl_train.observability.page.settings import settings_table
+from skyrl_train.observability.readers.samples import excerpt
+from skyrl_train.observability.readers.settings import settings_table
 
 PROJECT = "skyrl-train"  # where the environment names no other
 MAX_TEXT = 10_000  # characters of a prompt or a response; samples/ has all of them

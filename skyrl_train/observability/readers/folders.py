@@ -20,7 +20,7 @@ import yaml
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import segment_content
-from skyrl_train.observability.page.settings import setting_of
+from skyrl_train.observability.readers.settings import setting_of
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, LOCK, METRICS, SAMPLES
 
 # A folder with one of these is a run: one that has just begun has only its lock.

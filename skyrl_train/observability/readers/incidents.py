@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.observability.advice import FAILURE_SEGMENTS, FAILURES, Advice, advise, edge_rows
-from skyrl_train.observability.page.timeline import MAX_SCANNED, EventStore
+from skyrl_train.observability.readers.timeline import MAX_SCANNED, EventStore
 
 LOG_BYTES = 1 << 17
 MAX_LOGS = 100

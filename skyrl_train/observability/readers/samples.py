@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.observability.page.folders import parse_row
+from skyrl_train.observability.readers.folders import parse_row
 from skyrl_train.observability.run_folder import SAMPLES
 from skyrl_train.observability.samples import sample_files, schema
 
