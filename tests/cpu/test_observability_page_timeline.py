@@ -187,6 +187,26 @@ def test_failures_are_those_of_the_segments_that_are_asked_for(tmp_path: Path) -
         assert failed == groups
 
 
+def test_a_group_that_runs_for_many_segments_is_in_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    window_of([admitted(1.0, 0, 1, 2), event("retried", 1.5, group=2, attempt=1, reason="it")], tmp_path)
+    ended = event("trained", 20.0, step=1, groups=[1], lags=[0], masked=[0])
+    for number in range(2, 9):
+        lines = [ended] if number == 2 else []
+        lines.append(admitted(10.0 * number, 10 + number))
+        content = b"".join(orjson.dumps(one) + b"\n" for one in lines)
+        (tmp_path / EVENTS / f"{number:06}.jsonl").write_bytes(content)
+
+    def begun() -> dict[int, tuple[float, int]]:
+        window = EventStore(tmp_path / EVENTS).window(78.0, 100.0)
+        assert window is not None
+        return {group["group"]: (group["begin"], len(group["retries"])) for group in window["groups"]}
+
+    others = {10 + number: (10.0 * number, 0) for number in range(3, 9)}
+    assert begun() == {0: (1.0, 0), 2: (1.0, 1), 12: (20.0, 0), **others}
+    monkeypatch.setattr(timeline, "MAX_EARLIER", 3)
+    assert begun() == others
+
+
 def test_a_segment_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps=2)
     folder = tmp_path / "linked"

@@ -2,7 +2,8 @@
 
     events/000007.jsonl.zst ──> EventSegment (parsed once) ──> EventStore.window(t0, t1) ──> groups, activities, engines
 
-Only the segments around a window are read, so that the record of a long run costs no more than the record of a short one.
+Only the segments around a window are read, and where groups last longer, some before it, so that the record of a long run
+costs no more than the record of a short one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TRAINING = ("update_policy", "accumulate", "finish_update")  # activities of a s
 MAX_SEGMENTS = 10  # of 4 MB each, in one window
 # Segments around a window: an event is recorded when it ends, and its group's beginning lies before it.
 BEFORE, AFTER = 1, 2
+MAX_EARLIER = 25  # segments before these, in which groups that have not ended are looked for
 # Drawn one by one; above, their number by version over time, and the longest groups.
 MAX_GROUPS, MAX_REQUESTS = 400, 6000
 LONGEST = 40
@@ -41,6 +43,9 @@ _KEPT_SEGMENTS = 16  # in memory
 _FIRST_BYTES = 1 << 16
 MAX_SCANNED = 100  # segments in which failures are looked for
 _RARE = re.compile(rb'"kind":"(failed|retried|warning|alarm|process|run|resume|end|lost)"')
+_ENDS = ("trained", "failed", "filtered", "dropped")  # of a group
+_LIVES = ("admitted", "restored", "replayed", "retried", "finished", "stage", "buffered")  # of a group before its end
+_OF_GROUPS = re.compile(rf'"kind":"({"|".join((*_LIVES, *_ENDS))})"'.encode())
 _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
 
 
@@ -130,6 +135,7 @@ class EventStore:
         self._index: dict[int, EventSegment] = {}  # without events: begin, clock and process of each
         self._parsed: OrderedDict[int, EventSegment] = OrderedDict()
         self._rare: dict[int, EventSegment] = {}
+        self._lasting: dict[int, tuple[dict[int, list[dict[str, Any]]], set[int]]] = {}
 
     def window(self, t0: float | None, t1: float | None, steps: int = 6) -> dict[str, Any] | None:
         """Return what happened between two Unix times; without them, during the last ``steps`` steps.
@@ -148,17 +154,30 @@ class EventStore:
             whole = len(wanted) <= MAX_SEGMENTS + BEFORE + AFTER
             # Of a window that is too long, the end.
             parsed = self._read(paths, wanted if whole else wanted[-MAX_SEGMENTS:])
+            # Nothing but groups is known from before the first segment that was read.
+            from_ = t0 if whole else max(t0, parsed[0].begins)
+            groups = group_lives(parsed, from_, t1)
+            # At the end of the record, a group that is stuck has no event at all.
+            if wanted[-1] == numbers[-1] or any("version" not in group for group in groups):
+                parsed = [self._lasting_groups(paths, wanted[-len(parsed)]), *parsed]
+                groups = group_lives(parsed, from_, t1)
             last = self._read(paths, numbers[-1:])[0].last
             begin = self._index[numbers[0]].begins
-        # Nothing before the first segment that was read is known.
-        from_ = t0 if whole else max(t0, parsed[0].begins)
-        return {"t0": t0, "t1": t1, "first": begin, "last": last, "known_from": from_, **_drawn(parsed, from_, t1)}
+        return {
+            "t0": t0,
+            "t1": t1,
+            "first": begin,
+            "last": last,
+            "known_from": from_,
+            **_drawn(parsed, groups, from_, t1),
+        }
 
     def segments(self, t0: float, t1: float) -> list[EventSegment]:
         """Return all segments with events about the time between two Unix times, in their order."""
         with self._lock:
             paths = self._indexed()
-            return self._read(paths, self._around(list(paths), t0, t1))
+            numbers = self._around(list(paths), t0, t1)
+            return [self._lasting_groups(paths, numbers[0]), *self._read(paths, numbers)] if numbers else []
 
     def rare(self, segments: int = MAX_SCANNED) -> list[dict[str, Any]] | None:
         """Return the events about failures, warnings, alarms and processes of the newest ``segments``, in their order.
@@ -177,7 +196,7 @@ class EventStore:
                     content = segment_content(paths[number])[segment.read :]
                     content = content[: content.rfind(b"\n") + 1]
                     before = segment.read
-                    segment.parse(b"".join(line for line in content.splitlines(keepends=True) if _RARE.search(line)))
+                    segment.parse(_lines_with(_RARE, content))
                     segment.read = before + len(content)
                     segment.complete = number != max(paths)
             asked = [self._rare[number] for number in numbers]
@@ -196,6 +215,38 @@ class EventStore:
         begins = [self._index[number].begins for number in numbers]
         first = max(0, int(np.searchsorted(begins, t0, side="right")) - 1 - BEFORE)
         return numbers[first : int(np.searchsorted(begins, t1, side="right")) + AFTER]
+
+    def _lasting_groups(self, paths: dict[int, Path], first: int) -> EventSegment:
+        """Return the events of the groups that began before segment ``first`` and had not ended by then."""
+        known = self._index[first]
+        lives: dict[int, list[dict[str, Any]]] = {}
+        earlier = [number for number in paths if number < first and self._index[number].process == known.process]
+        for number in earlier[-MAX_EARLIER:]:
+            if number not in self._lasting:
+                segment = EventSegment(known.process, known.offset, self._index[number].begins)
+                segment.parse(_lines_with(_OF_GROUPS, segment_content(paths[number])))
+                begun: dict[int, list[dict[str, Any]]] = {}
+                for event in (event for kind in _LIVES for event in segment.events.get(kind, ())):
+                    if "groups" in event:
+                        for group, version in zip(event["groups"], event["versions"], strict=False):
+                            begun.setdefault(group, []).append({**event, "groups": [group], "versions": [version]})
+                    else:
+                        begun.setdefault(event["group"], []).append(event)
+                ended = {
+                    group
+                    for event in (event for kind in _ENDS for event in segment.events.get(kind, ()))
+                    for group in event.get("groups", [event.get("group")])
+                }
+                self._lasting[number] = {group: begun[group] for group in begun.keys() - ended}, ended
+            begun, ended = self._lasting[number]
+            for group, events in begun.items():
+                lives.setdefault(group, []).extend(events)
+            for group in ended:
+                lives.pop(group, None)
+        lasting = EventSegment(known.process, known.offset, known.begins)
+        for event in (event for events in lives.values() for event in events):
+            lasting.events.setdefault(event["kind"], []).append(event)
+        return lasting
 
     def _indexed(self) -> dict[int, Path]:
         """Read the first line of new segments."""
@@ -237,6 +288,10 @@ class EventStore:
         return found
 
 
+def _lines_with(pattern: re.Pattern[bytes], content: bytes) -> bytes:
+    return b"".join(line for line in content.splitlines(keepends=True) if pattern.search(line))
+
+
 def _last_steps(segments: Sequence[EventSegment], steps: int) -> tuple[float, float]:
     """Return the times between which the last steps were trained."""
     end = max(segment.last for segment in segments)
@@ -248,9 +303,8 @@ def _last_steps(segments: Sequence[EventSegment], steps: int) -> tuple[float, fl
     return begin, max(end, begin) + 0.02 * (end - begin)
 
 
-def _drawn(segments: Sequence[EventSegment], t0: float, t1: float) -> dict[str, Any]:
+def _drawn(segments: Sequence[EventSegment], groups: list[Group], t0: float, t1: float) -> dict[str, Any]:
     spans = [event for event in events_of(segments, "span") if event["t1"] >= t0 and event["t0"] <= t1]
-    groups = group_lives(segments, t0, t1)
     trained = list(events_of(segments, "trained"))
     requests = sum(len(group["requests"]) for group in groups)
     answer: dict[str, Any] = {
