@@ -433,6 +433,14 @@ def test_alarms_of_now_and_of_the_past_are_shown(tmp_path: Path) -> None:
     assert client.get("/api/advice?run=new").json() == []
 
 
+def test_the_verdict_has_a_sentence_for_learning_speed_and_failures(tmp_path: Path) -> None:
+    times = {"time/step": 1.0, "time/train": 0.9}
+    write_metrics(tmp_path / "run", [{"step": step, "reward/mean": step / 20, **times} for step in range(1, 21)])
+    learning, speed, failures = client_of(tmp_path).get("/api/verdict?run=run").json()
+    assert learning.startswith("Learned: reward 0.1 ") and speed.startswith("Bottleneck: training. It takes 90%")
+    assert failures == "The run is under way, after step 20. Nothing failed."
+
+
 def test_failures_that_differ_only_in_prompts_and_numbers_are_counted_together(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS)
     for group, error in enumerate(("3 is not 4", "5 is not 6", "3 is 4")):

@@ -79,6 +79,7 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
         await browser.open(f"{of_first}/overview")
         await browser.until("document.querySelectorAll('.uplot canvas').length >= 8")
         await browser.until(painted(".uplot canvas"))
+        await browser.until("document.querySelector('.verdict').innerText.includes('Learned: reward 0.2')")
         await shot(browser, "overview")
         await browser.open(f"{of_first}/timeline")
         await browser.until(painted(".lanes canvas"))
@@ -128,6 +129,13 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
             await shot(browser, f"hostile_{view}")
         await browser.until("document.querySelector('.ctl')")
         assert "injected" not in await browser.value("document.title")
+        # An alarm that was muted stays so, and can be shown again.
+        await browser.value("document.querySelector('.advice .mute').click()")
+        await browser.until("!document.querySelector('.advice')")
+        await browser.open(f"{url}#/run/hostile/overview")
+        await browser.until("document.querySelector('main').innerText.includes('1 muted')")
+        await browser.value("[...document.querySelectorAll('button')].find(one => one.innerText === 'show').click()")
+        await browser.until("document.querySelector('.advice')")
 
         # The same pictures in files, without a server.
         comparison = tmp_path / "compare.html"

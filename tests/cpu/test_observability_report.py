@@ -16,19 +16,9 @@ from recorded_runs import RecordedRun
 
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.events.log import EVENTS, EventLog
+from skyrl_train.observability.readers.verdict import SYNCS, WAITS, bottleneck, learning, time_shares
 from skyrl_train.observability.report import compare, files
-from skyrl_train.observability.report.facts import (
-    SYNCS,
-    WAITS,
-    Z,
-    bottleneck,
-    intervals,
-    lag_shares,
-    learning,
-    repeat_command,
-    time_shares,
-    typical_steps,
-)
+from skyrl_train.observability.report.facts import Z, intervals, lag_shares, repeat_command, typical_steps
 from skyrl_train.observability.report.files import OVERVIEW, try_to_write_report, write_report
 from skyrl_train.observability.report.html import STATIC
 from skyrl_train.observability.report.markdown import to_markdown

@@ -37,6 +37,7 @@ from skyrl_train.observability.readers.samples import prompt_rows, step_rows, wh
 from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.settings import differing_settings, settings_table
 from skyrl_train.observability.readers.timeline import EventStore
+from skyrl_train.observability.readers.verdict import RECORD_SEGMENTS, verdict
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS, SAMPLES, read_jsonl
 
 _Reader = TypeVar("_Reader", MetricTable, EventStore)
@@ -69,6 +70,7 @@ def create_page(root: Path, token: str | None = None) -> Starlette:
     answers: dict[str, Callable[[QueryParams], Any]] = {
         "runs": page.runs_list,
         "run": page.run,
+        "verdict": page.verdict,
         "advice": page.advice,
         "metrics": page.metrics,
         "settings": page.settings,
@@ -121,6 +123,11 @@ class _Page:
                 for spec in [known_spec(metric)]
             ],
         }
+
+    def verdict(self, query: QueryParams) -> Any:
+        name = _text(query, "run")
+        found = incidents(self._store(name), RECORD_SEGMENTS)
+        return verdict(self._runs.row(name), self._table(name).columns(), found)
 
     def advice(self, query: QueryParams) -> Any:
         name = _text(query, "run")

@@ -5,7 +5,7 @@ import { Metrics, Overview } from "./overview.js";
 import { Runs } from "./runs.js";
 import { Samples } from "./samples.js";
 import { Settings } from "./settings.js";
-import { Advice, Engines, Evaluations, Failures } from "./tables.js";
+import { Advice, Engines, Evaluations, Failures, Verdict } from "./tables.js";
 import { Timeline } from "./timeline.js";
 import { ago, duration, get, number, plain, useAnswer, useLive } from "./util.js";
 
@@ -62,7 +62,7 @@ function Run({ run, view, query }) {
     <nav>${Object.entries(VIEWS).map(([key, [label]]) => html`<a href=${`#/run/${encodeURIComponent(run)}/${key}`} aria-current=${view === key ? "page" : undefined}>${label}</a>`)}</nav>
     <div class="progress"><i style=${{ width: `${info.total_steps ? Math.min(100, (100 * info.step) / info.total_steps) : 0}%` }}></i></div>
   </header>
-  <main>${error && html`<div class="error">${plain(error)} What is shown may be old.</div>`}<${Advice} run=${run} info=${info} ticks=${ticks} view=${view} /><${View} run=${run} info=${info} ticks=${ticks} query=${query} /></main>`;
+  <main>${error && html`<div class="error">${plain(error)} What is shown may be old.</div>`}${view === "overview" && html`<${Verdict} run=${run} info=${info} />`}<${Advice} run=${run} info=${info} ticks=${ticks} view=${view} /><${View} run=${run} info=${info} ticks=${ticks} query=${query} /></main>`;
 }
 
 const root = document.getElementById("page");

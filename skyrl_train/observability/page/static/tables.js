@@ -1,7 +1,7 @@
 // Evaluations, engines, alarms, and what went wrong.
 import { html, useState } from "./vendor/preact.js";
 import { Chart, zeroBased } from "./charts.js";
-import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useTheme, versionColour } from "./util.js";
+import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useStored, useTheme, versionColour } from "./util.js";
 
 export function Evaluations({ run, ticks }) {
   useTheme();
@@ -39,14 +39,26 @@ export function Engines({ run, ticks }) {
       <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(6), stroke: PALETTE[2] }]} /></div>`; })}</div>`;
 }
 
+// Does it learn, what bounds its speed, what failed. It is computed again at each percent of a run and when its state changes.
+export function Verdict({ run, info }) {
+  const percent = Math.floor(info.step / Math.max(1, (info.total_steps ?? 0) / 100));
+  const { data } = useAnswer(() => get("verdict", { run }), run, `${percent} ${info.state}`);
+  return data && html`<div class="card verdict">${data.map((sentence) => html`<div><${Text}>${sentence}<//></div>`)}</div>`;
+}
+
 // The alarms or the tuning advice after the last step. Other views than the overview have the most urgent alarm only.
 export function Advice({ run, info, ticks, view }) {
   // Before the first step, only failures tell something.
   const { data } = useAnswer(() => get("advice", { run }), run, info.step ? `step ${ticks.metrics}` : `event ${ticks.events}`);
-  const shown = (data ?? []).filter((one, index) => view === "overview" || (one.level === "alarm" && index === 0)), more = (data ?? []).length - shown.length;
-  return shown.map((one) => html`<div class=${`advice ${one.level}`} key=${one.id}>
+  const [stored, store] = useStored(`muted.${run}`, "");
+  const muted = stored.split(" ").filter(Boolean), all = data ?? [];
+  const loud = all.filter((one) => !muted.includes(one.id)), quiet = all.length - loud.length;
+  const shown = loud.filter((one, index) => view === "overview" || (one.level === "alarm" && index === 0)), more = loud.length - shown.length;
+  return html`${shown.map((one) => html`<div class=${`advice ${one.level}`} key=${one.id}>
+    <button class="mute" title="hide it in this browser" onClick=${() => store([...muted, one.id].join(" "))}>mute</button>
     <b>${one.level === "alarm" ? "▲ Alarm" : "Advice"}</b> <${Text}>${one.finding}<//> <${Text}>${one.action}<//> <span class="docs">${plain(one.docs)}</span>
-    ${more > 0 && html` <a href=${`#/run/${encodeURIComponent(run)}/overview`}>and ${more} more</a>`}</div>`);
+    ${more > 0 && html` <a href=${`#/run/${encodeURIComponent(run)}/overview`}>and ${more} more</a>`}</div>`)}
+    ${quiet > 0 && view === "overview" && html`<p class="note">${quiet} muted <button onClick=${() => store("")}>show</button></p>`}`;
 }
 
 export function Failures({ run, ticks }) {
