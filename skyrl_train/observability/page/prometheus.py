@@ -54,7 +54,7 @@ class _Families(dict[str, Metric], Collector):
         series = name, frozenset(labels.items())
         if series not in self._series:
             self._series.add(series)
-            self[name].add_sample(name, labels, float(number))
+            self[name].add_sample(name, dict(labels), float(number))
 
 
 def exposition(
