@@ -1,7 +1,7 @@
 """Takes checkpoints while the run continues: a consistent snapshot first, then the disk in the background.
 
 begin ──backend.snapshot (training waits)──collect (no await)──> returns
-                                                    └──write──> (export) ──> written() returns
+                                                    └──write──> written() returns ──export──> ended() returns
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class CheckpointSaving:
         snapshot: copies the backend's state, off the event loop.
         collect: returns the rollout side; called without an ``await`` after the backend's state is copied.
         evaluated: returns the evaluations that decide which older checkpoints stay.
-        export: writes the checkpoint of a step as a model folder, blocking; called every ``export_interval`` steps.
+        export: writes the checkpoint of a step as a model folder, blocking; called every ``export_interval`` steps. The
+            checkpoint stays meanwhile, and later ones may be written; only the next export waits.
         export_interval: in steps; 0: never.
         changed: notified when a checkpoint is written or has failed.
         events: the record of the run.
@@ -72,7 +73,8 @@ class CheckpointSaving:
         self._evaluated = evaluated
         self._export = export
         self._export_interval = export_interval
-        self._exported = 0  # the step that this process exported last
+        self._exporting: asyncio.Task[None] | None = None
+        self._exported = 0  # the step of the newest export, ended or not
         self._changed = changed
         self._events = events
         self._task: asyncio.Task[Path] | None = None
@@ -108,8 +110,8 @@ class CheckpointSaving:
         # The rollout side is collected after the wait for the backend, at one moment of the event loop.
         policy = await self._snapshot()
         rollout, evaluated = self._collect(), self._evaluated()
-        # A stop writes the checkpoint of a step again, with the same policy.
-        exports = self.export_due(rollout.step) and rollout.step != self._exported
+        if self._exporting is not None and not self._exporting.done():
+            evaluated = replace(evaluated, unfinished={*evaluated.unfinished, self._exported})
 
         # Runs in a thread while training continues, so it uses only the copies above.
         def write(folder: Path) -> dict[str, str]:
@@ -128,12 +130,21 @@ class CheckpointSaving:
                     "system/checkpoint_bytes": folder_bytes(folder),
                     "system/disk_free_bytes": shutil.disk_usage(folder).free,
                 }
-            if exports:
-                self._export(rollout.step)
-                self._exported = rollout.step
             return folder
 
-        self._task = asyncio.create_task(asyncio.to_thread(publish), name="checkpoint")
+        async def save() -> Path:
+            # A stop writes the checkpoint of a step again, with the same policy: the folder that is exported is replaced.
+            if self._exporting is not None and rollout.step == self._exported:
+                await self._exporting
+            folder = await asyncio.to_thread(publish)
+            if self.export_due(rollout.step) and rollout.step != self._exported:
+                if self._exporting is not None:
+                    await self._exporting
+                self._exported = rollout.step
+                self._exporting = asyncio.create_task(asyncio.to_thread(self._export, rollout.step), name="export")
+            return folder
+
+        self._task = asyncio.create_task(save(), name="checkpoint")
         # A failed write must wake a trainer that waits for groups.
         self._task.add_done_callback(lambda saved: self._changed.notify())
 
@@ -152,6 +163,8 @@ class CheckpointSaving:
                     self._task = None
 
     async def ended(self) -> None:
-        """Wait for the current write and ignore its result."""
+        """Wait for the current write and export, and ignore their results."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._exporting is not None:
+            await asyncio.gather(self._exporting, return_exceptions=True)

@@ -139,7 +139,7 @@ class Change:
 
     def __str__(self) -> str:
         before, after = ("not set" if value is _ABSENT else json.dumps(value) for value in (self.before, self.after))
-        return f"{self.key}: {before} there, {after} here"
+        return f"{self.key}: was {before}, now {after}"
 
 
 def table_entry(key: str) -> str | None:

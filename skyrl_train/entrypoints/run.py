@@ -34,7 +34,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import ConfigError, RolloutError, TrainingWorkerError
+from skyrl_train.errors import ConfigError, RolloutError, SkyRLError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
 from skyrl_train.observability.report.files import try_to_write_report
@@ -232,7 +232,12 @@ def train(
         if config.trainer.init_from is not None and not choice.resuming:
             from skyrl_train.build.export import find_source  # imports torch
 
-            find_source(config.trainer.init_from, config)  # an error must leave no configuration in the folder
+            try:
+                find_source(config.trainer.init_from, config)
+            except SkyRLError:  # the folder stays free for the corrected command
+                with suppress(OSError):
+                    choice.path.rmdir()
+                raise
         # Read before the folder gets the new configuration.
         changed = changes(read_config(choice.path), config) if choice.resuming else []
         # The folder stays locked over all restarts.

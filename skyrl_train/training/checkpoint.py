@@ -59,14 +59,14 @@ class Evaluated:
 
     Attributes:
         scores: of evaluated steps; higher is better.
-        unfinished: steps whose evaluation has not ended.
+        unfinished: steps whose evaluation or export has not ended.
     """
 
     scores: Mapping[int, float] = field(default_factory=dict)
     unfinished: Collection[int] = ()
 
     def kept(self, steps: Collection[int]) -> set[int]:
-        """Return which of the ``steps``, which have checkpoints, keep them: the best, and those that may become the best."""
+        """Return which of the ``steps``, which have checkpoints, keep them: the best, and the unfinished."""
         return set(steps) & {best_step(steps, self.scores), *self.unfinished}
 
 

@@ -173,6 +173,7 @@ class Harness:
         self.evaluation_engines = self._own_engines() if self.config.trainer.eval.num_engines else None
         self.screen = StringIO()
         self.exported: list[int] = []  # steps
+        self.on_export: Callable[[int], None] = self.exported.append
         reporter = Reporter(self.config, self.run_folder, Console(file=self.screen), self.plan.total_steps)
         backend = self.backend if critic is None else ActorCritic(self.backend, critic)
         rewarded = self.config.rollout.stages.reward.function is not None
@@ -197,7 +198,7 @@ class Harness:
             evaluation_engines=self.evaluation_engines,
             evaluation_prompts=load_evaluation_prompts(self.config),
             spill_folder=folder / "spill" if self.config.rollout.buffer_memory_bytes is not None else None,
-            export_checkpoint=self.exported.append,
+            export_checkpoint=lambda step: self.on_export(step),
         )
         self.trainer: PPOTrainer = trainer_class(self.config.trainer.mode)(self.config, self.plan, parts)
 

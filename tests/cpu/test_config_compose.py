@@ -241,11 +241,11 @@ def test_a_run_on_another_device_is_the_same_run(key: str) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("trainer.seed=1", "trainer.seed: 0 there, 1 here"),
-        ("trainer.policy.optimizer_config.weight_decay=0.1", "weight_decay: 0.0 there, 0.1 here"),
-        ("environment.kwargs={a: 1}", "environment.kwargs.a: not set there, 1 here"),
-        ("data.train_data=[x]", 'data.train_data: [] there, ["x"] here'),
-        ("generator.pause_mode=abort", 'generator.pause_mode: "keep" there, "abort" here'),
+        ("trainer.seed=1", "trainer.seed: was 0, now 1"),
+        ("trainer.policy.optimizer_config.weight_decay=0.1", "weight_decay: was 0.0, now 0.1"),
+        ("environment.kwargs={a: 1}", "environment.kwargs.a: was not set, now 1"),
+        ("data.train_data=[x]", 'data.train_data: was [], now ["x"]'),
+        ("generator.pause_mode=abort", 'generator.pause_mode: was "keep", now "abort"'),
     ],
 )
 def test_another_run_is_told_by_each_setting_with_both_values(override: str, told: str) -> None:

@@ -304,7 +304,7 @@ def test_a_run_starts_from_the_policy_of_another_run(
     assert load_run(new).origin == {"run": str(source), "step": 1} and load_run(source).origin is None
     shutil.rmtree(source)  # a resume does not need it
     code, text = run(tmp_path, capfd, *short, start, "trainer.max_steps=3")
-    assert code == 0 and "trainer.max_steps: 2 there, 3 here" in text and "Trained 3 steps" in text
+    assert code == 0 and "trainer.max_steps: was 2, now 3" in text and "Trained 3 steps" in text
     assert [row["step"] for row in read_jsonl(new / "metrics.jsonl")] == [1, 2, 3]
     assert main(["export", f"{new}:3", str(tmp_path / "final")]) == 0
     exported, final = (load_file(folder / "model.safetensors") for folder in (tmp_path / "final", new / "policy"))
@@ -323,7 +323,9 @@ def test_a_start_from_a_run_of_another_model_or_from_none_is_an_error(
     RunFolder(tmp_path / "same", compose(TINY[0], TINY[1:])).close()
     code, text = run(tmp_path, capfd, f"trainer.init_from={tmp_path / 'same'}:7", verb=verb)
     assert code == 2 and "has no checkpoint of step 7 here. Steps: none." in text
-    assert not (tmp_path / "run" / "config.yaml").exists(), "the folder is free for a right command"
+    assert not (tmp_path / "run").exists(), "it is free for the corrected command"
+    given = [f"trainer.runs_dir={tmp_path / 'runs'}", f"trainer.init_from={tmp_path / 'none'}"]
+    assert main([verb, *TINY, *given]) == 2 and not [*tmp_path.glob("runs/*")]
 
 
 def test_what_cannot_be_exported_is_refused_with_the_steps_that_can(

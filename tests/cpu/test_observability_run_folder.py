@@ -149,7 +149,7 @@ def test_a_given_folder_in_which_a_run_died_before_it_began_is_a_new_run(tmp_pat
 
 def test_a_given_folder_of_another_run_is_an_error_that_names_the_difference(tmp_path: Path) -> None:
     run(config_of(tmp_path, run_dir=tmp_path / "here"))
-    with pytest.raises(ConfigError, match=r"trainer\.seed: 0 there, 1 here\n.*trainer\.init_from=.*here and"):
+    with pytest.raises(ConfigError, match=r"trainer\.seed: was 0, now 1\n.*trainer\.init_from=.*here and"):
         run(config_of(tmp_path, run_dir=tmp_path / "here", seed=1))
 
 
@@ -342,4 +342,4 @@ def test_an_unfinished_run_that_is_not_continued_is_mentioned(tmp_path: Path) ->
     with closing(RunFolder(choose_run_folder(first).path, first)) as folder:
         assert left_behind(second) == "", "it has trained nothing that one could go on with"
         folder.metrics.append({"step": 1})
-    assert "run-1 is unfinished, but has other settings (trainer.seed: 0 there, 1 here)" in left_behind(second)
+    assert "run-1 is unfinished, but has other settings (trainer.seed: was 0, now 1)" in left_behind(second)

@@ -329,7 +329,7 @@ def test_checkpoints_of_another_run_are_rejected(tmp_path: Path) -> None:
     store(tmp_path / "a").check()
     store(tmp_path / "a").write(1, writing("one"))
     store(tmp_path / "b", "trainer.ckpt_interval=9", f"trainer.run_dir={tmp_path}").check()
-    with pytest.raises(ConfigError, match=r"other settings:\n  trainer.seed: 0 there, 1 here\nSet these as in"):
+    with pytest.raises(ConfigError, match=r"other settings:\n  trainer.seed: was 0, now 1\nSet these as in"):
         store(tmp_path / "b", "trainer.seed=1").check()
     with pytest.raises(ConfigError, match="drop resume=never"):
         store(tmp_path / "b", "trainer.resume=never").check()

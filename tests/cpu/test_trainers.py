@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,26 @@ async def test_a_policy_is_exported_at_its_interval_and_once(tmp_path: Path) -> 
     assert resumed.exported == [8]
     kept = {path.name for path in h.run_folder.checkpoints.glob("global_step_*")}
     assert kept == {"global_step_3", "global_step_6", "global_step_8"}
+
+
+async def test_training_and_checkpoints_continue_beside_an_export_whose_checkpoint_stays(tmp_path: Path) -> None:
+    often = ["trainer.ckpt_interval=1", "trainer.hf_save_interval=3", "trainer.max_ckpts_to_keep=1"]
+    h = Harness(tmp_path, "trainer.mode=sync", *often)
+    trained, kept = threading.Event(), dict[int, set[str]]()
+
+    def export(step: int) -> None:
+        trained.wait()
+        kept[step] = {path.name for path in h.run_folder.checkpoints.glob("global_step_*")}
+
+    def end_of_export(part: Minibatch) -> None:
+        if part.step == 7:  # the checkpoint of step 5 is written, and that of step 4 removed
+            trained.set()
+
+    h.on_export, h.backend.before_update = export, end_of_export
+    await h.train()
+    assert kept.keys() == {3, 6}
+    assert "global_step_3" in kept[3] and "global_step_4" not in kept[3]
+    assert {path.name for path in h.run_folder.checkpoints.glob("global_step_*")} <= {"global_step_6", "global_step_8"}
 
 
 async def test_the_checkpoint_of_another_data_set_is_rejected(tmp_path: Path) -> None:
