@@ -17,7 +17,7 @@ ROOMS = {
     "distributed": ("distributed",),
     "embedded": ("embedded", "busy_time", "grammar"),
     "endpoint": ("server",),
-    "entrypoints": ("entrypoint", "front_door", "stopping", "extensions"),
+    "entrypoints": ("entrypoint", "front_door", "mistakes", "stopping", "extensions"),
     "environments": ("environments", "sandbox"),
     "evaluation": ("evaluation",),
     "events": ("events",),

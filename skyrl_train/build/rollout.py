@@ -72,8 +72,6 @@ def build_generator(
     setup = ActorSetup(
         spec=spec,
         tokenizer=tokenizer,
-        tool_parser=config.generator.chat.tool_parser,
-        reasoning_parser=config.generator.chat.reasoning_parser,
         folder=str(Path.cwd()),
         search_path=tuple(path for path in sys.path if path),
         logs=None if logs is None else str(logs.absolute()),

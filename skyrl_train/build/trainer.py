@@ -34,7 +34,7 @@ from skyrl_train.models.folder import load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
-from skyrl_train.rollout.data.dataset import PromptDataset
+from skyrl_train.rollout.data.dataset import PromptDataset, check_template
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.runtime.concurrency import close_all, gather_or_cancel
 from skyrl_train.trainer import PPOTrainer, TrainerComponents
@@ -69,7 +69,8 @@ async def build_trainer(
     checkpoints = await asyncio.to_thread(open_checkpoints, config, run_folder.checkpoints)
     with reporter.start_up("model and tokenizer"):
         model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
-        tokenizer = load_tokenizer(model_path)
+        tokenizer = load_tokenizer(model_path, config.generator.chat_template)
+        check_template(dataset, tokenizer)
     number, of_evaluation = config.generator.inference_engine.num_engines, derive.num_evaluation_engines(config)
     logs, events = run_folder.logs, run_folder.events
     run = _engine_group(config, plan, tokenizer, model_path, range(number), workers, logs, events)

@@ -110,6 +110,8 @@ MAKES_ANOTHER_RUN = (
     "generator.max_input_length",
     "generator.sampling_params",
     "generator.chat",
+    "generator.chat_template",
+    "generator.chat_template_kwargs",
     "generator.pause_mode",
     "generator.inference_engine.max_model_len",
     "environment",

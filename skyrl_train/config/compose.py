@@ -25,7 +25,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, nearest
+from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, meant_setting, nearest
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError, first_line
 
@@ -190,11 +190,22 @@ def _locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]
 
 def _prepare(overrides: Sequence[str]) -> Iterator[str]:
     """Check each override, and let hydra add keys to the free dictionaries without a ``+``."""
-    for text in overrides:
+    for index, text in enumerate(overrides):
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            hint = "quote text with spaces or special characters: \"key='value'\"" if "=" in text else "write key=value"
+            # A shell splits key = value into three arguments.
+            around = " ".join(overrides[max(index - 1, 0) : index + 3])
+            spaced = re.search(r"([\w.]+)(?: = ?|= )(\S+)", around)
+            if text.startswith("--"):
+                hint = f"write settings without dashes: {text.lstrip('-') if '=' in text else 'key=value'}"
+            elif spaced is not None:
+                hint = f"write it without spaces: {spaced[1]}={spaced[2]}"
+            elif "=" in text:
+                key, _, value = text.partition("=")
+                hint = f"quote text with spaces or special characters: \"{key}='{value}'\""
+            else:
+                hint = "write key=value"
             raise ConfigError(f"Cannot read the override {text!r}: {hint} ({first_line(error)}).") from error
         _check(override, text)
         # hydra adds a key only behind "+", and replaces one only without; "++" does both.
@@ -218,7 +229,11 @@ def _check(override: Override, text: str) -> None:
 
 
 def _unknown_key(key: str, where: str) -> ConfigError:
-    return ConfigError(f"Unknown setting {key} (in {where}).{did_you_mean(key, known_keys())}")
+    meant = meant_setting(key)
+    remedy = (
+        f"Did you mean {meant}?" if meant else "skyrl_train/config/schema.py lists all settings with their meaning."
+    )
+    return ConfigError(f"Unknown setting {key} (in {where}). {remedy}")
 
 
 def _explain(error: Exception, where: str) -> ConfigError:

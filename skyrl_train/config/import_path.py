@@ -61,6 +61,20 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
         raise ConfigError(f"{setting}={path!r} cannot be imported: {error}. {remedy}") from error
 
 
+def import_module(name: str, setting: str) -> None:
+    """Import ``package.module``, or a file, for what it registers.
+
+    Raises:
+        ConfigError: it cannot be imported; the message names ``setting``.
+    """
+    try:
+        _module_of_file(name) if name.endswith(".py") else importlib.import_module(name)
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{setting}={name!r} cannot be imported: {error}. Name a module of this environment, or a file: path/to/file.py."
+        ) from error
+
+
 def forget_files() -> None:
     """Forget the modules of files, so that the next run in this process executes them again.
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from skyrl_train.config.import_path import is_import_path
 from skyrl_train.config.schema import OneOf, RunConfig
+from skyrl_train.config.synonyms import SYNONYMS
+
+OR_IMPORT_PATH = " An import path works too: package.module:Name or file.py:Name."
 
 _PLAIN = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
@@ -33,7 +36,8 @@ def in_free_section(key: str) -> bool:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that ``name`` was probably meant to be, or None if nothing is close.
 
-    Dotted names are also compared by their last part, so that a setting typed without its section is found.
+    Dotted names are also compared by their last part, so that a setting typed without its section is found, and by the words
+    in it.
     """
     candidates = [key for key in known if not name.startswith(key + ".")]
     last_parts: dict[str, str] = {}
@@ -46,8 +50,23 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     whole = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)
     if whole:
         return whole[0]
-    close = difflib.get_close_matches(last, last_parts, n=1, cutoff=0.6)
+    words = set(last.split("_"))
+    longer = [part for part in last_parts if words < set(part.split("_"))]
+    if longer:
+        return last_parts[min(longer, key=len)]
+    close = difflib.get_close_matches(last, last_parts, n=1, cutoff=0.75)
     return last_parts[close[0]] if close else None
+
+
+def meant_setting(name: str) -> str | None:
+    """Return the setting that an unknown dotted name was probably meant to be, or None."""
+    section, _, last = name.rpartition(".")
+    synonym = SYNONYMS.get(last.lower().replace("-", "_"))
+    if synonym is None:
+        return nearest(name, known_keys())
+    # Of another model, for example: trainer.critic.optimizer_config.learning_rate.
+    beside = f"{section}.{synonym.rpartition('.')[2]}"
+    return beside if beside in known_keys() else synonym
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -102,7 +121,9 @@ def _limit_error(name: str, value: Any, limit: Any) -> str | None:
     if isinstance(limit, OneOf):
         if value in limit.names or (limit.import_path and is_import_path(value)):
             return None
-        return f"{name}={value} is unknown.{did_you_mean(value, limit.names)}"
+        return (
+            f"{name}={value} is unknown.{did_you_mean(value, limit.names)}{OR_IMPORT_PATH if limit.import_path else ''}"
+        )
     # Ge, Gt and Interval each have some of these; comparing in this direction, NaN is outside of every range.
     ge, gt, le, lt = (getattr(limit, bound, None) for bound in ("ge", "gt", "le", "lt"))
     low = (ge is None or value >= ge) and (gt is None or value > gt)

@@ -18,7 +18,7 @@ from typing import Any
 
 from skyrl_train.config import derive
 from skyrl_train.config.import_path import is_import_path
-from skyrl_train.config.keys import did_you_mean, known_keys, limit_errors, setting
+from skyrl_train.config.keys import OR_IMPORT_PATH, did_you_mean, known_keys, limit_errors, setting
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.no_effect import ALGORITHM, CORRECTION, ENGINE, EVAL, FULLY_ASYNC, LORA, REFERENCE
 from skyrl_train.config.no_effect import RULES as NO_EFFECT_RULES
@@ -76,7 +76,7 @@ def validate(config: RunConfig, known_names: Mapping[str, Collection[str]] | Non
         value = setting(config, key)
         for name in value if isinstance(value, list) else [value]:
             if name is not None and name not in names and not is_import_path(name):
-                errors.append(f"{key}={name} is unknown.{did_you_mean(name, names)}")
+                errors.append(f"{key}={name} is unknown.{did_you_mean(name, names)}{OR_IMPORT_PATH}")
     return Validation(errors, [warning for rule in NO_EFFECT_RULES for warning in rule(checked)])
 
 

@@ -9,11 +9,13 @@ wrong; 3 a run has trained to its end, but every sample had the same reward; 130
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from skyrl_train.entrypoints.compare import compare
 from skyrl_train.entrypoints.export import export
@@ -44,6 +46,32 @@ Strict = Annotated[
 ]
 
 
+class VerbWithSettings(TyperCommand):
+    """A verb that takes settings: an option that does not exist was often meant as one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ != "NoSuchOption":  # typer does not export it
+                raise
+            option = str(getattr(error, "option_name"))  # noqa: B009
+            if option in ("-m", "--multirun"):
+                raise ConfigError(
+                    f"{option} is no option. For several runs: skyrl-train sweep RECIPE key=a,b"
+                ) from error
+            from skyrl_train.config.keys import known_keys, meant_setting
+
+            key = option.lstrip("-")
+            meant = key if key in known_keys() else meant_setting(key)
+            if not option.startswith("--") or meant is None or getattr(error, "possibilities", None):
+                raise
+            index, text = next((index, text) for index, text in enumerate(given) if text.partition("=")[0] == option)
+            value = text.partition("=")[2] or next(iter(given[index + 1 :]), "VALUE")
+            raise ConfigError(f"{option} is no option. Settings are written without dashes: {meant}={value}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
@@ -51,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkyRLError as error:
         from rich.console import Console
 
-        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        from skyrl_train.observability.failures import user_frame
+
+        place = user_frame("".join(traceback.format_exception(error)), own_only=True)
+        code = [f"The code that failed: {place}. `skyrl-train try` shows the traceback of one group."] if place else []
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), *code])
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
     except SystemExit as end:
@@ -62,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 app.command(rich_help_panel=START)(init)
 
 
-@app.command(rich_help_panel=START)
+@app.command(cls=VerbWithSettings, rich_help_panel=START)
 def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Also check the needs of this recipe.")] = None,
     overrides: Overrides = None,
@@ -77,7 +109,7 @@ def doctor(
     return doctor(recipe, overrides or (), config_dir)
 
 
-@app.command(rich_help_panel=START)
+@app.command(cls=VerbWithSettings, rich_help_panel=START)
 def plan(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = None, strict: Strict = False) -> int:
     """Print the resolved settings of a recipe, check them, and start nothing."""
     from skyrl_train.entrypoints.train import print_plan
@@ -86,7 +118,7 @@ def plan(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = No
     return 0
 
 
-@app.command("try", rich_help_panel=START)
+@app.command("try", cls=VerbWithSettings, rich_help_panel=START)
 def try_(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -106,7 +138,7 @@ def try_(
     return 0
 
 
-@app.command(rich_help_panel=TRAIN)
+@app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
 def train(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = None, strict: Strict = False) -> int:
     """Train a policy. The same command resumes a run that was stopped or killed."""
     from skyrl_train.entrypoints.train import train_recipe
@@ -114,7 +146,7 @@ def train(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = N
     return train_recipe(recipe, overrides or (), config_dir, strict=strict)
 
 
-@app.command(rich_help_panel=TRAIN)
+@app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
 def sweep(
     recipe: Recipe,
     overrides: Annotated[
@@ -139,7 +171,7 @@ app.command(rich_help_panel=USE)(serve)
 app.command(rich_help_panel=USE)(export)
 
 
-@app.command("eval", rich_help_panel=USE)
+@app.command("eval", cls=VerbWithSettings, rich_help_panel=USE)
 def eval_(
     policy: Annotated[str, typer.Argument(metavar="RUN[:STEP|:best]|MODEL", help="A run; or a model, with --recipe.")],
     overrides: Overrides = None,

@@ -121,7 +121,7 @@ def folders(config: RunConfig) -> Iterator[Finding]:
 def network(config: RunConfig) -> Iterator[Finding]:
     """The page's port, and the address of a Ray cluster."""
     try:
-        bind("127.0.0.1", DEFAULT_PORT)[0].close()
+        bind("127.0.0.1", DEFAULT_PORT, "--port")[0].close()
         yield "port of the page", f"{DEFAULT_PORT} is free", ""
     except ConfigError:
         # Not an error: a page may be open already.
@@ -152,12 +152,14 @@ def sandbox(config: RunConfig) -> Iterator[Finding]:
 def inputs(config: RunConfig) -> Iterator[Finding]:
     """The recipe's settings, data, names, import paths and memory."""
     # Here, because the import fails if a package is missing, which the check ``packages`` reports first.
+    from skyrl_train.build.checks import check_machine
     from skyrl_train.entrypoints.run import check_implementations, load_inputs
 
     try:
         loaded = load_inputs(config)
         yield "data", f"{loaded.plan.dataset_len or 'a stream of'} prompts, {loaded.plan.total_steps} steps", ""
         check_implementations(config)
+        check_machine(config)
         yield "recipe", "settings, names and import paths", ""
     except SkyRLError as error:
         yield "recipe", type(error).__name__, str(error)
@@ -176,7 +178,7 @@ def chat_template(config: RunConfig) -> Iterator[Finding]:
     from skyrl_train.models.folder import load_tokenizer
 
     try:
-        template = load_tokenizer(path).chat_template
+        template = load_tokenizer(path, config.generator.chat_template).chat_template
     except SkyRLError as error:
         yield "tokenizer", type(error).__name__, str(error)
         return
@@ -186,5 +188,5 @@ def chat_template(config: RunConfig) -> Iterator[Finding]:
         yield (
             "chat template",
             f"{path} has none",
-            "Take the instruct model, or set tokenizer.chat_template and save it there",
+            "Take the instruct model, or name a file with a Jinja template in generator.chat_template",
         )

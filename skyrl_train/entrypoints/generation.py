@@ -66,7 +66,7 @@ async def started_generation(config: RunConfig, plan: Plan, model_path: str) -> 
     from skyrl_train.types import PauseMode
     from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path, config.generator.chat_template)
     numbers = range(config.generator.inference_engine.num_engines)
     client = build_client(config, plan, tokenizer, model_path, numbers)
     generator = build_generator(config, plan, client, tokenizer, model_path)

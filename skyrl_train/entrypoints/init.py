@@ -15,7 +15,6 @@ import typer
 from skyrl_train.errors import ConfigError
 
 LOOKED_AT = 1000  # rows, for the columns and the characters
-PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "input", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "target", "ground_truth", "output", "label")
 
 ENVIRONMENT = '''"""The environment: it rewards answers."""
@@ -50,16 +49,7 @@ def test_the_right_answer_is_rewarded_and_none_is_not():
     assert Task(ROW).step("")["reward"] == 0.0
 '''
 
-REWARD = '''"""The reward of each sample. The environment ends each episode after one answer."""
-
-from skyrl_train import Environment, EnvironmentStep
-
-
-class OneAnswer(Environment):
-    is_blocking = False
-
-    def step(self, action: str) -> EnvironmentStep:
-        return {{"observations": [], "reward": 0.0, "done": True}}
+REWARD = '''"""The reward of each sample. The environment single_turn ends each episode after one answer."""
 
 
 def reward(group):
@@ -238,7 +228,7 @@ FILES = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "env": {"environment": {"env_class": "task.py:Task"}},
     "reward": {
-        "environment": {"env_class": "task.py:OneAnswer"},
+        "environment": {"env_class": "single_turn"},
         "rollout": {"stages": {"reward": {"function": "task.py:reward"}}},
     },
     "agent": {"generator": {"name": "harness", "kwargs": {"agent": "task.py:run"}}},
@@ -248,7 +238,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def init(
     name: Annotated[Path, typer.Argument(help="The new folder; its last part becomes the name of the runs.")],
-    data: Annotated[Path, typer.Option(help="Prompts: .jsonl, .parquet, or a folder of datasets.save_to_disk.")],
+    data: Annotated[str, typer.Option(help="Prompts: .jsonl, .csv, .parquet, a folder of data, or a name on the hub.")],
     kind: Annotated[
         Literal["env", "reward", "agent", "program"], typer.Option(help="The kind of code that judges the answers.")
     ] = "env",
@@ -259,7 +249,7 @@ def init(
     """Write a recipe, code and a test for your data. They run unchanged; edit them as you like."""
     from rich.console import Console
 
-    from skyrl_train.rollout.data.dataset import open_rows
+    from skyrl_train.rollout.data.dataset import PROMPT_COLUMNS, open_rows
 
     rows = [row.value for row in itertools.islice(open_rows(data).rows(), LOOKED_AT)]
     if not rows:

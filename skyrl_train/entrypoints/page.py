@@ -35,10 +35,7 @@ def page(
 
     if not runs_dir.is_dir():
         raise ConfigError(f"{runs_dir} is no folder. Name a folder of runs, or the folder of one run.")
-    try:
-        listener, url = bind(host, port)
-    except ConfigError as error:
-        raise ConfigError(f"{error}. Choose another --port; 0 takes a free one.") from error
+    listener, url = bind(host, port, "--port")
     with listener:
         token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))
         shown = f"{url}/?token={token}" if token else f"{url}/"

@@ -53,8 +53,9 @@ from skyrl_train.observability.run_folder import (
 )
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.observability.trackers.feed import TrackerFeed
-from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet
+from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, check_environment
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
+from skyrl_train.rollout.data.prompt_limit import PromptLimit
 from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
 from skyrl_train.version import __version__
 
@@ -80,6 +81,7 @@ class RunInputs:
     evaluation_prompts: Sequence[PromptRecord]
     plan: Plan
     memory: MemoryWarnings
+    note: str = ""  # about prompts that were too long
 
 
 @dataclass(frozen=True)
@@ -137,15 +139,25 @@ class StopRequest:
                 self._on_request = None
 
 
-def load_inputs(config: RunConfig) -> RunInputs:
+def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
     """Validate ``config``, open its data, and resolve its plan.
+
+    Args:
+        download: False: lengths of prompts are checked only if the tokenizer is on this machine.
 
     Raises:
         ConfigError: a setting, or a combination of settings, cannot work.
         DataError: a data file is missing or broken.
     """
-    dataset = open_prompts(config)
-    evaluation_prompts = load_evaluation_prompts(config)
+    raise_errors(validate(config).errors)  # the checks below rely on sizes that can be
+    dataset, note = open_prompts(config), ""
+    check_environment(dataset, config)
+    limit = PromptLimit(config, download=download)
+    if isinstance(dataset, PromptDataset):
+        dataset, note = limit.fit_all(dataset)
+    else:
+        dataset.fit = limit.fit
+    evaluation_prompts = load_evaluation_prompts(config, limit)
     if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
         check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
     build_loader(dataset, config.data, config.trainer.seed)  # raises now if the sampler cannot work with this data
@@ -153,15 +165,17 @@ def load_inputs(config: RunConfig) -> RunInputs:
     # The length of a stream is unknown until all rows are read.
     plan = resolve(config, len(dataset) if isinstance(dataset, PromptDataset) else None)
     memory = memory_warnings(config, plan.memory, this_machine(gpus=derive.trains_on_gpus(config)))
-    return RunInputs(config, dataset, evaluation_prompts, plan, memory)
+    return RunInputs(config, dataset, evaluation_prompts, plan, memory, note)
 
 
 def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None:
-    """Print settings without effect, and what this machine's memory does not, or may not, suffice for; a line each.
+    """Print prompts that were too long, settings without effect, and where memory does not, or may not, suffice; a line each.
 
     Raises:
         ConfigError: with ``strict``, if a setting has no effect or the memory does not suffice.
     """
+    if inputs.note:
+        console.print(f"data: {inputs.note}", markup=False, highlight=False, soft_wrap=True)
     warnings = [
         *inputs.plan.warnings,
         *(f"memory does not suffice: {warning}" for warning in inputs.memory.insufficient),
@@ -220,6 +234,7 @@ def train(
         console.print("Starting: libraries, model, engines.", highlight=False)
         with gc_paused():
             check_implementations(config)
+            importlib.import_module("skyrl_train.build.checks").check_machine(config)
             workers = stack.enter_context(engine_workers(config))  # before the other imports: theirs run meanwhile
             importlib.import_module("skyrl_train.build.trainer")
         abandoned = left_behind(config)  # before the folder of the new run exists
@@ -251,6 +266,8 @@ def train(
         logger.info("%s the run in %s", "resuming" if choice.resuming else "starting", run_folder.path)
         logger.info("start-up: libraries, data and checks took %.1f s", time.monotonic() - began)
         logger.info("the plan:\n%s", inputs.plan.describe())
+        if inputs.note:
+            logger.info("data: %s", inputs.note)
         for warning in inputs.plan.warnings:
             logger.warning("%s", warning)
         for change in changed:

@@ -30,7 +30,7 @@ def print_plan(recipe: str, overrides: Sequence[str], config_dir: Path | None, *
     console = Console()
     forget_files()
     config = compose(recipe, overrides, config_dir)
-    inputs = load_inputs(config)
+    inputs = load_inputs(config, download=False)
     console.print(inputs.plan.describe(), markup=False, highlight=False, soft_wrap=True)
     check_implementations(config)
     if config.trainer.init_from is not None:

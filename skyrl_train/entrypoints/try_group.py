@@ -26,6 +26,7 @@ from skyrl_train.entrypoints.generation import started_generation, without_train
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.observability.screen import visible
+from skyrl_train.rollout.data.dataset import check_template
 from skyrl_train.rollout.data.loader import build_loader
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ async def generate_group(
     loader = build_loader(inputs.dataset, config.data, config.trainer.seed)
     console.print("Starting: model, engine.", highlight=False)
     async with started_generation(config, inputs.plan, model_path) as generation:
+        check_template(inputs.dataset, generation.tokenizer)
         try:
             await loader.source.start(changed.set)
             index: int | None = None

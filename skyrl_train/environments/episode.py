@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from skyrl_train.environments.base import Environment, EnvironmentFactory, EnvironmentStep
-from skyrl_train.errors import RolloutError
+from skyrl_train.errors import GeneratorOutputError, RolloutError
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.runtime.process import DaemonThreadPool
 from skyrl_train.types import ConversationType
@@ -36,7 +36,8 @@ class Episode:
     Otherwise ``close`` is awaited and its failure raised.
 
     Exceptions of the environment become a :class:`~skyrl_train.errors.RolloutError` that names the environment and the
-    prompt, with the original as its cause.
+    prompt, with the original as its cause. A result of ``step`` that breaks the contract is a GeneratorOutputError, which stops
+    the run: the next attempt would return the same.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Episode:
             # skyrl-gym's environments have no such method.
             if isinstance(self._environment, Environment):
                 self._environment.observe_stop(stop_reason)
-            return _checked(self._environment.step(action))
+            return _checked(self._environment.step(action), self._environment.step, self._factory.name)
 
         return await self._call("step", step)
 
@@ -131,6 +132,8 @@ class Episode:
     def _run(self, function: Callable[[], T]) -> T:
         try:
             return function()
+        except GeneratorOutputError:
+            raise
         except BaseException as error:  # also SystemExit: model output that calls exit() must not end the training run
             if self._thread is None and isinstance(error, KeyboardInterrupt):
                 raise  # Ctrl-C, which only the main thread receives
@@ -160,20 +163,31 @@ class Episode:
             self._thread.shutdown(wait=False)
 
 
-def _checked(step: Any) -> EnvironmentStep:
-    """Return the result of ``step`` with all fields.
+def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentStep:
+    """Return the result of ``method``, the ``step`` of the environment ``name``, with all fields.
 
     Raises:
-        ValueError: a field is missing, or the reward is not a finite number.
+        GeneratorOutputError: a field is missing or of another type.
+        ValueError: the reward is not finite.
     """
-    if not isinstance(step, Mapping) or not {"reward", "done"} <= step.keys():
-        raise ValueError(f"step() must return a dict with observations, reward and done, got {step!r:.200}")
+    reward = step.get("reward") if isinstance(step, Mapping) else None
+    observations = step.get("observations") or () if isinstance(step, Mapping) else None
+    # Numbers of other libraries are fine. A text is not, although float() would read it.
+    number = hasattr(reward, "__float__") and not isinstance(reward, str)
+    if not isinstance(step, Mapping) or not number or "done" not in step or not isinstance(observations, list | tuple):
+        code = getattr(getattr(method, "__func__", None), "__code__", None)
+        place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+        raise GeneratorOutputError(
+            f"step() of environment {name!r}{place} returned {step!r:.200}. It must return a dict with a number as reward, such "
+            'as {"observations": [], "reward": 1.0, "done": True}; with "done": False, observations are the messages of the '
+            "next turn."
+        )
     # A NaN would spread to every advantage of the group.
     reward = float(step["reward"])
     if not math.isfinite(reward):
         raise ValueError(f"step() returned the reward {reward}; it must be finite")
     return {
-        "observations": list(step.get("observations") or ()),
+        "observations": list(observations),
         "reward": reward,
         "done": bool(step["done"]),
         "metadata": dict(step.get("metadata") or {}),

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from skyrl_train.config.import_path import import_name, is_import_path
+from skyrl_train.config.import_path import import_module, import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.environments.base import Environment, EnvironmentFactory
@@ -16,7 +16,7 @@ from skyrl_train.errors import ConfigError
 
 EnvironmentType = TypeVar("EnvironmentType", bound=type[Environment])
 
-_BUILT_IN_MODULES = ("final_answer", "python_tests", "search_answer", "toy_tasks")
+_BUILT_IN_MODULES = ("final_answer", "python_tests", "search_answer", "single_turn", "toy_tasks")
 _EPISODE_METHODS = ("init", "step", "close", "get_metrics")
 _registry: dict[str, type[Environment]] = {}
 
@@ -29,11 +29,12 @@ def register_environment(name: str) -> Callable[[EnvironmentType], EnvironmentTy
     """
 
     def register(cls: EnvironmentType) -> EnvironmentType:
-        known = _registry.get(name)
-        # Registering the same class again changes nothing.
-        if known is not None and known is not cls:
-            paths = " and ".join(f"{each.__module__}.{each.__qualname__}" for each in (known, cls))
-            raise ConfigError(f"Two environments are called {name!r}: {paths}. Rename one.")
+        known, path = _registry.get(name), f"{cls.__module__}.{cls.__qualname__}"
+        # The next run in this process executes a user's file again, which then registers the same class anew.
+        if known is not None and path != f"{known.__module__}.{known.__qualname__}":
+            raise ConfigError(
+                f"Two environments are called {name!r}: {known.__module__}.{known.__qualname__} and {path}. Rename one."
+            )
         _registry[name] = cls
         return cls
 
@@ -54,9 +55,11 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     (``package.module:Class`` or ``package.module.Class``); a plain skyrl-gym id, as in SkyRL's data files.
 
     Raises:
-        ConfigError: the name is unknown (the nearest one is offered), the import fails, the class is no environment,
+        ConfigError: the name is unknown (the nearest one is offered), an import fails, the class is no environment,
             a keyword argument is unknown, or an adapter's package is not installed.
     """
+    for module in config.modules:
+        import_module(module, "environment.modules")
     # The adapters are imported here because they look for their packages, which most runs do not need.
     name, kwargs = config.env_class, dict(config.kwargs)
     prefix, _, rest = name.partition(":")

@@ -10,15 +10,19 @@ from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.evaluation.metrics import score_names
 from skyrl_train.rollout.data.dataset import check_alphabet, load_dataset
+from skyrl_train.rollout.data.prompt_limit import PromptLimit
 
 # Settings of the training data in error messages, and their counterparts for the evaluation.
 _SETTINGS = {"data.train_data": "trainer.eval.eval_data", "data.generate": "trainer.eval.generate"}
 
 
-def load_evaluation_prompts(config: RunConfig) -> Sequence[PromptRecord]:
+def load_evaluation_prompts(config: RunConfig, limit: PromptLimit | None = None) -> Sequence[PromptRecord]:
     """Read ``trainer.eval.eval_data``, or let the environment generate ``trainer.eval.generate`` prompts.
 
     Returns no prompts with ``trainer.eval.interval=0``.
+
+    Args:
+        limit: for prompts that are too long.
 
     Raises:
         DataError, ConfigError: see :func:`load_dataset` and :func:`check_alphabet`; the message names the settings of the
@@ -37,6 +41,8 @@ def load_evaluation_prompts(config: RunConfig) -> Sequence[PromptRecord]:
         prompts = load_dataset(data, config.environment)
         if config.trainer.policy.model.path is None:
             check_alphabet(prompts, config.trainer.policy.model.build.alphabet)
+        if limit is not None:
+            prompts, _ = limit.fit_all(prompts)
     except (DataError, ConfigError) as error:
         message = str(error)
         # load_dataset names the settings of the training data; the user has to change the evaluation's.

@@ -79,7 +79,7 @@ class GymGenerator(GeneratorInterface):
         self._client = client
         self._tokenizer = tokenizer
         self._config = generator_config
-        self._renderer = ChatRenderer(tokenizer, model_path)
+        self._renderer = ChatRenderer.configured(generator_config, tokenizer, model_path)
         self._factories = {environment_config.env_class: resolve_environment(environment_config)}
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

@@ -201,8 +201,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         engine_wait_timeout_s: how long requests wait while no engine serves.
         limits: how often a dead engine is restarted, and how many health probes a silent one may miss.
         probe_interval_s: seconds between two health probes of an engine.
-        tool_parser: see :class:`ChatRenderer`.
-        reasoning_parser: see :class:`ChatRenderer`.
+        renderer: renders conversations and parses responses; None: as ``tokenizer`` and ``model_path`` tell.
         replay: whether sessions can be recorded and replayed; see :attr:`replay_cache`.
         events: the record of the run.
     """
@@ -217,8 +216,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         engine_wait_timeout_s: float = 60.0,
         limits: FleetLimits | None = None,
         probe_interval_s: float = 10.0,
-        tool_parser: str | None = None,
-        reasoning_parser: str | None = None,
+        renderer: ChatRenderer | None = None,
         replay: bool = True,
         events: EventLog = NO_EVENTS,
         clock: Callable[[], float] = time.monotonic,
@@ -235,7 +233,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         super().__init__(pool, phase_timeout_s=pause_timeout_s, events=events, clock=clock)
         self.supervisor = FleetSupervisor(pool, self.catch_up, probe_interval_s=probe_interval_s, clock=clock)
         self.tokenizer = tokenizer
-        self.renderer = ChatRenderer(tokenizer, model_path, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        self.renderer = ChatRenderer(tokenizer, model_path) if renderer is None else renderer
         self.replay_cache = ReplayCache(enabled=replay)
         self.generated_tokens = 0  # in responses that have ended, without replayed tokens
 

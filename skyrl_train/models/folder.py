@@ -22,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from skyrl_train.errors import ConfigError, ModelError, first_line
-from skyrl_train.models.place import check_place, is_local
+from skyrl_train.models.place import check_hub, check_place, is_local
 from skyrl_train.models.seeded_draws import SeededDraws
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,6 +46,8 @@ def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
         ModelError: the file is missing, or transformers does not know the architecture.
     """
     check_place(path, setting)
+    if not is_local(path):
+        check_hub(path, setting)
     try:
         with quiet_transformers():
             config: PreTrainedConfig = AutoConfig.from_pretrained(path)
@@ -55,17 +57,21 @@ def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
                 f"{path!r} is not a model: {first_line(error).rstrip('.')}. Point {setting} at a folder with a config.json."
             ) from error
         raise ModelError(
-            f"{path!r} is no folder here, and the hub did not give it either (offline, misspelt or private): "
-            f"{first_line(error).rstrip('.')}. Point {setting} at a model folder, or download the model first."
+            f"{path!r} on the hub is not a model that can be used: {first_line(error).rstrip('.')}. Point {setting} at another "
+            "model."
         ) from error
     return config
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Read the tokenizer.
 
+    Args:
+        chat_template: a file with a Jinja template, which replaces the tokenizer's.
+
     Raises:
-        ModelError: the folder has none, it has no end-of-sequence token, or it knows more tokens than the model.
+        ConfigError: ``chat_template`` cannot be read.
+        ModelError: the folder has no tokenizer, it has no end-of-sequence token, or it knows more tokens than the model.
     """
     vocab_size = load_config(path).get_text_config().vocab_size
     try:
@@ -88,6 +94,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"The tokenizer in {path!r} knows {len(tokenizer)} tokens but the model only {vocab_size}. Save the "
             "tokenizer that belongs to the model, or resize_token_embeddings(len(tokenizer)) and save it again."
         )
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"generator.chat_template={chat_template}: {first_line(error)}. Name a file with a Jinja template."
+            ) from error
     return tokenizer
 
 

@@ -32,10 +32,10 @@ _LIBRARY = str(Path(__file__).parents[1])
 _NOT_OWN = (_LIBRARY, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 
 
-def shortened(reason: str) -> str:
-    """Return ``reason`` as one line of at most ``REASON_WIDTH`` characters."""
+def shortened(reason: str, width: int = REASON_WIDTH) -> str:
+    """Return ``reason`` as one line of at most ``width`` characters."""
     line = " ".join(reason.split())
-    return line if len(line) <= REASON_WIDTH else f"{line[: REASON_WIDTH - 3]}..."
+    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def sentence(reason: str) -> str:
@@ -44,11 +44,12 @@ def sentence(reason: str) -> str:
     return line if line.endswith(".") else f"{line}."
 
 
-def user_frame(text: str) -> str:
+def user_frame(text: str, *, own_only: bool = False) -> str:
     """Return ``file:line in function`` of the user's frame in a traceback, from which the error came; empty if it has no frame.
 
-    The innermost frame outside of this library, Python's and installed packages; if there is none, the innermost frame. A
-    chain of errors begins with its cause, and the notes of an error may contain the traceback of another process.
+    The innermost frame outside of this library, Python's and installed packages; if there is none, the innermost frame, or
+    with ``own_only`` an empty string. A chain of errors begins with its cause, and the notes of an error may contain the
+    traceback of another process.
     """
     innermost = ""
     for block in text.split("Traceback (most recent call last):"):
@@ -56,7 +57,7 @@ def user_frame(text: str) -> str:
         own = [frame for frame in frames if not frame[0].startswith(_NOT_OWN)]
         if own:
             return _shown(*own[-1])
-        if frames and not innermost:
+        if frames and not innermost and not own_only:
             innermost = _shown(*frames[-1])
     return innermost
 

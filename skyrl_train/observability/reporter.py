@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 SAMPLE_CHARACTERS = 40  # of a prompt and of a response on the screen
 LAGS = "staleness/histogram/"
 KEPT_FAILURES = 1000  # for advice
+FAILURE_WIDTH = 600  # characters; the end of a message has the remedy
 
 
 class Reporter:
@@ -178,7 +179,7 @@ class Reporter:
         if place is not None:
             where = f" at {place}" if place else ""
             self.note(
-                f"{name}: an attempt failed{where}: {shortened(reason)} (further failures are counted; "
+                f"{name}: an attempt failed{where}: {shortened(reason, FAILURE_WIDTH)} (further failures are counted; "
                 f"{self._folder.logs / TRAINER_LOG} has the traceback)"
             )
         self._last_reason = reason

@@ -7,11 +7,11 @@ import socket
 from skyrl_train.errors import ConfigError
 
 
-def bind(host: str, port: int) -> tuple[socket.socket, str]:
+def bind(host: str, port: int, setting: str) -> tuple[socket.socket, str]:
     """Return a socket that is bound to ``host`` (a name or an address) and ``port`` (0: a free one), and the URL of its server.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: the address cannot be bound; the message names ``setting``, which has the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named so that asyncio sends without delay (TCP_NODELAY): else an answer in two parts waits for
@@ -25,6 +25,8 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     except (OSError, OverflowError) as error:
         listener.close()
         reason = error.strerror if isinstance(error, OSError) else "a port is at most 65535"
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}. Give another port in {setting}; 0 takes a free one."
+        ) from error
     bound_host, bound_port = listener.getsockname()[:2]
     return listener, f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"

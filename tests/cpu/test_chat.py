@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from skyrl_train.config.schema import BuildModelConfig, GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.chat import ChatRenderer
-from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.models.folder import load_tokenizer
+from skyrl_train.models.tiny import build_model_folder, character_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .?!\n"
 CHATML = (
@@ -49,6 +52,31 @@ MORE = [{"role": "user", "content": "Try again."}]
 
 def tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_arguments_of_the_template_hold_for_every_call_that_names_no_other() -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '7' if enable_thinking else '8' }}"
+    tokenizer = make_tokenizer(template)
+    renderer = ChatRenderer(tokenizer, "", template_kwargs={"enable_thinking": True})
+    assert renderer.render(ASK)[-1] == renderer.encode("7")[-1]
+    assert renderer.render(ASK, template_kwargs={"enable_thinking": False})[-1] == renderer.encode("8")[-1]
+    assert ChatRenderer(tokenizer, "").render(ASK)[-1] == renderer.encode("8")[-1]
+
+
+def test_a_template_of_a_file_replaces_the_familys(tmp_path: Path) -> None:
+    config = GeneratorConfig(chat_template="mine.jinja", chat_template_kwargs={"mark": "7"})
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}{{ mark }}")
+    renderer = ChatRenderer.configured(config, tokenizer, "Qwen/Qwen3-0.6B")
+    assert renderer.render(ASK)[-1] == renderer.encode("7")[-1]
+    folder = tmp_path / "model"
+    build_model_folder(
+        BuildModelConfig(hidden_size=16, num_heads=2, num_layers=1, intermediate_size=16), folder, seed=0
+    )
+    (tmp_path / "mine.jinja").write_text("9{{ messages[0]['content'] }}")
+    opened = load_tokenizer(str(folder), str(tmp_path / "mine.jinja"))
+    assert opened.apply_chat_template(ASK, tokenize=False) == f"9{ASK[0]['content']}"
+    with pytest.raises(ConfigError, match=r"generator\.chat_template=.*absent.*Name a file with a Jinja template"):
+        load_tokenizer(str(folder), str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_every_prompt_has_one_surviving_outcome_with_a_stream(
         path.write_text("".join(json.dumps({"prompt": uid, "uid": uid}) + "\n" for uid in uids))
 
     def make() -> PromptLoader:
-        return PromptLoader(StreamingPrompts(paths, RecordMaker("prompt", "run_length"), epochs), SEED)
+        return PromptLoader(StreamingPrompts(map(str, paths), RecordMaker("prompt", "run_length"), epochs), SEED)
 
     with patch.object(streaming, "CHUNK_ROWS", 2), patch.object(streaming, "ROWS_AHEAD", 3):
         uids = asyncio.run(History(make, rng).play(events, to_the_end=1000))

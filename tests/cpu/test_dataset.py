@@ -56,6 +56,30 @@ def test_the_three_kinds_of_files_give_the_same_records(tmp_path: Path) -> None:
     assert records[1].env_extras == {key: ROWS[1][key] for key in ("data_source", "reward_spec", "extra_info")}
 
 
+def test_a_folder_like_one_of_the_hub_has_configurations_and_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    files = {"main": ["train", "test"], "socratic": ["train"]}
+    listed = "".join(
+        f"- config_name: {name}\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: {name}/{split}.jsonl\n" for split in splits)
+        for name, splits in files.items()
+    )
+    for name, splits in files.items():
+        (tmp_path / "openai" / "gsm8k" / name).mkdir(parents=True)
+        for split in splits:
+            write_jsonl(tmp_path / "openai" / "gsm8k" / name / f"{split}.jsonl", [{"prompt": f"{name} {split}"}])
+    (tmp_path / "openai" / "gsm8k" / "README.md").write_text(f"---\nconfigs:\n{listed}---\n")
+    for chosen in ("main:train", "main:test", "socratic:train"):
+        (record,) = load(f"openai/gsm8k:{chosen}")
+        assert record.prompt[0]["content"] == chosen.replace(":", " ")
+    for wrong, message in (("", "socratic"), (":train", "main"), (":main:dev", "dev"), (":a:b:c", "does not exist")):
+        with pytest.raises(DataError, match=message):
+            load(f"openai/gsm8k{wrong}")
+
+
 def test_a_plain_string_is_one_user_message_and_the_file_names_the_source(tmp_path: Path) -> None:
     (record,) = load(write_jsonl(tmp_path / "sums.jsonl", [{"question": "1 + 1?"}]), prompt_key="question")
     assert record.prompt == [{"role": "user", "content": "1 + 1?"}]
@@ -147,7 +171,10 @@ def test_an_environment_that_makes_no_prompts_needs_files() -> None:
         ("env.jsonl", b'{"prompt": "a", "env_class": 3}\n', "env_class must be a string"),
         ("name.jsonl", b'{"prompt": "a", "env_class": "gsm9k"}\n', "env_class of prompt '0-.*cannot be used"),
         ("twice.jsonl", b'{"prompt": "a", "uid": 1}\n{"prompt": "b", "uid": "1"}\n', "same uid '1'"),
-        ("rows.csv", b"prompt\na\n", r"'\.csv' is not supported"),
+        ("rows.txt", b"prompt\na\n", r"'\.txt' is not supported"),
+        ("wide.csv", b"prompt,answer\na,1\nb,2,3\n", r"wide\.csv:3 has another number of fields"),
+        ("narrow.csv", b"prompt,answer\na,1\n\nb\n", r"narrow\.csv:4 has another number of fields"),
+        ("latin.csv", b"prompt\n\xe4\n", "not a readable .csv file in UTF-8"),
         ("bare", b"", "no suffix.' is not supported"),
         ("torn.parquet", b"PAR1", "not a readable parquet file"),
     ],

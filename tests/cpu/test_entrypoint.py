@@ -196,6 +196,7 @@ def test_an_environment_that_raises_ends_the_run_with_its_message(
     assert code == 1
     assert "scripted environment failure" in text
     assert "max_failed_rollouts" in text
+    assert re.search(r"The code that failed: \S*test_entrypoint\.py:\d+ in \w+\. `skyrl-train try`", text)
     first = next(line for line in text.splitlines() if "scripted environment failure" in line)
     assert re.match(r"group \d+: an attempt failed", first)  # at once, long before the run gives up
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "global_step_0"

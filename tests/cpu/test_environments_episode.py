@@ -13,7 +13,7 @@ import pytest
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.episode import Episode
 from skyrl_train.environments.registry import environment_factory
-from skyrl_train.errors import RolloutError
+from skyrl_train.errors import GeneratorOutputError, RolloutError
 
 
 class Recorder(Environment):
@@ -152,11 +152,16 @@ async def test_a_failing_close_fails_a_good_episode_and_never_hides_an_error(cap
     assert "raised while it was closed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "step", [{"reward": 1.0}, {"done": True}, {"reward": float("nan"), "done": True}, {"reward": "x", "done": True}, 3]
-)
-async def test_a_step_that_breaks_the_contract_is_the_environments_failure(step: Any) -> None:
+@pytest.mark.parametrize("step", [{"reward": 1.0}, {"done": True}, {"reward": "x", "done": True}, 3])
+async def test_a_step_that_breaks_the_contract_stops_the_run(step: Any) -> None:
     running, _ = episode(QuickRecorder, on_step=lambda: step)
+    with pytest.raises(GeneratorOutputError, match=r"step\(\) of environment 'recorder'"):
+        async with running:
+            await running.step("a", "stop")
+
+
+async def test_a_reward_that_is_not_finite_is_a_failed_rollout() -> None:
+    running, _ = episode(QuickRecorder, on_step=lambda: {"reward": float("nan"), "done": True})
     with pytest.raises(RolloutError, match="failed on prompt 'prompt-7'"):
         async with running:
             await running.step("a", "stop")

@@ -159,6 +159,7 @@ def third_party_imports() -> set[str]:
 def test_everything_that_is_imported_is_a_dependency() -> None:
     distributions = {
         "annotated_types": "annotated-types",
+        "huggingface_hub": "huggingface-hub",
         "hydra": "hydra-core",
         "mlflow": "mlflow-skinny",
         "prometheus_client": "prometheus-client",

@@ -92,8 +92,6 @@ async def world(
     setup = ActorSetup(
         GeneratorSpec(config, EnvironmentConfig(), ""),
         TOKENIZER,
-        None,
-        None,
         str(Path.cwd()),
         (str(Path(__file__).parent),),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import threading
 from collections.abc import Sequence
@@ -23,8 +24,15 @@ from skyrl_train.errors import CheckpointError, ConfigError, DataError
 from skyrl_train.rollout.data import streaming
 from skyrl_train.rollout.data.dataset import RecordMaker, Row, check_alphabet, load_dataset, open_rows
 from skyrl_train.rollout.data.loader import PromptLoader, open_prompts
+from skyrl_train.rollout.data.prompt_limit import PromptLimit
 from skyrl_train.rollout.data.streaming import CHUNK_ROWS, ROWS_AHEAD, StreamingPrompts
 from skyrl_train.runtime.concurrency import Signal
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of data sets for each test."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
@@ -32,16 +40,23 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 
 def write_all_kinds(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
-    """The same rows as .jsonl (with blank lines), as .parquet (in several row groups), and as a saved folder."""
+    """The same rows as .jsonl (with blank lines), .parquet (in several row groups), saved folder, .csv, and folder of the hub."""
     lines, table, saved = folder / "lines.jsonl", folder / "table.parquet", folder / "saved"
     lines.write_text("".join("\n" * (number % 3 == 1) + json.dumps(row) + "\n" for number, row in enumerate(rows)))
     parquet.write_table(pa.Table.from_pylist(rows), table, row_group_size=7)
     datasets.Dataset.from_list(rows).save_to_disk(str(saved))
-    return [lines, table, saved]
+    comma, hub = folder / "comma.csv", folder / "hub"
+    with comma.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    hub.mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows), hub / "train-00000-of-00001.parquet")
+    return [lines, table, saved, comma, hub]
 
 
 def stream(paths: Sequence[Path], epochs: int = 1, maker: RecordMaker | None = None) -> StreamingPrompts:
-    return StreamingPrompts(paths, maker or RecordMaker("prompt", "run_length"), epochs)
+    return StreamingPrompts(map(str, paths), maker or RecordMaker("prompt", "run_length"), epochs)
 
 
 class Reader:
@@ -71,10 +86,10 @@ class Reader:
         return records
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("kind", range(5))
 @pytest.mark.parametrize("start", [0, 1, 6, 7, 20, 22])
 def test_a_file_can_be_read_from_any_row_on(tmp_path: Path, kind: int, start: int) -> None:
-    file = open_rows(write_all_kinds(tmp_path, rows_of(23))[kind])
+    file = open_rows(str(write_all_kinds(tmp_path, rows_of(23))[kind]))
     rows = list(file.rows())
     assert [row.value for row in rows] == rows_of(23)
     assert list(file.rows(rows[start].next)) == rows[start + 1 :]
@@ -214,7 +229,31 @@ def rewritten(rows: list[dict[str, Any]], how: str) -> list[dict[str, Any]]:
     }[how]
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
+async def test_prompts_that_are_too_long_are_left_out_also_after_a_resume(tmp_path: Path) -> None:
+    rows = [{**row, "prompt": row["prompt"] * (20 if number % 3 == 0 else 1)} for number, row in enumerate(rows_of(40))]
+    (path, *_) = write_all_kinds(tmp_path, rows)
+
+    def reader(action: str) -> Reader:
+        prompts = stream([path])
+        prompts.fit = PromptLimit(compose("quickstart", [f"data.on_long_prompt={action}"]), download=False).fit
+        return Reader(prompts)
+
+    first = reader("filter")
+    seen = [record.prompt[0]["content"] for record in await first.read(10)]
+    state = json.loads(json.dumps(first.loader.state_dict()))
+    await first.loader.source.aclose()
+    resumed = reader("filter")
+    resumed.loader.load_state_dict(state, [])
+    seen += [record.prompt[0]["content"] for record in await resumed.read()]
+    assert seen == [row["prompt"] for number, row in enumerate(rows) if number % 3]
+    await resumed.loader.source.aclose()
+    refused = reader("error")
+    with pytest.raises(DataError, match=r"has 40 tokens, more than generator\.max_input_length=16"):
+        await refused.start()
+    await refused.loader.source.aclose()
+
+
+@pytest.mark.parametrize("kind", range(5))
 @pytest.mark.parametrize("how", ["the same", "shorter", "longer", "changed"])
 async def test_after_a_resume_files_may_be_elsewhere_but_not_others(tmp_path: Path, kind: int, how: str) -> None:
     for folder in ("before", "after"):

@@ -34,6 +34,10 @@ def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypa
     Path("sums.yaml").write_text(blocks("your_own_task.md", "yaml")[0])
     assert main(["train", "sums.yaml", *SHORT]) == 0
     assert (tmp_path / "runs" / "sums-1" / "policy" / "model.safetensors").is_file()
+    rewarding = next(block for block in blocks("your_own_task.md", "python") if "def reward" in block)
+    Path("sums_reward.py").write_text(rewarding)
+    (command,) = (block for block in blocks("your_own_task.md", "bash") if "sums_reward.py" in block)
+    assert main(["try", *command.split()[4:], *SHORT]) == 0
 
 
 def test_the_page_about_generators_of_your_own_trains_as_written(

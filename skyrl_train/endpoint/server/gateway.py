@@ -173,7 +173,11 @@ class Gateway:
             return model
         known = ", ".join(self.model_names)
         raise DialectError(
-            f"The model {model!r:.100} is not served here. Served: {known}.", "model", "model_not_found", status=404
+            f"The model {model!r:.100} is not served here. Served: {known}. Ask for one of them, or name this one in "
+            "generator.kwargs.endpoint.model_names (skyrl-train serve: --name).",
+            "model",
+            "model_not_found",
+            status=404,
         )
 
     def chat_request(self, model: str, request: ChatRequest) -> ChatRequest:

@@ -31,6 +31,9 @@ MIN_READ_BYTES_PER_S = 1024
 LINGER_S = 2.0
 
 
+PORT_SETTING = "generator.kwargs.endpoint.port (skyrl-train serve: --port)"
+
+
 class EndpointServer:
     """Serves an application from ``start`` to ``stop``.
 
@@ -53,7 +56,7 @@ class EndpointServer:
             ConfigError: the address cannot be bound.
         """
         settings = self._gateway.settings
-        listener, url = bind(settings.host, settings.port)
+        listener, url = bind(settings.host, settings.port, PORT_SETTING)
         # Headers that reveal the server or trust a proxy are off; logging belongs to the trainer.
         config = uvicorn.Config(
             self._app,

@@ -50,7 +50,6 @@ class ActorSetup:
     """The data with which an actor starts.
 
     Args:
-        tool_parser, reasoning_parser: see :class:`~skyrl_train.inference.chat.renderer.ChatRenderer`.
         folder: the driver's working folder: relative paths in settings start there.
         search_path: the folders from which the driver imports.
         logs: folder for the log of the actor, if its node has it.
@@ -59,8 +58,6 @@ class ActorSetup:
 
     spec: GeneratorSpec
     tokenizer: PreTrainedTokenizerBase
-    tool_parser: str | None
-    reasoning_parser: str | None
     folder: str
     search_path: tuple[str, ...]
     logs: str | None = None
@@ -87,12 +84,7 @@ class GeneratorHost(Hosted):
                 add_log_file(Path(setup.logs) / f"actor-{setup.number}.log")
         logger.info("rollout actor %d starts in process %d", setup.number, os.getpid())
         sys.path += [path for path in setup.search_path if path not in sys.path]
-        renderer = ChatRenderer(
-            setup.tokenizer,
-            setup.spec.model_path,
-            tool_parser=setup.tool_parser,
-            reasoning_parser=setup.reasoning_parser,
-        )
+        renderer = ChatRenderer.configured(setup.spec.config, setup.tokenizer, setup.spec.model_path)
         client = ForwardingClient(setup.tokenizer, renderer, lambda: self._state, self.driver)
         generator = setup.spec.build(client, setup.tokenizer)
         # Read at each call: every batch of messages brings a new state.

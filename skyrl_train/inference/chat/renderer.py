@@ -36,6 +36,8 @@ from skyrl_train.inference.interface import StructuredOutput
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from skyrl_train.config.schema import GeneratorConfig
+
 logger = logging.getLogger(__name__)
 
 # A placeholder answer, rendered to see what a template puts after it. Letters and digits survive every template's
@@ -68,6 +70,8 @@ class ChatRenderer:
         tool_parser: the format of tool calls by name (``formats.TOOL_FORMATS``, ``"none"``); None: the family's, else
             the one that template and vocabulary indicate, else JSON in ``<tool_call>``.
         reasoning_parser: ``"think"`` or ``"none"``; None: the family's, else by template and vocabulary.
+        template_kwargs: arguments of the chat template in each call, such as ``{"enable_thinking": False}``; a call's own win.
+        family: False: the tokenizer's template was replaced, so that the model's family says nothing.
 
     Raises:
         ConfigError: a parser's name is unknown.
@@ -80,17 +84,36 @@ class ChatRenderer:
         *,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+        family: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._name = model_name_or_path
-        self._family = find_family(tokenizer, model_name_or_path)
+        self._family = find_family(tokenizer, model_name_or_path) if family else None
         template = tokenizer.chat_template  # several named ones, in some tokenizers
         self._template = "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
         self._parsers = (tool_parser, reasoning_parser)
+        self._template_kwargs = dict(template_kwargs)
         message_format(tool_parser or "none", reasoning_parser or "none")  # reject unknown names early
         self._render = _cached(self._render_json)
         self._closing = _cached(self._render_closing)
         self._warned_of_tools = False
+
+    @classmethod
+    def configured(cls, config: GeneratorConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> ChatRenderer:
+        """Return the renderer of a run, for a tokenizer with the template of ``generator.chat_template``.
+
+        Raises:
+            ConfigError: a parser's name is unknown.
+        """
+        return cls(
+            tokenizer,
+            model_path,
+            tool_parser=config.chat.tool_parser,
+            reasoning_parser=config.chat.reasoning_parser,
+            template_kwargs=config.chat_template_kwargs,
+            family=config.chat_template is None,
+        )
 
     # Messages to tokens -------------------------------------------------------------------------------------------
 
@@ -235,13 +258,14 @@ class ChatRenderer:
         return normalize_messages(messages, knows_developer=knows_developer)
 
     def _checked(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        template_kwargs = {**self._template_kwargs, **template_kwargs}
         if not template_kwargs:
             return {}
         reserved = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"} - {"kwargs"}
         for key in template_kwargs:
             if key in reserved:
                 raise ConfigError(f"chat template argument {key!r} is set by the renderer; leave it out.")
-        return dict(template_kwargs)
+        return template_kwargs
 
     def retokenise(self, token_ids: Sequence[int]) -> list[int]:
         """Decode and encode ``token_ids``. The result differs if the model split the text differently than the tokenizer."""

@@ -1,6 +1,14 @@
-"""Prompts from .jsonl and .parquet files and ``datasets.save_to_disk`` folders, or made by the environment.
+"""Prompts from files, folders and the hub, or made by the environment.
 
     file ──open_rows──> RowFile.rows ──Row──> RecordMaker.make ──PromptRecord──> PromptDataset (all), or streaming.py (as needed)
+
+| ``data.train_data`` | rows |
+|---|---|
+| ``.jsonl``, ``.csv``, ``.parquet`` | of the file |
+| a folder of ``datasets.save_to_disk`` | of the data set in it |
+| another folder, or a name on the hub such as ``openai/gsm8k`` | of what ``datasets.load_dataset`` makes of it |
+
+The last two take ``:SPLIT`` or ``:CONFIG:SPLIT`` behind the name; the split is ``train`` if none is named.
 
 A reader holds one row (one batch of rows for .parquet) in memory. A *place* is a position from which a later reader gets the
 same rows.
@@ -8,26 +16,35 @@ same rows.
 
 from __future__ import annotations
 
+import csv
+import difflib
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from skyrl_train.config.schema import DataConfig, EnvironmentConfig
+from skyrl_train.config.schema import DataConfig, EnvironmentConfig, RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.models.place import why_not_on_hub
 from skyrl_train.types import ConversationType
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from skyrl_train.rollout.data.streaming import StreamingPrompts
 
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "input", "messages")  # usual names
 Place = tuple[int, int]  # .jsonl: byte offset and number of lines before it; other formats: row number, twice
 START: Place = (0, 0)
 
+_TOY_PROMPT = re.compile(r"\d\d\D=")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PARQUET_BATCH_ROWS = 256
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 4096
 
@@ -45,45 +62,102 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """A file or folder of rows.
+    """A source of rows.
 
-    ``rows(start=START)`` yields the rows from a place on, in the file's order. It blocks, and raises DataError if the file
+    ``rows(start=START)`` yields the rows from a place on, in their order. It blocks, and raises DataError if the source
     cannot be read or a row is broken (the message names its line).
+
+    Attributes:
+        name: as in ``data.train_data``.
+        source: the data source of rows that name none.
+        contents: returns the files with the rows.
     """
 
-    path: Path
+    name: str
+    source: str
     rows: Callable[..., Iterator[Row]]
+    contents: Callable[[], Sequence[Path]]
 
     def digest(self) -> bytes:
         """Return the SHA-256 of size and content.
 
         Of a file above 1 MiB only evenly spaced blocks are read, so a change of a few bytes with the same size may be missed.
         """
-        # Other files in a folder of save_to_disk are caches.
-        files = sorted(self.path.glob("data-*.arrow")) if self.path.is_dir() else [self.path]
-        return hashlib.sha256(b"".join(_digest_of_blocks(path) for path in files)).digest()
+        return hashlib.sha256(b"".join(_digest_of_blocks(path) for path in self.contents())).digest()
 
 
-def open_rows(path: Path) -> RowFile:
-    """Return the reader for the format at ``path``.
+def open_rows(name: str) -> RowFile:
+    """Return the reader for a file, a folder, or a data set on the hub. The table at the top has the forms of ``name``.
 
     Raises:
-        DataError: the path does not exist or has an unknown format.
+        DataError: there is no such file or data set, or it has an unknown format.
     """
-    if not path.exists():
-        raise DataError(
-            f"{path} does not exist. Correct data.train_data (relative paths start at the working directory), or create it: "
-            "docs/tutorials/recipes.md lists the prepare_data.py of each recipe."
+    path = Path(name)
+    reader = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}.get(path.suffix)
+    if path.is_file():
+        if reader is None:
+            raise DataError(
+                f"{name}: the format {path.suffix or '(no suffix)'!r} is not supported. Give .jsonl, .csv, .parquet, a "
+                "save_to_disk folder, or the name of a data set on the hub."
+            )
+        return RowFile(name, path.stem, partial(reader, path), lambda: [path])
+    place, *chosen = name.split(":")
+    on_hub = _HUB_NAME.fullmatch(place) and reader is None and not Path(place).parent.is_dir()
+    if len(chosen) > 2 or not (Path(place).is_dir() or on_hub):
+        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, beside, n=1)
+        guess = f" Did you mean {path.with_name(close[0])}?" if close else ""
+        made = (
+            " The prepare_data.py beside its recipe makes it: docs/tutorials/recipes.md."
+            if path.parts[0] == "data"
+            else ""
         )
-    if path.is_dir():
-        return RowFile(path, partial(_folder_rows, path))
-    if path.suffix == ".jsonl":
-        return RowFile(path, partial(_json_rows, path))
-    if path.suffix == ".parquet":
-        return RowFile(path, partial(_parquet_rows, path))
-    raise DataError(
-        f"{path}: the format {path.suffix or '(no suffix)'!r} is not supported. Give .jsonl, .parquet or a save_to_disk folder."
+        raise DataError(f"{name} does not exist (from {Path.cwd()}). Correct data.train_data.{guess}{made}")
+    load = cache(partial(_load_data_set, place, chosen))
+    source = place if on_hub else Path(place).stem
+    return RowFile(
+        name,
+        source,
+        partial(_data_set_rows, name, load),
+        lambda: [Path(file["filename"]) for file in load().cache_files],
     )
+
+
+def _load_data_set(place: str, chosen: Sequence[str]) -> Any:
+    """Return the ``datasets.Dataset`` of a folder or hub name.
+
+    Args:
+        chosen: nothing, a split, or a configuration and a split.
+    """
+    import datasets
+
+    split = chosen[-1] if chosen else None
+    folder = Path(place)
+    saved = next((name for name in ("dataset_dict.json", "state.json") if (folder / name).is_file()), None)
+    if saved == "dataset_dict.json" and split is not None:
+        folder = folder / split
+    try:
+        if saved is not None:
+            loaded = datasets.load_from_disk(str(folder))
+            if isinstance(loaded, datasets.DatasetDict):
+                splits = ", ".join(f"{place}:{split}" for split in loaded)
+                raise DataError(f"{place} contains several splits. Name one in data.train_data: {splits}.")
+            return loaded
+        if not folder.is_dir() and not (Path(datasets.config.HF_DATASETS_CACHE) / place.replace("/", "___")).is_dir():
+            reason = why_not_on_hub(place, "dataset")
+            if reason is not None:
+                raise DataError(
+                    f"{place} is no file or folder here, and the hub did not give it either ({reason}). Correct "
+                    "data.train_data, or download it where there is a network: "
+                    f'datasets.load_dataset("{place}", split="train").to_parquet("train.parquet").'
+                )
+        return datasets.load_dataset(place, chosen[0] if len(chosen) == 2 else None, split=split or "train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        detail = " ".join(str(error).split())
+        raise DataError(
+            f"{place} is not a folder of datasets.save_to_disk, and datasets.load_dataset cannot read it: {detail:.500} Name "
+            f"a split as {place}:SPLIT, and a configuration as {place}:CONFIG:SPLIT."
+        ) from error
 
 
 def _json_rows(path: Path, start: Place = START) -> Iterator[Row]:
@@ -123,32 +197,41 @@ def _parquet_rows(path: Path, start: Place = START) -> Iterator[Row]:
             for batch in file.iter_batches(_PARQUET_BATCH_ROWS, row_groups=groups):
                 before = max(0, first - index)
                 for number, value in enumerate(batch.slice(before).to_pylist(), start=index + before):
-                    yield _numbered_row(path, number, value)
+                    yield _numbered_row(str(path), number, value)
                 index += batch.num_rows
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-def _folder_rows(path: Path, start: Place = START) -> Iterator[Row]:
-    """Read a folder written by ``datasets.Dataset.save_to_disk``."""
-    import datasets
-
+def _csv_rows(path: Path, start: Place = START) -> Iterator[Row]:
+    """Read a table in UTF-8 whose first line names the columns. Every value is text."""
     try:
-        dataset = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a folder of datasets.save_to_disk: {error}") from error
-    if isinstance(dataset, datasets.DatasetDict):
-        splits = ", ".join(str(path / split) for split in dataset)
-        raise DataError(f"{path} contains several splits. Name one in data.train_data: {splits}.")
-    if start[0] >= len(dataset):  # select() would raise an error
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines)
+            for number, value in enumerate(reader):
+                if number < start[0]:
+                    continue
+                if None in value or None in value.values():
+                    raise DataError(
+                        f"{path}:{reader.line_num} has another number of fields than the first line. Quote commas."
+                    )
+                yield Row(f"{path}:{reader.line_num}", value, (number + 1, number + 1))
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a readable .csv file in UTF-8: {error}") from error
+
+
+def _data_set_rows(name: str, load: Callable[[], Any], start: Place = START) -> Iterator[Row]:
+    """Read a ``datasets.Dataset``."""
+    data_set = load()
+    if start[0] >= len(data_set):  # select() would raise an error
         return
-    rest = dataset.select(range(start[0], len(dataset)))
+    rest = data_set.select(range(start[0], len(data_set)))
     for number, value in enumerate(rest, start=start[0]):
-        yield _numbered_row(path, number, value)
+        yield _numbered_row(name, number, value)
 
 
-def _numbered_row(path: Path, number: int, value: Any) -> Row:
-    return Row(f"{path}, row {number} (counted from 0)", value, (number + 1, number + 1))
+def _numbered_row(name: str, number: int, value: Any) -> Row:
+    return Row(f"{name}, row {number} (counted from 0)", value, (number + 1, number + 1))
 
 
 def _digest_of_blocks(path: Path) -> bytes:
@@ -196,8 +279,9 @@ class RecordMaker:
         if not isinstance(value, Mapping):
             raise DataError(f"{where} is a {type(value).__name__}, not an object with the key {key!r}.")
         if value.get(key) is None:
+            usual = next((name for name in PROMPT_COLUMNS if name in value), "COLUMN")
             raise DataError(
-                f"{where} lacks the key {key!r}; it has {sorted(value)}. Set data.prompt_key to the key of the prompt."
+                f"{where} lacks the key {key!r}; it has {sorted(value)}. Set data.prompt_key={usual}, the key of the prompt."
             )
         prompt = _to_conversation(value[key], where, key)
         env_class = value.get("env_class")
@@ -328,12 +412,85 @@ def load_dataset(data: DataConfig, environment: EnvironmentConfig) -> PromptData
     maker = RecordMaker(data.prompt_key, environment.env_class)
     records: list[PromptRecord] = []
     for name in data.train_data:
-        before = len(records)
-        for row in open_rows(Path(name)).rows():
-            records.append(maker.make(row, index=len(records), stem=Path(name).stem))
+        before, file = len(records), open_rows(name)
+        for row in file.rows():
+            records.append(maker.make(row, index=len(records), stem=file.source))
         if len(records) == before:
             raise DataError(f"{name} has no rows. Remove it from data.train_data or fill it.")
     return PromptDataset(tuple(records))
+
+
+def check_template(dataset: PromptDataset | StreamingPrompts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that conversations of several messages have a chat template, without which their texts would run together.
+
+    Raises:
+        ConfigError: the tokenizer has none. A stream checks as it reads.
+    """
+    if tokenizer.chat_template:
+        return
+
+    def check(record: PromptRecord) -> None:
+        if len(record.prompt) > 1 or record.prompt[0].get("role") != "user":
+            raise ConfigError(
+                f"Prompt {record.uid!r} is a conversation of {[message.get('role') for message in record.prompt]}, and the "
+                "tokenizer has no chat template, so their texts would run together. Name a file with a Jinja template in "
+                "generator.chat_template, take the instruct model, or give prompts as text."
+            )
+
+    for_each(dataset, check)
+
+
+def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConfig) -> None:
+    """Check that a user's data have an environment which can use them: neither the toy task that is the default, nor one of
+    skyrl-gym that lacks columns.
+
+    Raises:
+        ConfigError: a row is no prompt of the toy task. A stream checks as it reads.
+        DataError: the environment of skyrl-gym does not take the first row.
+    """
+    default = EnvironmentConfig().env_class
+    if not config.data.train_data or config.generator.name != "gym":
+        return
+
+    def check(record: PromptRecord) -> None:
+        if record.env_class is None and not _TOY_PROMPT.fullmatch(str(record.prompt[-1].get("content"))):
+            to_set = (
+                "Set environment.env_class=single_turn: your reward function judges the answers."
+                if config.rollout.stages.reward.function is not None
+                else "Set environment.env_class to the class that rewards answers (file.py:Class), or give rows a column "
+                "env_class. `skyrl-train init NAME --data FILE` writes one; docs/tutorials/your_own_task.md shows it."
+            )
+            raise ConfigError(
+                f"data.train_data has your prompts, and environment.env_class={default}, the default, is a toy task with prompts "
+                f"like 07c=. Prompt {record.uid!r} is none. {to_set}"
+            )
+
+    if config.environment.env_class == default:
+        for_each(dataset, check)
+    if not isinstance(dataset, PromptDataset):
+        return
+    record = dataset.records[0].own_copy()
+    env_class = record.env_class or config.environment.env_class
+    own = env_class == config.environment.env_class
+    factory = resolve_environment(config.environment if own else EnvironmentConfig(env_class=env_class))
+    if factory.name.startswith("skyrl_gym:"):
+        try:
+            factory.make(record.env_extras).close()
+        except Exception as error:  # its code may raise anything
+            raise DataError(
+                f"The environment {env_class!r} is {factory.name}, and does not take prompt {record.uid!r}: "
+                f"{type(error).__name__}: {error}. It needs the columns of SkyRL's data sets, such as "
+                f'reward_spec={{"ground_truth": ...}}; the row has {sorted(record.env_extras)}.'
+            ) from error
+
+
+def for_each(dataset: PromptDataset | StreamingPrompts, check: Callable[[PromptRecord], None]) -> None:
+    """Call ``check`` with each prompt: those in memory now, those of a stream as it reads them."""
+    if isinstance(dataset, PromptDataset):
+        for record in dataset.records:
+            check(record)
+    else:
+        dataset.checks.append(check)
 
 
 def check_alphabet(dataset: PromptDataset | StreamingPrompts, alphabet: str) -> None:
@@ -357,5 +514,6 @@ def _check_characters(records: Iterable[PromptRecord], alphabet: str) -> None:
         remedy = "".join(sorted(used | set(alphabet)))
         raise ConfigError(
             f"The prompts contain {''.join(sorted(unknown))!r}, which trainer.policy.model.build.alphabet={alphabet!r} "
-            f"lacks. Set it to the characters of prompts and answers, here at least {remedy!r}."
+            f"lacks. Set it to the characters of prompts and answers, here at least {remedy!r}: "
+            f"\"trainer.policy.model.build.alphabet='{remedy}'\"."
         )

@@ -11,7 +11,6 @@ checkpoint restores both. There is no barrier between epochs: a group index is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.schema import DataConfig, RunConfig
@@ -39,7 +38,7 @@ def open_prompts(config: RunConfig) -> PromptDataset | StreamingPrompts:
     # A wrong environment must fail before the run starts; for data in memory, load_dataset checks it.
     resolve_environment(config.environment)
     maker = RecordMaker(config.data.prompt_key, config.environment.env_class)
-    return StreamingPrompts([Path(name) for name in config.data.train_data], maker, config.trainer.epochs)
+    return StreamingPrompts(config.data.train_data, maker, config.trainer.epochs)
 
 
 def build_loader(dataset: PromptDataset | StreamingPrompts, data: DataConfig, seed: int) -> PromptLoader:

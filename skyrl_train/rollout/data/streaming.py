@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,11 +91,11 @@ class RowIterator(Iterator[PromptRecord]):
 
     def _read_file(self, file: RowFile) -> Iterator[PromptRecord]:
         for row in file.rows(self._place):
-            record = self._stream.maker.make(row, self._index, file.path.stem)
+            record = self._stream.maker.make(row, self._index, file.source)
             self._place, self._index = row.next, self._index + 1
             yield record
         if self._place == START:
-            raise DataError(f"{file.path} has no rows. Remove it from data.train_data or fill it.")
+            raise DataError(f"{file.name} has no rows. Remove it from data.train_data or fill it.")
 
 
 class StreamingPrompts(PromptSource):
@@ -105,15 +104,16 @@ class StreamingPrompts(PromptSource):
     Uids from the files are not checked for uniqueness, which would need all of them in memory; group indices identify groups.
 
     Attributes:
-        checks: called with each row that is read, in another thread. :meth:`prepare` raises their errors.
+        checks: called with each prompt that is read, in another thread. :meth:`prepare` raises their errors.
+        fit: called with each prompt before; returns it, a shorter one, or None to leave it out.
 
     Raises:
         DataError: a file is missing or has an unknown format.
     """
 
-    def __init__(self, paths: Iterable[Path], maker: RecordMaker, epochs: int) -> None:
-        files = [open_rows(path) for path in paths]
-        digests = hashlib.sha256(b"".join(file.path.stem.encode() + b"\0" + file.digest() for file in files))
+    def __init__(self, names: Iterable[str], maker: RecordMaker, epochs: int) -> None:
+        files = [open_rows(name) for name in names]
+        digests = hashlib.sha256(b"".join(file.source.encode() + b"\0" + file.digest() for file in files))
         self.fingerprint = digests.hexdigest()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torchdata calls a deprecated torch function
@@ -124,6 +124,7 @@ class StreamingPrompts(PromptSource):
                 generator=torch.Generator(),  # without one it would consume random numbers of training
             )
         self.checks: list[Callable[[PromptRecord], None]] = []
+        self.fit: Callable[[PromptRecord], PromptRecord | None] = lambda record: record
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
         self._iterator: Iterator[PromptRecord] | None = None  # used only in that thread
         self._records: dict[int, PromptRecord] = {}
@@ -271,7 +272,9 @@ class StreamingPrompts(PromptSource):
         digests: list[str] = []
         try:
             for _ in range(CHUNK_ROWS):
-                record = next(self._iterator)
+                record = self.fit(next(self._iterator))
+                if record is None:
+                    continue
                 for check in self.checks:
                     check(record)
                 records.append(record)

@@ -90,6 +90,44 @@ def is_async(path: str) -> bool:
     return inspect.iscoroutinefunction(target.__call__ if inspect.isclass(target) else target)
 
 
+def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Check that the reward function takes one group and ``kwargs``.
+
+    Raises:
+        ConfigError: it takes other arguments, such as a reward function of TRL; the message shows one that fits.
+    """
+    target = import_name(path, SETTING, "function")
+    is_class = inspect.isclass(target)
+    try:
+        signature = inspect.signature(target.__call__ if is_class else target)
+    except ValueError:  # a function in C has none
+        return
+    problem = ""
+    try:
+        signature.bind(*([None, None] if is_class else [None]), **({} if is_class else kwargs))
+    except TypeError as error:
+        problem = f" ({error})"
+    of_trl = bool({"completions", "prompts"} & signature.parameters.keys())
+    if not problem and not of_trl:
+        return
+    name = path.rpartition(":")[2].rpartition(".")[2]
+    message = (
+        f"{SETTING}={path!r} takes {signature}, and is called with the samples of a prompt, its group, and "
+        f"rollout.stages.reward.kwargs{problem}. Write "
+        f"def {name}(group), which returns one number for each of group.samples; sample.text is a response, and "
+        "group.env_extras has the other columns of the data row."
+    )
+    if of_trl:
+        message += (
+            " To keep a function of TRL:\n"
+            "    def reward(group):\n"
+            "        texts = [sample.text for sample in group.samples]\n"
+            "        columns = {name: [value] * len(texts) for name, value in group.env_extras.items()}\n"
+            f"        return {name}(prompts=[group.prompt] * len(texts), completions=texts, **columns)"
+        )
+    raise ConfigError(message)
+
+
 def reward_work(path: str, kwargs: Mapping[str, Any]) -> Work:
     """Return the reward function in the form that the executors take."""
     return Work(f"{__name__}:{load_reward_function.__name__}", {"path": path, "kwargs": dict(kwargs)})

