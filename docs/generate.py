@@ -256,7 +256,7 @@ def _markdown(text: str) -> str:
 
 COMMANDS = """# Command line
 
-`skyrl-train VERB ...`, or `python -m skyrl_train VERB ...`; in a clone, `./uvw run skyrl-train VERB ...`. `--help` behind a
+`skyrl-train VERB ...`, or `python -m skyrl_train VERB ...`; in a clone, `./uvw run skyrl-train VERB ...`. `--help` after a
 verb prints the same.
 
 | exit code | meaning |
