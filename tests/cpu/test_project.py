@@ -391,6 +391,13 @@ def test_every_setting_says_what_it_means() -> None:
     assert [name for name, *_, meaning in settings if not meaning.strip(" |")] == [], "comment it in config/schema.py"
 
 
+def test_every_page_has_a_place_on_the_site() -> None:
+    listed = re.findall(r"^ +- .*?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages | {"index.md", "contributing.md", "changelog.md"} == set(listed), "sort new pages into mkdocs.yml"
+    assert len(listed) == len(set(listed))
+
+
 def test_no_lock_file_is_committed() -> None:
     listed = subprocess.run(["git", "ls-files", "*.lock"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
