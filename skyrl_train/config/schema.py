@@ -399,7 +399,7 @@ class TrainerMode(StrEnum):
 class ResumeMode(StrEnum):
     """The checkpoint that a run starts from."""
 
-    latest = "latest"  # the newest one of an unfinished run with the same configuration, if any
+    latest = "latest"  # the newest one of an unfinished run whose settings allow it (config/compare.py), if any
     never = "never"  # always a new run
 
 
@@ -410,7 +410,7 @@ class TrainerConfig:
     mode: str = "sync"  # sync | one_step_off | fully_async | partial_rollout | path.to:MyTrainer, a subclass
     run_name: str = "run"  # the run folder is runs_dir/run_name-N
     runs_dir: str = "runs"  # the folder of run folders
-    run_dir: str | None = None  # None: runs_dir/run_name-N, resumed if unfinished and of the same configuration
+    run_dir: str | None = None  # None: runs_dir/run_name-N, resumed if it is unfinished and its settings allow it
     seed: int = 0  # of everything random in the run, except generated prompts
     epochs: Count = 1  # passes over the data; max_steps may end a run earlier
     max_steps: Count | None = None  # optimizer steps; None: as many full minibatches as the epochs hold

@@ -68,7 +68,7 @@ class RemoteCheckpointStore:
     def __init__(self, url: str, config: RunConfig, local: CheckpointStore) -> None:
         """
         Args:
-            config: of the run; checkpoints of another configuration are rejected.
+            config: of the run; checkpoints of another run are rejected.
             local: stores each checkpoint before its upload, and after a download.
 
         Raises:
