@@ -4,7 +4,8 @@
 
 Prints tokens per second (on the CPU of processor time, so that other programs do not count; else of wall-clock) and the
 ratio to ``generate`` (fixed batch) and to transformers' continuous batching, where that runs (on the CPU it needs psutil).
-``grammar`` is the engine's speed under a JSON schema, as a share of its speed without.
+``grammar`` is the engine's speed under a JSON schema, as a share of its speed without; ``beside`` is the same by the clock of
+the engine's own thread, where another core computes the masks (on the CPU only).
 All sample at temperature 1 without filters from the same prompts; the engine also returns log-probs and versions.
 """
 
@@ -157,13 +158,16 @@ def main() -> None:
     torch.set_num_threads(1)  # small models are faster on one; the trainer has the other core
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     print(
-        f"{'requests':>8} {'embedded':>10} {'grammar':>8} {'generate':>10} {'ratio':>6} {'continuous':>11} {'ratio':>6}   "
-        "(tokens/s)"
+        f"{'requests':>8} {'embedded':>10} {'grammar':>8} {'beside':>7} {'generate':>10} {'ratio':>6} "
+        f"{'continuous':>11} {'ratio':>6}   (tokens/s)"
     )
     for requests in args.requests:
         size = (args.dtype, args.device, args.vocab, requests, args.tokens)
-        ours, guided, fixed = tokens_per_second(embedded(*size), embedded(*size, GUIDED), generate(*size), clock=clock)
-        line = f"{requests:>8} {ours:>10,.0f} {guided / ours:>8.2f} {fixed:>10,.0f} {ours / fixed:>6.2f}"
+        free, under_schema = embedded(*size), embedded(*size, GUIDED)
+        ours, guided, fixed = tokens_per_second(free, under_schema, generate(*size), clock=clock)
+        alone, beside = tokens_per_second(free, under_schema, clock=time.thread_time)
+        shares = f"{guided / ours:>8.2f} {beside / alone if args.device == 'cpu' else float('nan'):>7.2f}"
+        line = f"{requests:>8} {ours:>10,.0f} {shares} {fixed:>10,.0f} {ours / fixed:>6.2f}"
         try:
             (paged,) = tokens_per_second(continuous_batching(*size), clock=clock, repeats=1)
             line += f" {paged:>11,.0f} {ours / paged:>6.2f}"

@@ -1,6 +1,6 @@
 """Grammars as token masks: which tokens may come next, as a pure function of the tokens sampled so far.
 
-    StructuredOutput ──Grammars.matcher──> GrammarMatcher ──mask──> allowed tokens ──sampled──> advance ──> mask ...
+    StructuredOutput ──Grammars.matcher──> GrammarMatcher ──mask──> allowed tokens ──sampled──> consume ──> mask ...
 
 llguidance reads JSON schemas, regular expressions and its variant of Lark, and computes masks while the text grows, so that
 little is done in advance. A matcher that is given the tokens of an interrupted response allows exactly the same tokens as the
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from skyrl_train.errors import GrammarError
 from skyrl_train.inference import grammar_trial
@@ -58,30 +58,76 @@ class GrammarMatcher:
     """The position of one response in its grammar.
 
     Attributes:
-        mask: the tokens that may come next.
+        mask: the tokens that may come next, since the last :meth:`compute_mask`.
+        error: why :func:`compute_masks` failed; None: it did not.
     """
 
     def __init__(self, matcher: LLMatcher, end: int, ends: Collection[int], bits: int) -> None:
         self._matcher = matcher
         self._end, self._ends = end, ends
         self.mask: Mask = np.zeros(-(-bits // 32) * 4, np.uint8)
+        self.error: GrammarError | None = None
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Take sampled tokens, and compute the mask of the next one.
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Take sampled tokens. An end token is not among them: after it, a grammar has no position.
 
         Raises:
-            GrammarError: a token is not allowed, no token is, or the grammar has become too complex at this place.
+            GrammarError: a token is not allowed, or the grammar has become too complex at this place.
         """
-        self._matcher.consume_tokens(list(token_ids))
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise self._error()
+
+    def compute_mask(self) -> Mask:
+        """Compute ``mask`` for the next token, in place, and return it.
+
+        Raises:
+            GrammarError: no token is allowed, or the grammar has become too complex at this place.
+        """
         self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        return self._finish_mask(self.mask)
+
+    def _finish_mask(self, mask: Mask) -> Mask:
         if self._matcher.is_error():
-            if self._matcher.get_error().startswith("NoExtension"):
-                raise GrammarError("The grammar asks for text that the model's vocabulary cannot spell.")
-            raise GrammarError(f"The grammar cannot be followed here: {_one_line(self._matcher.get_error())}")
+            raise self._error()
         # The library knows one list of end tokens, a request may have others.
-        if self.mask[self._end // 8] >> self._end % 8 & 1:
+        if mask[self._end // 8] >> self._end % 8 & 1:
             for token in self._ends:
-                self.mask[token // 8] |= 1 << token % 8
+                mask[token // 8] |= 1 << token % 8
+        return mask
+
+    def ended_by(self, token: int) -> bool:
+        """Return whether ``token`` ends the response here."""
+        return token in self._ends and self._matcher.is_accepting()
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens could come next, one after the other. They are not consumed."""
+        return self._matcher.validate_tokens(list(token_ids))
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo :meth:`consume` for the last tokens."""
+        self._matcher.rollback(num_tokens)
+
+    def _error(self) -> GrammarError:
+        reason = self._matcher.get_error()
+        if reason.startswith("NoExtension"):
+            return GrammarError("The grammar asks for text that the model's vocabulary cannot spell.")
+        return GrammarError(f"The grammar cannot be followed here: {_one_line(reason)}")
+
+
+def compute_masks(matchers: Sequence[GrammarMatcher], executor: LLExecutor) -> None:
+    """Compute the masks of many responses. Other threads run meanwhile, and must not use these matchers.
+
+    A matcher that fails keeps its ``error``, and the others are not concerned.
+    """
+    masks = np.empty((len(matchers), matchers[0].mask.size), np.uint8)
+    executor.unsafe_compute_mask_ptr(
+        [(matcher._matcher, row) for row, matcher in enumerate(matchers)], masks.ctypes.data, masks.shape[1], len(masks)
+    )
+    for matcher, mask in zip(matchers, masks, strict=True):
+        try:
+            matcher.mask = matcher._finish_mask(mask)
+        except GrammarError as error:
+            matcher.error = error
 
 
 class Grammars:
@@ -93,18 +139,15 @@ class Grammars:
 
     Attributes:
         eos_ids: the tokens that end a response of this model.
+        tokens: the vocabulary, as the library reads it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-        text = config.get_text_config(decoder=True)
-        vocab_size, ends = int(text.vocab_size), getattr(text, "eos_token_id", None)
-        of_config = [ends] if isinstance(ends, int) else ends or []
-        # An id that the model does not have cannot be sampled.
-        self.eos_ids = tuple(sorted(i for i in {*of_config, int(tokenizer.eos_token_id)} if i < vocab_size))
-        self._vocab_size = vocab_size
+        self.eos_ids = end_token_ids(tokenizer, config)
+        self._vocab_size = vocab_size = int(config.get_text_config(decoder=True).vocab_size)
         wrapper = _TokenizerWrapper(tokenizer, vocab_size, self.eos_ids)
         self._marks = frozenset(wrapper.special_token_ids)
-        self._tokens = LLTokenizer(wrapper, eos_token=self.eos_ids[0])  # type: ignore[arg-type]  # read by its attributes
+        self.tokens = LLTokenizer(wrapper, eos_token=self.eos_ids[0])  # type: ignore[arg-type]  # read by its attributes
         self._compile = lru_cache(maxsize=_COMPILED)(self._compile_text)
 
     def matcher(
@@ -122,7 +165,8 @@ class Grammars:
         matcher = GrammarMatcher(
             self._compile(grammar_text(structured)).deep_copy(), self.eos_ids[0], ends, self._vocab_size
         )
-        matcher.advance(token_ids)
+        matcher.consume(token_ids)
+        matcher.compute_mask()
         return matcher
 
     def replay(
@@ -136,14 +180,23 @@ class Grammars:
         matcher = self.matcher(structured, (), stop_ids)
         yield matcher.mask
         for token in token_ids[:-1]:  # after an end token, a grammar has no mask
-            matcher.advance([token])
-            yield matcher.mask
+            matcher.consume([token])
+            yield matcher.compute_mask()
 
     def _compile_text(self, text: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokens, text, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self.tokens, text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(f"The grammar cannot be compiled: {_one_line(matcher.get_error())}")
         return matcher
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the tokens that end a response of the model under a grammar."""
+    text = config.get_text_config(decoder=True)
+    ends = getattr(text, "eos_token_id", None)
+    of_config = [ends] if isinstance(ends, int) else ends or []
+    # An id that the model does not have cannot be sampled.
+    return tuple(sorted(i for i in {*of_config, int(tokenizer.eos_token_id)} if i < text.vocab_size))
 
 
 def grammar_text(structured: StructuredOutput) -> str:

@@ -30,7 +30,7 @@ from skyrl_train.generators.harness.generator import AgentRun, to_output
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference import grammar
 from skyrl_train.inference.continuation import Continuation
-from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, check_grammar
+from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, Mask, check_grammar
 from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
 from skyrl_train.inference.requests import Generation
 from skyrl_train.models.tiny import character_tokenizer
@@ -113,7 +113,8 @@ def test_a_matcher_with_a_prefix_allows_what_the_one_that_saw_every_token_allows
             if token == EOS:
                 break
             tokens.append(token)
-            matcher.advance([token])
+            matcher.consume([token])
+            matcher.compute_mask()
         for place in draw.sample(range(len(masks)), min(3, len(masks))):
             assert allowed(made.matcher(structured, tokens[:place])) == masks[place]
 
@@ -262,18 +263,21 @@ def test_tokens_are_drawn_in_proportion_to_the_masked_distribution() -> None:
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_response_only(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = driver().generate([5], structured=KINDS[2], seed=1, max_tokens=20)
-    it, advance = driver(), GrammarMatcher.advance
+    it, finish, masks = driver(), GrammarMatcher._finish_mask, list[Mask]()
     other = it.add([5], structured=KINDS[2], seed=1, max_tokens=20)
 
-    def fail_at(matcher: GrammarMatcher, token_ids: list[int]) -> None:
-        if matcher is it.core._slots.sequences[0].matcher and len(it.core._slots.read(0).tokens) == 4:
-            raise GrammarError("too complex")
-        advance(matcher, token_ids)
+    def fail_at(matcher: GrammarMatcher, mask: Mask) -> Mask:
+        if matcher is first:
+            masks.append(mask)
+            if len(masks) == 4:
+                raise GrammarError("too complex")
+        return finish(matcher, mask)
 
     fails = it.add([6], structured=KINDS[2], seed=2, max_tokens=20)
     it.core._waiting.rotate()  # the one that fails takes the first slot
     it.step()
-    monkeypatch.setattr(GrammarMatcher, "advance", fail_at)
+    first = it.core._slots.sequences[0].matcher
+    monkeypatch.setattr(GrammarMatcher, "_finish_mask", fail_at)
     it.run()
     assert it.responses[fails].error == "too complex" and it.responses[other].error is None
     assert it.responses[other].tokens == expected.tokens

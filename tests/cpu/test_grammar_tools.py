@@ -67,7 +67,8 @@ def spoken(
             tokens.append(draw.choice(allowed))
         if tokens[-1] in grammars.eos_ids:
             break
-        matcher.advance([tokens[-1]])
+        matcher.consume([tokens[-1]])
+        matcher.compute_mask()
     parser = chat_renderer(name).parser(prompt, TOOLS)
     parser.feed(tokens)
     return parser.finish()[1]

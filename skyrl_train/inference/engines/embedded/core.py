@@ -1,11 +1,12 @@
-"""The embedded engine without threads, clocks or loops: continuous batching, pauses and weight updates.
+"""The embedded engine without clocks or loops: continuous batching, pauses and weight updates.
 
     add ──> waiting ──prefill──> slots 0..count-1 ──one token each per step──> answers
                  ^                  │
                  └── pause("recompute"): sequences without their KV cache, first in line
 
 One ``step`` admits the requests that fit (one prefill) and samples one token for every running request. Weights change only
-between two steps and only while paused, so each token has exactly one version.
+between two steps and only while paused, so each token has exactly one version. A thread computes the masks of grammars while the
+model computes the logits that they are for.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from functools import cached_property, partial
 
 import numpy as np
 import torch
+from llguidance import LLExecutor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, GrammarError, ModelError, RequestError
@@ -25,7 +28,7 @@ from skyrl_train.inference.engines.embedded.engine import EngineSettings
 from skyrl_train.inference.engines.embedded.runner import Tokens, make_runner
 from skyrl_train.inference.engines.embedded.sampling import sample
 from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
-from skyrl_train.inference.grammar import Grammars
+from skyrl_train.inference.grammar import GrammarMatcher, Grammars, compute_masks
 from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model, load_tokenizer
@@ -86,6 +89,8 @@ class EmbeddedEngineCore:
         self._waiting: deque[Sequence] = deque()
         self._state = PauseState.RUNNING
         self._seeds = (derive_seed(seed, counter) for counter in itertools.count())
+        self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
+        self._pending_masks: list[Future[None]] = []  # of matchers that only the thread may use until then
         self._receiver = WeightReceiver(model.device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor] | EngineError] | None = None
         self._loaded: WeightUpdate | None = None
@@ -172,6 +177,10 @@ class EmbeddedEngineCore:
             return Grammars(self._tokenizer(), self.model.config)
         except ModelError as error:
             raise GrammarError(f"The engine cannot follow a grammar: {error}") from error
+
+    @cached_property
+    def _mask_executor(self) -> LLExecutor:
+        return LLExecutor(torch.get_num_threads())
 
     def abort(self, request_ids: Collection[int] | None = None) -> list[Message]:
         """End these requests (None: all) with the tokens that they have. Unknown ids are ignored."""
@@ -300,7 +309,8 @@ class EmbeddedEngineCore:
         return answers
 
     def close(self) -> None:
-        """Release the received update."""
+        """Release the received update, and end the thread."""
+        self._mask_thread.shutdown()
         self._received = None
         self._receiver.close()
 
@@ -334,6 +344,9 @@ class EmbeddedEngineCore:
         slots = self._slots
         # The version of these tokens is fixed here: weights cannot change during a step.
         logits = run(slots.tokens[rows], slots.lengths[rows], rows.start)
+        for masks in self._pending_masks:  # computed since the last tokens, while the model ran
+            masks.result()
+        self._pending_masks.clear()
         tokens, logprobs, top = sample(logits, slots.sampling_rows(rows))
         for row, alternatives in top.items():
             slots.sequences[rows.start + row].top_logprobs.append(alternatives)
@@ -344,14 +357,21 @@ class EmbeddedEngineCore:
         broken = np.isnan(logprobs)
         ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
         failed: dict[int, GrammarError] = {}
-        for row in np.flatnonzero(slots.guided[rows] & ~ended):
-            matcher = slots.sequences[rows.start + int(row)].matcher
+        guided: list[GrammarMatcher] = []
+        for row in np.flatnonzero(slots.guided[rows]).tolist():
+            matcher = slots.sequences[rows.start + row].matcher
             assert matcher is not None, "the slot has a grammar"
             try:
-                matcher.advance([int(tokens[row])])
+                if matcher.error is not None:
+                    raise matcher.error
+                if not ended[row]:
+                    matcher.consume([int(tokens[row])])
+                    guided.append(matcher)
             except GrammarError as error:
-                failed[int(row)] = error
+                failed[row] = error
                 ended[row] = True
+        if guided:
+            self._pending_masks.append(self._mask_thread.submit(compute_masks, guided, self._mask_executor))
         every = slots.stream_every[rows]
         chunk_is_full = (every > 0) & (slots.lengths[rows] - slots.sent[rows] >= every)
         # A token that ends the response leaves with its stop reason, never in a chunk before.
