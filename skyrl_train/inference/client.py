@@ -420,7 +420,9 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         """Check that the engines support the request, and return its empty response."""
         can, params = self._pool.capabilities, request.params
         if params.structured is not None and not can.structured_output:
-            raise ConfigError("the engines cannot follow a grammar (structured output)")
+            raise ConfigError(
+                "the engines cannot follow a grammar; a vLLM server needs --scheduler-cls, see engines.md"
+            )
         if params.top_logprobs > can.max_top_logprobs:
             raise ConfigError(
                 f"the engines return at most {can.max_top_logprobs} top_logprobs, not {params.top_logprobs}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from vllm_engines import token_logprobs as reference
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.inference.client import InferenceEngineClient
-from skyrl_train.inference.interface import InferenceEngineOutput
+from skyrl_train.inference.interface import InferenceEngineOutput, SamplingParams, StopReason, StructuredOutput
+from skyrl_train.inference.requests import GenerationRequest
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.local_backend import LocalBackend
-from skyrl_train.types import PauseMode
+from skyrl_train.types import GrammarSpan, PauseMode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -111,7 +113,29 @@ async def test_engine_and_trainer_agree_over_a_conversation_interrupted_twice(vl
         assert logprob == pytest.approx(scores[seeds[version]][position].item(), abs=TOLERANCE)
 
 
-def score(backend: LocalBackend, tokens: list[int]) -> torch.Tensor:
+async def test_engine_and_trainer_agree_over_a_response_with_a_grammar_that_is_interrupted(vllm: Served) -> None:
+    client, words = client_of(vllm), StructuredOutput("regex", "(([a-c]{3}|7)x){100}")
+    update = await vllm.gather(tiny_model(1))
+    params = SamplingParams(max_tokens=480, temperature=0.9, seed=1, structured=words)
+    call = asyncio.create_task(client.complete(GenerationRequest([7, 8, 9], params)))
+    await vllm.sampled(5)
+    await client.load_weights(update, PauseMode.ABORT)
+    got = await call
+    assert (got.segments, got.restarts, len(set(got.versions)), got.stop_reason) == (2, 0, 2, StopReason.STOP)
+    assert re.fullmatch(words.value, got.text) and got.grammar is not None
+    tokens = [*got.prompt_token_ids, *got.token_ids]
+    for seed, version in zip((0, 1), sorted(set(got.versions)), strict=True):
+        backend = LocalBackend(vllm.folder, TrainerConfig(), 1, 0.9, 0)
+        for (_, mine), (_, theirs) in zip(backend.named_weights(), tiny_model(seed).named_parameters(), strict=True):
+            mine.data.copy_(theirs.data)
+        scores = score(backend, tokens, (got.grammar.moved(3),))[3:].tolist()
+        sampled = zip(scores, got.logprobs, got.versions, strict=True)
+        pairs = [(score, logprob) for score, logprob, of in sampled if of == version]
+        assert [logprob for _, logprob in pairs] == pytest.approx([score for score, _ in pairs], abs=TOLERANCE)
+    await vllm.sync_weights(0)
+
+
+def score(backend: LocalBackend, tokens: list[int], grammars: tuple[GrammarSpan, ...] = ()) -> torch.Tensor:
     """The trainer's log-prob of each token, [T]."""
     zeros = torch.zeros(len(tokens))
     sequence = TrainingSequence(
@@ -121,6 +145,7 @@ def score(backend: LocalBackend, tokens: list[int]) -> torch.Tensor:
         behaviour_logprobs=zeros,
         versions=torch.zeros(len(tokens), dtype=torch.int64),
         group_index=0,
+        grammars=grammars,
     )
     assert len(tokens) < CONTEXT
     return backend.forward_logprobs([sequence])[0]

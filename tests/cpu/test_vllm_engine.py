@@ -9,6 +9,7 @@ import json
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from vllm_engines import (
@@ -26,9 +27,11 @@ from vllm_engines import (
 )
 from vllm_engines import token_logprobs as reference
 
-from skyrl_train.errors import EngineError, RequestError
+from skyrl_train.errors import EngineError, GrammarError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import vllm_arguments
-from skyrl_train.inference.interface import InferenceEngineInput, StructuredOutput
+from skyrl_train.inference.engines.vllm.requests import EngineRequest
+from skyrl_train.inference.grammar import Grammars
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, StructuredOutput
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
 
@@ -156,9 +159,51 @@ async def test_each_way_in_which_a_response_ends_has_its_stop_reason(vllm: Serve
     assert all(ids.index(1) == len(ids) - 1 for ids in ended), "the end of sequence is a sampled token too"
 
 
+def masked_logprobs(
+    structured: StructuredOutput, tokens: list[int], temperature: float = 1.0, top_p: float = 1.0
+) -> list[float]:
+    """The reference: one plain forward pass, and a softmax over the tokens that the grammar allows at each place."""
+    grammars = Grammars(character_tokenizer(ALPHABET), tiny_model(0).config)
+    logits = full_logprobs(tiny_model(0), PROMPT, tokens) / temperature
+    found = []
+    for row, token, mask in zip(logits, tokens, grammars.replay(structured, tokens), strict=True):
+        allowed = torch.from_numpy(np.unpackbits(mask, bitorder="little")[:VOCAB]).bool()
+        kept = _kept(row.masked_fill(~allowed, -math.inf).softmax(-1), temperature, top_p=top_p)
+        found.append(math.log(kept[token] / kept.sum()))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+async def test_a_response_continues_in_its_grammar(vllm: Served, temperature: float) -> None:
+    words = StructuredOutput("regex", "(([a-c]{3}|7)x){9}")
+    filters = {"temperature": temperature, "top_p": 0.9} if temperature else {"temperature": 0.0}
+
+    async def answer(prompt: list[int], **params: object) -> InferenceEngineOutput:
+        return await vllm.engine.generate(
+            request(prompt, **{"structured": words, "ignore_eos": False, **filters, **params})
+        )
+
+    whole = (await answer(PROMPT, max_tokens=60))["response_ids"][0]
+    for cut in (1, 6, len(whole) - 2):
+        begun = whole[:cut]
+        going_on = dataclasses.replace(words, continued_tokens=cut)
+        output = await answer([*PROMPT, *begun], structured=going_on, max_tokens=60 - cut, min_tokens=60 - cut)
+        tokens = [*begun, *output["response_ids"][0]]
+        assert output["stop_reasons"] == ["stop"] and tokens[-1] == 1
+        assert temperature or tokens == whole
+        expected = masked_logprobs(words, tokens, **filters) if temperature else masked_logprobs(words, tokens)
+        assert output["response_logprobs"][0] == pytest.approx(expected[cut:], abs=TOLERANCE)
+
+
 async def test_a_grammar_is_followed(vllm: Served) -> None:
     tokenizer = character_tokenizer(ALPHABET)
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    schema["x-guidance"] = {"whitespace_flexible": False}  # else this model writes nothing but spaces
 
     async def answer(kind: str, value: str = "") -> str:
         params = {"structured": StructuredOutput(kind, value), "ignore_eos": False, "max_tokens": 60}
@@ -168,10 +213,59 @@ async def test_a_grammar_is_followed(vllm: Served) -> None:
 
     assert set(json.loads(await answer("json_schema", json.dumps(schema)))) == {"a"}
     assert await answer("regex", "(ab){2}c") == "ababc"
-    assert await answer("grammar", 'root ::= "x" "yz"') == "xyz"
+    assert await answer("grammar", 'start: "x" "yz"') == "xyz"
     assert (await answer("json_object")).startswith("{")
-    with pytest.raises(RequestError, match="rejects"):
+    with pytest.raises(GrammarError, match="unclosed group"):
         await answer("regex", "(unbalanced")
+    for unusable in (StructuredOutput("regex", "ABC"), StructuredOutput("regex", "ab", continued_tokens=1)):
+        with pytest.raises(GrammarError, match="cannot follow"):  # no such letters, or not the tokens of the prompt
+            await vllm.engine.generate(request(structured=unusable))
+    assert await answer("regex", "a{7}") == "a" * 7
+
+
+async def test_another_client_of_the_same_vllm_has_vllms_own_grammars(vllm: Served) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    link, _ = vllm.engine._alive()
+    made = link._sampling_params
+
+    def plain(asked: EngineRequest) -> SamplingParams:
+        params = made(asked)
+        params.structured_outputs = StructuredOutputsParams(choice=["abba", "cd"])
+        return params
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "_sampling_params", plain)
+        output = await vllm.engine.generate(request(ignore_eos=False))
+    text = character_tokenizer(ALPHABET).decode(output["response_ids"][0], skip_special_tokens=True)
+    assert text in ("abba", "cd")
+
+
+async def test_a_grammar_takes_drafts_back_and_refuses_what_it_does_not_allow(vllm: Served) -> None:
+    from skyrl_train.inference.engines.vllm.grammars import ResponseGrammar
+
+    tokenizer = character_tokenizer(ALPHABET)
+    grammars = Grammars(tokenizer, tiny_model(0).config)
+    grammar = ResponseGrammar(grammars.matcher(StructuredOutput("regex", "abc?")))
+    a, b, c, x = tokenizer.convert_tokens_to_ids([*"abcx"])
+    masks = torch.zeros((2, 3), dtype=torch.int32)  # wider than the vocabulary
+
+    def allowed() -> set[int]:
+        masks.fill_(-1)
+        grammar.fill_bitmask(masks, 1)
+        assert masks[0].eq(-1).all()
+        return set(np.unpackbits(masks[1].numpy().view(np.uint8), bitorder="little").nonzero()[0].tolist())
+
+    assert allowed() == {a}
+    assert grammar.validate_tokens([a, b, x]) == [a, b]
+    assert grammar.accept_tokens("r", [a, b]) and allowed() == {c, 1}
+    assert grammar.accept_tokens("r", [1]) and grammar.is_terminated()
+    grammar.rollback(2)
+    assert not grammar.is_terminated() and allowed() == {b}
+    assert not grammar.accept_tokens("r", [1]), "it is too early for an end"
+    assert not grammar.accept_tokens("r", [b]), "after an error, nothing is accepted"
+    assert len(allowed()) == 3 * 32, "vLLM samples one more token, which is refused"
 
 
 async def test_a_lower_priority_is_scheduled_first(vllm: Served) -> None:
@@ -274,7 +368,8 @@ async def test_health_counts(vllm: Served) -> None:
 
 async def test_unsupported_calls_are_rejected(vllm: Served) -> None:
     can = vllm.engine.capabilities
-    assert (can.max_model_len, can.sleep, can.adapters, can.structured_output) == (CONTEXT, False, False, True)
+    assert (can.max_model_len, can.sleep, can.adapters) == (CONTEXT, False, False)
+    assert (can.structured_output, can.grammar_continuation) == (True, True)
     assert can.pause_modes == frozenset(PauseMode)
     assert can.transports == {"shared_memory", "disk", "delta", "gloo"}
     with pytest.raises(EngineError, match="enable_sleep_mode"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,13 +22,19 @@ from vllm_read_back import EXTENSION, served_checksum
 from vllm_servers import KEY, FakeServer, VLLMServer, event, free_port, get, saying, whole
 
 from skyrl_train.config.schema import BuildModelConfig
-from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, GrammarError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
 from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
 from skyrl_train.inference.engines.vllm.remote_link import RemoteRequest
 from skyrl_train.inference.engines.vllm.remote_server import authorized, receives_weights
 from skyrl_train.inference.engines.vllm.remote_wire import GENERATE_PATH, parse_part, request_body
-from skyrl_train.inference.engines.vllm.requests import EngineRequest, Spans, token_versions
+from skyrl_train.inference.engines.vllm.requests import (
+    EngineRequest,
+    Spans,
+    grammar_spec,
+    read_grammar_spec,
+    token_versions,
+)
 from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StructuredOutput, TokenChunk
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
@@ -142,6 +149,34 @@ async def test_a_server_that_lacks_something_is_refused_with_the_remedy(
     fake.facts[fact] = value
     with pytest.raises(ConfigError, match=remedy):
         await RemoteVLLMEngine(fake.url).start()
+
+
+async def test_a_server_follows_grammars_with_our_scheduler_only(fake: FakeServer) -> None:
+    for there in (True, False):
+        fake.facts["structured_output"] = there
+        engine = RemoteVLLMEngine(fake.url)
+        await engine.start()
+        can = engine.capabilities
+        assert (can.structured_output, can.grammar_continuation) == (there, there)
+        await engine.teardown()
+
+
+def test_a_request_brings_the_tokens_that_its_grammar_has_seen() -> None:
+    words = StructuredOutput("regex", '"{*/}\\u00e9', continued_tokens=2)
+    params = SamplingParams(structured=words, stop_token_ids=(7, 8))
+    sent = request_body("r", EngineRequest([3, 4, 5], params, stream=False), "s")["sampling_params"][
+        "structured_outputs"
+    ]
+    assert read_grammar_spec(sent["json"]) == {
+        "kind": "regex",
+        "value": words.value,
+        "token_ids": [4, 5],
+        "stop_token_ids": [7, 8],
+    }
+    for other in ("true", '{"type": "object"}', '{"$comment": 7}', '{"$comment": "skyrl"}'):
+        assert read_grammar_spec(other) is None
+    begun = EngineRequest([3], dataclasses.replace(params, structured=StructuredOutput("json_object")), stream=False)
+    assert (read_grammar_spec(grammar_spec(begun) or "") or {})["token_ids"] == []
 
 
 async def test_a_plain_vllm_server_and_a_wrong_key_are_told_apart(fake: FakeServer) -> None:
@@ -666,9 +701,13 @@ async def test_weights_travel_through_a_folder_where_memory_is_not_shared(
 @on_the_modules_loop
 async def test_a_grammar_is_followed_and_a_broken_one_refused(engine: RemoteVLLMEngine) -> None:
     digits = StructuredOutput("regex", "[0-3]{4}")
-    output = await engine.generate(request(max_tokens=4, structured=digits))
-    assert all(3 <= token <= 6 for token in output["response_ids"][0])  # the tokens of the characters 0 to 3
-    with pytest.raises(RequestError):
+    output = await engine.generate(request(max_tokens=4, temperature=0.0, structured=digits))
+    (whole,) = output["response_ids"]
+    assert all(3 <= token <= 6 for token in whole)  # the tokens of the characters 0 to 3
+    rest = dataclasses.replace(digits, continued_tokens=3)
+    output = await engine.generate(request([3, 4, 5, *whole[:3]], max_tokens=9, temperature=0.0, structured=rest))
+    assert (output["response_ids"], output["stop_reasons"]) == ([[whole[3], 1]], ["stop"])
+    with pytest.raises(GrammarError, match="unclosed"):
         await engine.generate(request(structured=StructuredOutput("regex", "[")))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from vllm_forks import fork_server_command
 from vllm_read_back import EXTENSION
 
+from skyrl_train.inference.engines.vllm.arguments import SCHEDULER
 from skyrl_train.inference.engines.vllm.remote_server import ENGINE_PATH, MIDDLEWARE, REQUESTS_PATH
 from skyrl_train.inference.engines.vllm.remote_wire import GENERATE_PATH
 from skyrl_train.weight_sync.shared_area import machine
@@ -52,6 +53,7 @@ class VLLMServer:
             "logprobs-mode": "processed_logprobs",
             "scheduling-policy": "priority",
             "worker-extension-cls": EXTENSION,
+            "scheduler-cls": SCHEDULER,
             "middleware": MIDDLEWARE,
             **options,
         }

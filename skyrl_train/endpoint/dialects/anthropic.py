@@ -230,7 +230,9 @@ class CountTokensBody(RequestBody):
             variants("type", "auto, any, tool or none"),
         ]
         | None
-    ) = Field(None, description="auto, none, any (one call) or a tool by name; forced calls on embedded engines")
+    ) = Field(
+        None, description="auto, none, any (one call) or a tool by name; forced calls where the engines can be guided"
+    )
     thinking: (
         Annotated[
             Annotated[ThinkingEnabled, Tag("=enabled")]

@@ -239,7 +239,7 @@ class ChatService:
         if request.tool_choice == "required":
             if not ours:
                 raise ConfigError(
-                    "tool_choice: these engines cannot force a call. Ask for the call in a message, or use embedded engines."
+                    "tool_choice: these engines cannot force a call. Ask for the call in a message, or use engines with grammars."
                 )
             names = [tool["function"]["name"] for tool in request.tools]
             if not names or request.forced_tool not in (None, *names):

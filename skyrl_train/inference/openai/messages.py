@@ -187,4 +187,4 @@ TEXT_OR_NAMED = Discriminator(lambda choice: "=text" if isinstance(choice, str) 
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("=text")] | Annotated[NamedTool, Tag("=named")], TEXT_OR_NAMED
 ]
-FORCED_NOTE = "auto, none, required (one call) or a named function; forced calls on embedded engines"
+FORCED_NOTE = "auto, none, required (one call) or a named function; forced calls where the engines can be guided"

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, GrammarError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import (
     OWNER_VARIABLE,
     VLLMSettings,
@@ -33,8 +33,10 @@ from skyrl_train.inference.engines.vllm.requests import (
     EngineRequest,
     InFlightRequest,
     VLLMLink,
+    grammar_spec,
     token_versions,
 )
+from skyrl_train.inference.grammar import end_token_ids
 from skyrl_train.inference.interface import TokenChunk, TopLogprobs
 from skyrl_train.runtime.concurrency import Signal
 from skyrl_train.types import PauseMode
@@ -128,6 +130,7 @@ class AsyncLLMAdapter(VLLMLink):
     Attributes:
         max_model_len: tokens of prompt and response together.
         vocab_size: token ids below this are valid in a prompt.
+        end_token_ids: tokens that end a response under a grammar.
         on_cpu: the installed vLLM is a CPU build.
         streams_chunks: this vLLM lets each request choose how many tokens a streamed output has.
     """
@@ -141,6 +144,8 @@ class AsyncLLMAdapter(VLLMLink):
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.on_cpu = bool(current_platform.is_cpu())
         self.streams_chunks = "stream_interval" in SamplingParams.__struct_fields__
+        config = llm.model_config
+        self.end_token_ids = () if config.skip_tokenizer_init else end_token_ids(llm.get_tokenizer(), config.hf_config)
         self._llm = llm
         self._keys = itertools.count()
         self._outputs = OutputQueue(lambda error: self.die(f"its process ended ({type(error).__name__})"))
@@ -194,15 +199,7 @@ class AsyncLLMAdapter(VLLMLink):
     def _sampling_params(self, request: EngineRequest) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-        params, structured = request.params, None
-        if params.structured is not None:
-            kind, value = params.structured.kind, params.structured.value
-            structured = StructuredOutputsParams(
-                json_object=True if kind == "json_object" else None,
-                json=value if kind == "json_schema" else None,
-                regex=value if kind == "regex" else None,
-                grammar=value if kind == "grammar" else None,
-            )
+        params, grammar = request.params, grammar_spec(request)
         chunks: dict[str, Any] = {}
         # Older releases reject the field.
         if request.chunk_tokens > 1 and self.streams_chunks:
@@ -222,7 +219,7 @@ class AsyncLLMAdapter(VLLMLink):
             logprobs=params.top_logprobs,
             flat_logprobs=True,
             detokenize=False,
-            structured_outputs=structured,
+            structured_outputs=None if grammar is None else StructuredOutputsParams(json=grammar),
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         )
 
@@ -368,10 +365,13 @@ def completion_chunk(in_flight: InFlightRequest, completion: Any) -> TokenChunk:
     """Return the tokens that are new in ``completion`` (vLLM's ``CompletionOutput``) and count them as delivered.
 
     Raises:
+        GrammarError: the grammar cannot be followed.
         EngineError: vLLM failed this request, or gave no log-probs.
     """
     reason = completion.finish_reason
     if reason is not None and reason not in STOP_REASONS:
+        if in_flight.request.params.structured is not None:
+            raise GrammarError("vLLM cannot follow the grammar; look above for its own message.")
         raise EngineError(f"vLLM ended a request with {reason!r}; look above for its own message.")
     token_ids = list(completion.token_ids)
     # vLLM 0.26 ends an aborted stream with no token and, once more, all log-probs: they come after those of `token_ids`.

@@ -22,6 +22,7 @@ from skyrl_train.types import PauseMode
 
 WORKER_EXTENSION = "skyrl_train.inference.engines.vllm.worker.WorkerExtension"
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+SCHEDULER = "skyrl_train.inference.engines.vllm.grammars.scheduler"
 OWNER_VARIABLE = "SKYRL_TRAIN_ENGINE_OWNER"  # id of the process that vLLM's workers end with
 POLICY_ADAPTER = 2**31 - 1  # vLLM's number of the policy's adapter; users' adapters count from 1
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can reserve memory for
@@ -167,6 +168,7 @@ def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: 
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
+        "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
     }
     if settings.devices:
@@ -209,13 +211,15 @@ def capabilities(
 ) -> EngineCapabilities:
     """Return what an engine with these settings can do."""
     arguments = settings.engine_args
+    grammars = not arguments.get("skip_tokenizer_init") and arguments.get("scheduler_cls", SCHEDULER) == SCHEDULER
     return EngineCapabilities(
         pause_modes=frozenset(PauseMode),
         transports=frozenset({"shared_memory", "disk", "delta", "gloo", *(() if on_cpu else ("cuda_ipc",))}),
         max_model_len=max_model_len,
         sleep=bool(arguments.get("enable_sleep_mode")) and not on_cpu,
         max_top_logprobs=int(arguments.get("max_logprobs", DEFAULT_MAX_LOGPROBS)),
-        structured_output=not arguments.get("skip_tokenizer_init"),
+        structured_output=grammars,
+        grammar_continuation=grammars,
         priorities=arguments.get("scheduling_policy", "priority") == "priority",
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,

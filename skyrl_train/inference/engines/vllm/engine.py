@@ -32,6 +32,7 @@ from skyrl_train.errors import EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter, lora_request, shut_down, start_async_llm
 from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER, VLLMSettings, capabilities
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, RequestTracker, VLLMLink
+from skyrl_train.inference.grammar import check_grammar
 from skyrl_train.inference.interface import (
     EngineCapabilities,
     EngineHealth,
@@ -69,6 +70,7 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         self._gone = "it was not started; call start() first"  # why there is no link
         self._requests: RequestTracker | None = None  # of the last start
         self._vocab_size: int | None = None  # None: vLLM itself checks token ids
+        self._end_token_ids: Sequence[int] = ()  # of a response under a grammar
         self._paused: PauseMode | None = None
         self._asleep: set[str] = set()  # the kinds of memory that vLLM has given back
         self._resumed = asyncio.Event()  # ends a pause that is still draining
@@ -108,11 +110,11 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
 
     async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
         """See the interface. All prompts share the sampling parameters, a given seed included."""
-        parsed = self._parse(engine_input, stream=False)
+        parsed = await self._parse(engine_input, stream=False)
         return output_of(await gather_or_cancel(self._whole(request) for request in parsed))
 
     async def stream(self, engine_input: InferenceEngineInput) -> AsyncIterator[TokenChunk]:
-        parsed = self._parse(engine_input, stream=True)
+        parsed = await self._parse(engine_input, stream=True)
         if len(parsed) != 1:
             raise EngineError(f"stream() takes exactly one prompt, got {len(parsed)}.")
         requests = self._alive()[1]
@@ -124,11 +126,12 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         async with contextlib.aclosing(self._alive()[1].chunks(request)) as chunks:
             return await anext(chunks)
 
-    def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
+    async def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
         """Check the input as a whole, so that a bad prompt leaves none of its call in vLLM.
 
         Raises:
             RequestError: one of the requests cannot be served.
+            GrammarError: the grammar cannot be compiled.
             EngineError: there are no token ids.
         """
         self._alive()
@@ -144,6 +147,11 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
                 f"top_logprobs is {params.top_logprobs}, this engine gives at most {can.max_top_logprobs}; raise vLLM's "
                 "max_logprobs (engine_args.max_logprobs, or --max-logprobs of a server)."
             )
+        if params.structured is not None:
+            await check_grammar(params.structured)  # vLLM would not say what is wrong with it
+            # The grammar alone decides where the response may end.
+            stop_token_ids = (*params.stop_token_ids, *self._end_token_ids)
+            params = dataclasses.replace(params, min_tokens=0, ignore_eos=False, stop_token_ids=stop_token_ids)
         # Resolved once, so that all prompts of the call use the same adapter.
         lora = self._lora(engine_input.get("adapter"))
         priority = int(engine_input.get("priority", 0)) if can.priorities else 0
@@ -409,7 +417,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         self._capabilities = capabilities(
             settings, max_model_len=link.max_model_len, on_cpu=link.on_cpu, streams_chunks=link.streams_chunks
         )
-        self._vocab_size = link.vocab_size
+        self._vocab_size, self._end_token_ids = link.vocab_size, link.end_token_ids
         self._received = None
         self._adapters.clear()
         if settings.lora_rank:
@@ -477,10 +485,10 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         if not self._asleep:
             await link.pause(PauseMode.KEEP)  # vLLM schedules by itself once all its memory is back
 
-    def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
+    async def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
         if self._alive()[1].version < 0 and (self._settings.load_format == "dummy" or self._settings.lora_rank):
             raise RequestError("The engine has no weights yet; sync the policy's weights before the first generate().")
-        return super()._parse(engine_input, stream)
+        return await super()._parse(engine_input, stream)
 
     # Weights and adapters -----------------------------------------------------------------------------------------
 

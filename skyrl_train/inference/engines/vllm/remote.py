@@ -81,6 +81,7 @@ class RemoteVLLMEngine(VLLMEngineBase[ServerLink]):
             await connection.close()
             raise
         self._instance, self._capabilities = info.instance, info.capabilities()
+        self._end_token_ids = info.end_token_ids
         self._connected = ServerLink(connection, info.instance, version, self._on_death)
         self._begin(self._connected, version)
 

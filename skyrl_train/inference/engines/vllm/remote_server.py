@@ -22,7 +22,8 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
+from skyrl_train.inference.engines.vllm.arguments import SCHEDULER, WORKER_EXTENSION
+from skyrl_train.inference.grammar import end_token_ids
 from skyrl_train.weight_sync.shared_area import machine
 
 Scope = MutableMapping[str, Any]
@@ -66,6 +67,7 @@ class EngineRoutes:
 
     async def _engine(self, state: Any) -> dict[str, Any]:
         engine, config = state.engine_client, state.vllm_config
+        grammars = not config.model_config.skip_tokenizer_init and config.scheduler_config.scheduler_cls == SCHEDULER
         facts = {
             "instance": self._instance,
             "machine": machine(),
@@ -77,7 +79,8 @@ class EngineRoutes:
             "max_logprobs": int(config.model_config.max_logprobs),
             "priorities": config.scheduler_config.policy == "priority",
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
-            "structured_output": not config.model_config.skip_tokenizer_init,
+            "structured_output": grammars,
+            "end_token_ids": end_token_ids(engine.get_tokenizer(), config.model_config.hf_config) if grammars else [],
             "token_endpoint": bool(getattr(state.args, "enable_scale_out", False)),
             "server_processes": int(getattr(state.args, "api_server_count", None) or 1),
             "data_parallel_size": int(config.parallel_config.data_parallel_size),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import ConfigError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
-from skyrl_train.inference.engines.vllm.requests import STOP_REASONS, EngineRequest, Spans
-from skyrl_train.inference.interface import EngineCapabilities, StopReason, StructuredOutput, TopLogprobs
+from skyrl_train.inference.engines.vllm.requests import STOP_REASONS, EngineRequest, Spans, grammar_spec
+from skyrl_train.inference.interface import EngineCapabilities, StopReason, TopLogprobs
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_area import machine
 
@@ -29,10 +29,11 @@ class ServerInfo:
     max_logprobs: int
     priorities: bool
     prefix_caching: bool
-    structured_output: bool
+    structured_output: bool  # by our grammars
     token_endpoint: bool
     server_processes: int
     weight_reception: bool
+    end_token_ids: Sequence[int] = ()
     data_parallel_size: int = 1
     weight_version: str = ""
     paused: bool = False
@@ -77,6 +78,7 @@ class ServerInfo:
             max_model_len=self.max_model_len,
             max_top_logprobs=self.max_logprobs - 1,
             structured_output=self.structured_output,
+            grammar_continuation=self.structured_output,
             priorities=self.priorities,
         )
 
@@ -91,7 +93,7 @@ def parse_version(label: str) -> int:
 
 def request_body(request_id: str, request: EngineRequest, salt: str) -> dict[str, Any]:
     """Return the body of a request to ``GENERATE_PATH``: token ids in, token ids out."""
-    params = request.params
+    params, grammar = request.params, grammar_spec(request)
     return {
         "request_id": request_id,
         "token_ids": request.prompt,
@@ -111,19 +113,9 @@ def request_body(request_id: str, request: EngineRequest, salt: str) -> dict[str
             # The server sends this many entries, of which the sampled token is one.
             "logprobs": params.top_logprobs + 1 if params.top_logprobs else 0,
             "detokenize": False,
-            "structured_outputs": None if params.structured is None else _structured(params.structured),
+            "structured_outputs": None if grammar is None else {"json": grammar},
         },
     }
-
-
-def _structured(structured: StructuredOutput) -> dict[str, Any]:
-    match structured.kind:
-        case "json_object":
-            return {"json_object": True}
-        case "json_schema":
-            return {"json": structured.value}
-        case kind:
-            return {kind: structured.value}
 
 
 @dataclass(frozen=True, slots=True)

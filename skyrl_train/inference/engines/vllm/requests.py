@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -33,6 +34,7 @@ VLLM_PAUSE_MODES = {
     PauseMode.ABORT: "abort",
     PauseMode.WAIT: "wait",
 }
+_GRAMMAR = "skyrl_train: "  # begins the comment in a request's JSON schema
 # vLLM's finish reasons; "error" is not among them, it is raised.
 STOP_REASONS = {
     "stop": StopReason.STOP,
@@ -74,6 +76,33 @@ class InFlightRequest:
     submission: asyncio.Future[None] | None = None
     restart: bool = False
     delivered: int = 0
+
+
+def grammar_spec(request: EngineRequest) -> str | None:
+    """Return the grammar of a request as the JSON schema that ``grammars.GrammarBackend`` reads; None without one.
+
+    The schema has all in a comment: vLLM checks it before our backend sees it, and would reject other keywords.
+    """
+    structured = request.params.structured
+    if structured is None:
+        return None
+    grammar = {
+        "kind": structured.kind,
+        "value": structured.value,
+        "token_ids": request.prompt[len(request.prompt) - structured.continued_tokens :],
+        "stop_token_ids": request.params.stop_token_ids,
+    }
+    return json.dumps({"type": "null", "$comment": _GRAMMAR + json.dumps(grammar)})
+
+
+def read_grammar_spec(spec: str) -> dict[str, Any] | None:
+    """Return what :func:`grammar_spec` has packed; None for the JSON schema of another client."""
+    schema = json.loads(spec)
+    comment = schema.get("$comment") if isinstance(schema, dict) else None
+    if not isinstance(comment, str) or not comment.startswith(_GRAMMAR):
+        return None
+    grammar: dict[str, Any] = json.loads(comment.removeprefix(_GRAMMAR))
+    return grammar
 
 
 def token_versions(spans: Spans, first: int, count: int) -> list[int]:
