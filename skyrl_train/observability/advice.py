@@ -362,10 +362,11 @@ ALARMS: tuple[Rule, ...] = (
     prompts_too_long,
     failing_rollouts,
     constant_reward,
-    no_signal,
-    truncated_responses,
+    # Causes before what follows from them: a collapsed policy has groups without signal, and often endless responses.
     engine_gap,
     entropy_collapse,
+    no_signal,
+    truncated_responses,
     low_effective_sample_size,
     rewritten_history,
     stuck_group,

@@ -105,10 +105,10 @@ CASES: dict[str, tuple[Callable[[list[Row]], None], list[Row], str]] = {
     ),
     "failing-rollouts": (with_({}), [retried("old", 500), retried("it raised\n\x1b[31mKeyError")], "1 attempt failed"),
     "constant-reward": (with_(EQUAL, 5), [], "0"),
-    "no-signal": (with_({"reward/zero_variance_groups": 0.75}), [], "75%"),
-    "truncated-responses": (with_({"generate/truncated": 0.5}), [], "50%"),
     "engine-gap": (with_({"off_policy/engine_gap": 0.2}), [], "0.2"),
     "entropy-collapse": (with_({"loss/entropy": 0.06}), [], "0.06 nats, 2%"),
+    "no-signal": (with_({"reward/zero_variance_groups": 0.75}), [], "75%"),
+    "truncated-responses": (with_({"generate/truncated": 0.5}), [], "50%"),
     "low-effective-sample-size": (with_({"off_policy/ess": 0.1}), [], "0.10"),
     "rewritten-history": (with_({"generate/drifted_turns": 2.0}), [], "50%"),
     "stuck-group": (with_({"generate/latency_s_oldest": 200.0}, 1), [], "200 s"),
@@ -181,6 +181,16 @@ def test_tuning_waits_until_alarms_are_over() -> None:
     rows = healthy(30)
     with_({"time/wait_for_batch": 5.0, "generate/truncated": 0.5})(rows)
     assert [advice.id for advice in advise(rows, [], SETTINGS)] == ["truncated-responses"]
+
+
+def test_the_alarm_about_a_cause_comes_before_those_about_its_effects() -> None:
+    rows = healthy(30)
+    with_({"loss/entropy": 0.0, "reward/zero_variance_groups": 1.0, "generate/truncated": 1.0})(rows)
+    assert [advice.id for advice in advise(rows, [], SETTINGS)] == [
+        "entropy-collapse",
+        "no-signal",
+        "truncated-responses",
+    ]
 
 
 def test_failures_before_the_first_step_are_an_alarm() -> None:
