@@ -43,7 +43,7 @@ export function Engines({ run, ticks }) {
 export function Verdict({ run, info }) {
   const percent = Math.floor(info.step / Math.max(1, (info.total_steps ?? 0) / 100));
   const { data } = useAnswer(() => get("verdict", { run }), run, `${percent} ${info.state}`);
-  return data && html`<div class="card verdict">${data.map((sentence) => html`<div><${Text}>${sentence}<//></div>`)}</div>`;
+  return data && html`<div class="card verdict"><h2>The whole run</h2>${data.map((sentence) => html`<div><${Text}>${sentence}<//></div>`)}</div>`;
 }
 
 // The alarms or the tuning advice after the last step. Other views than the overview have the most urgent alarm only.
