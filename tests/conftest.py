@@ -57,11 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis takes the seed
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until everything is imported: there is no garbage, and a walk through all of it takes a second
     config.stash[FORKS] = Forks()
     if config.getoption("numprocesses", None):
         python = asking_python(config.stash[FORKS].address)
         config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
+    else:
+        gc.disable()  # until everything is imported: there is no garbage, and a walk through all of it takes a second
     room = config.getoption("--room")
     if room is not None and room not in ROOMS:
         problem = "" if room == "list" else f"there is no room {room!r}. "

@@ -43,8 +43,8 @@ def ask(
 if __name__ == "__main__" and sys.argv[1] != "--serve":
     here = os.getcwd()  # noqa: PTH109  pathlib takes as long to import as all the rest
     with ask(sys.argv[1], sys.argv[2:], dict(os.environ), {0: 0, 1: 1, 2: 2}, folder=here, new_session=False) as server:
-        server.recv(NUMBER_BYTES)  # it has the descriptors
-    sys.exit()
+        begun = server.recv(NUMBER_BYTES)  # it has the descriptors
+    sys.exit(not begun)
 
 import atexit  # noqa: E402
 import fcntl  # noqa: E402
@@ -192,7 +192,7 @@ class ForkedProcess:
         self._server = ask(address, [*command[1:]], environment, descriptors, **how)
         for descriptor in ours:
             os.close(descriptor)
-        self.pid = int.from_bytes(self._server.recv(NUMBER_BYTES), "big")
+        self.pid = self._number()
 
     def poll(self) -> int | None:
         return self.ended(0)
@@ -212,9 +212,14 @@ class ForkedProcess:
     def ended(self, within_s: float | None) -> int | None:
         """The exit code, or None where it still runs after ``within_s``."""
         if self.returncode is None and select.select([self._server], [], [], within_s)[0]:
-            self.returncode = int.from_bytes(self._server.recv(NUMBER_BYTES), "big", signed=True)
+            self.returncode = self._number()
             self._server.close()
         return self.returncode
+
+    def _number(self) -> int:
+        said = self._server.recv(NUMBER_BYTES)
+        assert len(said) == NUMBER_BYTES, "the server that forks programs has ended; its output says why"
+        return int.from_bytes(said, "big", signed=True)
 
 
 # The server ----------------------------------------------------------------------------------------------------------
@@ -266,7 +271,7 @@ def serve(address: str) -> None:
             for descriptor in descriptors:
                 os.close(descriptor)
             with suppress(OSError):
-                asker.send(pid.to_bytes(NUMBER_BYTES, "big"))
+                asker.send(pid.to_bytes(NUMBER_BYTES, "big", signed=True))
             running[os.pidfd_open(pid)] = (pid, asker)
 
 

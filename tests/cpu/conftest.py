@@ -17,7 +17,7 @@ import composition
 import numpy as np
 import pytest
 import torch
-from forked_runs import ForkServer
+from forked_runs import ForkedRuns
 from forks import FORKS, Forks
 from ray_worlds import ray_nodes, two_processes  # noqa: F401
 from training_worlds import folder, one_compute_thread  # noqa: F401
@@ -34,9 +34,9 @@ def forks(pytestconfig: pytest.Config) -> Forks:
 
 
 @pytest.fixture(scope="session")
-def fork_server(forks: Forks) -> ForkServer:
+def forked_runs(forks: Forks) -> ForkedRuns:
     """Runs commands of the library, and scripts, in such processes."""
-    return ForkServer(forks)
+    return ForkedRuns(forks)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -85,7 +85,7 @@ def print_tasks(*_: object) -> None:
     sys.stderr.write(STACKS_END)
 
 
-class ForkServer:
+class ForkedRuns:
     """Starts runs and kills them."""
 
     def __init__(self, forks: Forks) -> None:

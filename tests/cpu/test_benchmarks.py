@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkServer
+from forked_runs import ForkedRuns
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # A command line, and a part of what it prints when it has measured.
@@ -66,8 +66,8 @@ TRL = ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL'
 @pytest.mark.parametrize(
     ("line", "printed"), [*QUICK, *(pytest.param(*benchmark, marks=pytest.mark.slow) for benchmark in SLOW)]
 )
-def test_a_benchmark_runs(fork_server: ForkServer, tmp_path: Path, line: str, printed: str) -> None:
-    assert printed in printed_by_fork(fork_server, line, tmp_path)
+def test_a_benchmark_runs(forked_runs: ForkedRuns, tmp_path: Path, line: str, printed: str) -> None:
+    assert printed in printed_by_fork(forked_runs, line, tmp_path)
 
 
 @pytest.mark.slow
@@ -85,29 +85,29 @@ def test_the_benchmark_against_trl_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_and_the_plot_of_finished_measurements(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_the_table_and_the_plot_of_finished_measurements(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     plot = "staleness_price strictness --batch 4 --steps 12 --tails 2 --bounds 0 1 --plot price.svg"
-    printed_by_fork(fork_server, plot, tmp_path)
+    printed_by_fork(forked_runs, plot, tmp_path)
     assert (tmp_path / "price.svg").read_text().startswith("<?xml")
     table = "policy_learning --out rows.jsonl --table"
-    assert "| policy | TIS |" in printed_by_fork(fork_server, table, tmp_path)
+    assert "| policy | TIS |" in printed_by_fork(forked_runs, table, tmp_path)
 
 
 def test_the_model_of_the_comparison_with_peers_is_as_fast_as_the_real_trainer(
-    fork_server: ForkServer, tmp_path: Path
+    forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     line, row = PEERS
-    printed = printed_by_fork(fork_server, line, tmp_path)
+    printed = printed_by_fork(forked_runs, line, tmp_path)
     figures = re.search(r"model (\S+), real trainer (\S+)", printed)
     assert figures is not None and figures[1] == figures[2]
     assert row in printed
 
 
-def printed_by_fork(fork_server: ForkServer, line: str, folder: Path) -> str:
+def printed_by_fork(forked_runs: ForkedRuns, line: str, folder: Path) -> str:
     """What the command prints in a process that has imported everything; its working directory is ``folder``."""
     name, *arguments = line.split()
     output = folder / "output.log"
-    code = fork_server.run(output, arguments, script=BENCHMARKS / f"{name}.py")
+    code = forked_runs.run(output, arguments, script=BENCHMARKS / f"{name}.py")
     assert code == 0, output.read_text()
     return output.read_text()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_worlds import DAMAGES, damage
-from forked_runs import ForkServer
+from forked_runs import ForkedRuns
 from harness import Harness
 from recorded import samples_of
 from safetensors.torch import load_file
@@ -52,12 +52,12 @@ def command(folder: Path, kind: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def finished(
-    request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, forked_runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
     """The kind of a run, and its folder after its last step, with the checkpoints of steps 2, 4 and 6."""
     pytest.importorskip("peft")
     root = tmp_path_factory.mktemp(request.param)
-    assert fork_server.run(root / "run.log", command(root / "run", request.param)) == 0, (root / "run.log").read_text()
+    assert forked_runs.run(root / "run.log", command(root / "run", request.param)) == 0, (root / "run.log").read_text()
     return request.param, root / "run"
 
 
@@ -90,14 +90,14 @@ def test_damage_of_any_file_leads_to_the_checkpoint_before(finished: tuple[str, 
     ("name", "how"), [("policy/policy.safetensors", "overwrite"), ("rollout_state.json", "truncate")]
 )
 def test_the_run_ends_as_if_it_had_been_stopped_at_the_checkpoint_before(
-    finished: tuple[str, Path], fork_server: ForkServer, tmp_path: Path, name: str, how: str
+    finished: tuple[str, Path], forked_runs: ForkedRuns, tmp_path: Path, name: str, how: str
 ) -> None:
     kind, whole = finished
     run, output = tmp_path / "run", tmp_path / "run.log"
     shutil.copytree(whole, run)
     (run / "finished.json").unlink()
     damage(run / "checkpoints" / "global_step_6" / name, how)
-    assert fork_server.run(output, command(run, kind)) == 0, output.read_text()
+    assert forked_runs.run(output, command(run, kind)) == 0, output.read_text()
     (line,) = [line for line in output.read_text().splitlines() if "Damage" in line]
     assert f"global_step_6 ({name} " in line and line.endswith("The run resumes from global_step_4 instead.")
     assert "resuming after step 4" in output.read_text()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkServer
+from forked_runs import ForkedRuns
 from recipe_worlds import retriever
 from repeated_runs import BOUND_ZERO, RECIPES, SYNCHRONOUS, Outcome, assert_equal, command, outcome
 
@@ -21,7 +21,7 @@ Run = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
-def run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(forked_runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs a recipe, and gives a run that was made before again."""
     with retriever() as url:
 
@@ -31,7 +31,7 @@ def run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> It
             folder = tmp_path_factory.mktemp(recipe)
             search = [f"environment.kwargs.retriever_url={url}"] if recipe == "search" else []
             output = folder / "output.log"
-            code = fork_server.run(output, command(recipe, folder, *search, *overrides), script=script)
+            code = forked_runs.run(output, command(recipe, folder, *search, *overrides), script=script)
             assert code == 0, output.read_text()
             return outcome(folder)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import ForkServer
+from forked_runs import ForkedRuns
 from forks import Forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "async"
@@ -22,26 +22,26 @@ SIMPLE = {"quickstart", "synchronous", "multi_turn", "custom_generator"}
 MODES = {path.stem for path in (EXAMPLES / "modes").glob("*.py")} - {"decoupled_stages"}
 
 
-def train(fork_server: ForkServer, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+def train(forked_runs: ForkedRuns, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     """The rows of the two steps that the example trains."""
     output = folder / "output.log"
     arguments = [*SHORT, *overrides, f"trainer.run_dir={folder / 'run'}"]
-    assert fork_server.run(output, arguments, script=EXAMPLES / f"{name}.py") == 0, output.read_text()
+    assert forked_runs.run(output, arguments, script=EXAMPLES / f"{name}.py") == 0, output.read_text()
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     return rows
 
 
 @pytest.mark.parametrize("name", sorted(SIMPLE) + [f"modes/{name}" for name in sorted(MODES)])
-def test_an_example_trains(fork_server: ForkServer, tmp_path: Path, name: str) -> None:
-    train(fork_server, tmp_path, name)
+def test_an_example_trains(forked_runs: ForkedRuns, tmp_path: Path, name: str) -> None:
+    train(forked_runs, tmp_path, name)
 
 
 def test_decoupled_stages_have_a_reward_function_and_a_reference_in_processes_of_their_own(
-    fork_server: ForkServer, tmp_path: Path
+    forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     no_warmup = "trainer.policy.optimizer_config.num_warmup_steps=0"
-    first, second = train(fork_server, tmp_path, "modes/decoupled_stages", no_warmup)
+    first, second = train(forked_runs, tmp_path, "modes/decoupled_stages", no_warmup)
     assert first["policy/kl_to_reference"] == pytest.approx(0.0, abs=1e-6), "the policy is the reference still"
     assert second["policy/kl_to_reference"] > 1e-5
     for stage in ("reward", "reference"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from faults import HANGS, SCRIPTED, Fault
-from forked_runs import RAISED, ForkServer
+from forked_runs import RAISED, ForkedRuns
 from safetensors.torch import load_file
 
 GROUPS, PROMPTS = 2, 9  # an epoch's tail flows into the next one's first step
@@ -52,7 +52,7 @@ def history(folder: Path, steps: int) -> list[int]:
     return [group_index for row in rows for group_index in row["group_indices"]]
 
 
-def kill_and_finish(fork_server: ForkServer, root: Path, mode: str, steps: int, kills: int, seed: int) -> list[Path]:
+def kill_and_finish(forked_runs: ForkedRuns, root: Path, mode: str, steps: int, kills: int, seed: int) -> list[Path]:
     """Kills at random moments, every second process only once its loop has trained a step; then lets the run finish.
 
     A machine may be so fast that a run ends between two kills; the kills then go on in another one. Returns all runs.
@@ -65,13 +65,13 @@ def kill_and_finish(fork_server: ForkServer, root: Path, mode: str, steps: int, 
         in_loop = killed % 2 == 1
         kill_after_s = rng.uniform(0.0, 0.25 if in_loop else 2.0)
         once_printed = "step " if in_loop else ""
-        code = fork_server.run(output, command(runs[-1], mode, steps), kill_after_s, once_printed=once_printed)
+        code = forked_runs.run(output, command(runs[-1], mode, steps), kill_after_s, once_printed=once_printed)
         assert code in (None, 0), output.read_text()
         if code == 0:
             runs.append(root / f"run-{len(runs)}")
         else:
             killed += 1
-    assert fork_server.run(output, command(runs[-1], mode, steps)) == 0, output.read_text()
+    assert forked_runs.run(output, command(runs[-1], mode, steps)) == 0, output.read_text()
     return runs
 
 
@@ -122,8 +122,8 @@ ENDS = (
 class Lives:
     """One run that ends again and again; once it has trained to its end, the next one begins."""
 
-    def __init__(self, server: ForkServer, root: Path, mode: str, steps: int, rng: random.Random) -> None:
-        self._server, self._root, self._mode, self._steps, self._rng = server, root, mode, steps, rng
+    def __init__(self, forked: ForkedRuns, root: Path, mode: str, steps: int, rng: random.Random) -> None:
+        self._forked, self._root, self._mode, self._steps, self._rng = forked, root, mode, steps, rng
         self._output = root / "output.log"
         self._runs = [root / "run-0"]
         self._survived = 0  # runs in succession that had trained their last step before they were ended
@@ -169,7 +169,7 @@ class Lives:
 
     def _run(self, **how: Any) -> int | None:
         arguments = [*command(self._runs[-1], "sync", self._steps), *MODES[self._mode]]
-        return self._server.run(self._output, arguments, **how)
+        return self._forked.run(self._output, arguments, **how)
 
 
 # By default each trainer, groups that are not trained, and steps that begin early. All kinds of ends are among them.
@@ -184,9 +184,9 @@ BY_DEFAULT = {"sync", "one_step_off", "partial_rollout", "filter", "streaming"}
     ],
 )
 def test_however_a_run_ends_every_prompt_is_trained_once_per_epoch(
-    fork_server: ForkServer, tmp_path: Path, mode: str, first: int, ends: int
+    forked_runs: ForkedRuns, tmp_path: Path, mode: str, first: int, ends: int
 ) -> None:
-    lives = Lives(fork_server, tmp_path, mode, steps=8 if ends == 2 else 12, rng=random.Random(f"{mode} {ends}"))
+    lives = Lives(forked_runs, tmp_path, mode, steps=8 if ends == 2 else 12, rng=random.Random(f"{mode} {ends}"))
     ended = 0
     while ended < ends:  # each mode begins with other kinds; together the two tests of a mode have all of them
         ended += lives.end_once(ENDS[(2 * list(MODES).index(mode) + first + ended) % len(ENDS)])
@@ -194,34 +194,34 @@ def test_however_a_run_ends_every_prompt_is_trained_once_per_epoch(
     lives.check()
 
 
-def test_a_forked_run_has_its_libraries_imported(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_run_has_its_libraries_imported(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
         "import sys\nbefore = set(sys.modules)\nfrom skyrl_train.entrypoints.command_line import main\n"
         f"main(['train', *{command(tmp_path / 'run', 'fully_async', steps=1)}])\n"
         "print('new:', sorted(set(sys.modules) - before))\n"
     )
-    assert fork_server.run(tmp_path / "run.log", [], script=script) == 0, (tmp_path / "run.log").read_text()
+    assert forked_runs.run(tmp_path / "run.log", [], script=script) == 0, (tmp_path / "run.log").read_text()
     new = ast.literal_eval((tmp_path / "run.log").read_text().rpartition("new: ")[2])
     assert len([name for name in new if name.startswith(("torch", "transformers"))]) < 30, new
 
 
 def test_a_run_that_hangs_fails_with_the_stacks_of_its_threads_and_tasks(
-    fork_server: ForkServer, tmp_path: Path
+    forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     hangs: dict[str, Any] = {"fault": Fault("update", "hang", 2), "once_printed": HANGS, "limit_s": 0}
     with pytest.raises(AssertionError, match=r"(?s)in _happen.*trainer\.py:\d+ train_step"):
-        fork_server.run(tmp_path / "run.log", command(tmp_path / "run", "sync", steps=2), **hangs)
+        forked_runs.run(tmp_path / "run.log", command(tmp_path / "run", "sync", steps=2), **hangs)
 
 
 def test_a_killed_synchronous_run_ends_with_the_weights_of_an_uninterrupted_one(
-    fork_server: ForkServer, tmp_path: Path
+    forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     steps, whole = 8, tmp_path / "whole"
-    assert fork_server.run(tmp_path / "whole.log", command(whole, "sync", steps)) == 0, (
+    assert forked_runs.run(tmp_path / "whole.log", command(whole, "sync", steps)) == 0, (
         tmp_path / "whole.log"
     ).read_text()
-    for run in kill_and_finish(fork_server, tmp_path, "sync", steps, kills=2, seed=1):
+    for run in kill_and_finish(forked_runs, tmp_path, "sync", steps, kills=2, seed=1):
         assert history(run, steps) == history(whole, steps)
         expected, got = (
             load_file(f / "checkpoints" / f"global_step_{steps}" / "policy" / "policy.safetensors")
@@ -240,15 +240,15 @@ def test_a_killed_synchronous_run_ends_with_the_weights_of_an_uninterrupted_one(
     ],
 )
 def test_a_signal_stops_with_a_checkpoint_exit_zero_and_the_command_that_resumes(
-    fork_server: ForkServer, tmp_path: Path, mode: str, number: signal.Signals
+    forked_runs: ForkedRuns, tmp_path: Path, mode: str, number: signal.Signals
 ) -> None:
     steps, folder, output = 12, tmp_path / "run", tmp_path / "run.log"
     in_step_2 = Fault("update", number.name, 3)  # a step accumulates and finishes
-    assert fork_server.run(output, command(folder, mode, steps), fault=in_step_2) == 0, output.read_text()
+    assert forked_runs.run(output, command(folder, mode, steps), fault=in_step_2) == 0, output.read_text()
     # The line alone: libraries may have their own last words at exit.
     printed = output.read_text().rpartition("Resume with: ")[2].splitlines()[0]
     assert shlex.split(printed)[:2] == ["skyrl-train", "train"]
     latest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
     assert 1 <= json.loads((latest / "rollout_state.json").read_text())["global_step"] < steps
-    assert fork_server.run(output, shlex.split(printed)[2:]) == 0, output.read_text()
+    assert forked_runs.run(output, shlex.split(printed)[2:]) == 0, output.read_text()
     assert sorted(history(folder, steps)) == list(range(steps * GROUPS))

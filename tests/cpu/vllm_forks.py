@@ -39,7 +39,7 @@ WHILE_IMPORTING = {
 }
 
 
-class Forks(ForkServerContext):
+class VLLMForks(ForkServerContext):
     """Forks processes that have the environment of their start, as a new Python would."""
 
     def Process(  # type: ignore[override]
@@ -57,13 +57,13 @@ def forking_vllm() -> Iterator[None]:
     # The server passes over a module that it cannot import, and each process would then import everything again.
     assert all(map(find_spec, IMPORTED_FIRST))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.v1.engine.utils.get_mp_context", Forks)
+        patch.setattr("vllm.v1.engine.utils.get_mp_context", VLLMForks)
         yield
 
 
 def fork_server_command(arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> BaseProcess:
     """``vllm serve arguments``, in a session of its own, with its output in ``log``."""
-    process = Forks().Process(target=_serve, kwargs={"arguments": arguments, "variables": variables, "log": log})
+    process = VLLMForks().Process(target=_serve, kwargs={"arguments": arguments, "variables": variables, "log": log})
     process.start()
     return process
 
