@@ -7,11 +7,12 @@ import gc
 import os
 import random
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
 from forks import FORKS, Forks, asking_python
+from groups import LONGEST_FIRST, group_of
 from hypothesis import is_hypothesis_test, settings
 from hypothesis.internal.conjecture import engine as examples
 from rooms import ROOMS, room_of
@@ -21,24 +22,12 @@ from rooms import ROOMS, room_of
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A file's tests run in one process. Files that share a slow start (real vLLM engines, Ray, training ranks) share a process too.
-SHARED = {
-    "test_vllm": "vllm",
-    "test_lora_weight_sync": "vllm",
-    "test_distributed": "two ranks",
-    "test_ray": "ray",
-    "test_executors": "ray",
-    "test_rollout_actors": "ray",
-}
-# These groups run first: one that came last would leave the other processes idle.
-LONGEST_FIRST = [*dict.fromkeys(SHARED.values()), "test_quickstart", "test_kill_and_resume", "test_examples"]
-
 # Property tests. By default the examples are the same in each run, so that only a change of the code or of a test makes one
-# fail. Run with -m slow, each property test tries as many new ones. An example has no deadline, because wall-clock time says
-# nothing on a shared machine.
-settings.register_profile("same", deadline=None, derandomize=True)
+# fail. Run with -m slow, each property test tries new ones, and twice as many. An example has no deadline, because wall-clock
+# time says nothing on a shared machine.
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 # Where the variable CI is set, the profile that others inherit from derandomizes.
-settings.register_profile("new", deadline=None, derandomize=False, database=None, print_blob=True)
+settings.register_profile("new", deadline=None, derandomize=False, database=None, print_blob=True, max_examples=100)
 settings.load_profile("same")
 # Hypothesis has no setting for this. Its own limit is 300 s; a test's time limit may come first, and then no example is shown.
 examples.MAX_SHRINKING_SECONDS = 20
@@ -97,11 +86,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if room is None or collection_path.is_dir() or not collection_path.name.startswith("test_"):
         return None
     return True if room_of(collection_path.name) != room else None
-
-
-def group_of(nodeid: str) -> str:
-    name = PurePosixPath(nodeid.partition("::")[0]).stem
-    return next((group for start, group in SHARED.items() if name.startswith(start)), name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -86,6 +86,9 @@ IMPORTED_FIRST = (
     "requests",
     "uvloop",
     "wcwidth",
+    # What writing samples imports.
+    "pandas",
+    "pyarrow.parquet",
     # What tests import, and skip where it is not installed.
     "agents",
     "anthropic",
@@ -122,7 +125,12 @@ class Forks:
                     stdin=subprocess.PIPE,  # its end is the server's end
                     stdout=subprocess.PIPE,
                     text=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a thread does not survive the fork
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    },
                 )
                 assert self._server.stdout is not None and self._server.stdout.readline()  # it listens
                 os.environ[ADDRESS] = f"{folder}/socket"

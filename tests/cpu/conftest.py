@@ -7,6 +7,7 @@ import random
 import ssl
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -19,12 +20,16 @@ import pytest
 import torch
 from forked_runs import ForkedRuns
 from forks import FORKS, Forks
-from ray_worlds import ray_nodes, two_processes  # noqa: F401
+from groups import group_of
+from ray_worlds import RayNodes, SharedRay
 from training_worlds import folder, one_compute_thread  # noqa: F401
 from vllm_engines import reading_back, started_vllm, tied_vllm, vllm, vllm_forks  # noqa: F401  one of each per session
 
 from skyrl_train.config import import_path
 from skyrl_train.entrypoints import run
+
+if TYPE_CHECKING:
+    from distributed_worlds import TwoProcesses
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +42,29 @@ def forks(pytestconfig: pytest.Config) -> Forks:
 def forked_runs(forks: Forks) -> ForkedRuns:
     """Runs commands of the library, and scripts, in such processes."""
     return ForkedRuns(forks)
+
+
+RAY = pytest.StashKey[SharedRay]()
+
+
+@pytest.fixture(scope="module")
+def ray_nodes(pytestconfig: pytest.Config, forks: Forks) -> RayNodes:
+    """Ray, with the head at least; without Ray, skips the test."""
+    pytest.importorskip("ray")
+    return pytestconfig.stash.setdefault(RAY, SharedRay(forks)).nodes()
+
+
+@pytest.fixture(scope="module")
+def two_processes(pytestconfig: pytest.Config, ray_nodes: RayNodes) -> TwoProcesses:
+    """Two processes for training ranks."""
+    return pytestconfig.stash[RAY].two_processes()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if RAY in item.config.stash and (nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid)):
+        item.config.stash[RAY].close()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,7 +113,9 @@ def _same_random_numbers() -> None:
     """What a test draws from the generators of the process does not depend on the tests before it."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(
+        0
+    )  # torch.manual_seed records a traceback for each kind of GPU that there is not
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,12 @@
-"""One Ray for all tests of a process: this machine as two nodes, whose workers are forked."""
+"""One Ray for all tests that need it: this machine as two nodes, whose workers are forked.
+
+It ends after the last of these tests, because its services keep a tenth of a core busy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from forks import Forks, asking_python
 
 if TYPE_CHECKING:
@@ -65,20 +66,31 @@ class RayNodes:
         ray.shutdown()
 
 
-@pytest.fixture(scope="session")
-def ray_nodes(forks: Forks) -> Iterator[RayNodes]:
-    """Ray, with the head only; without Ray, skips the test."""
-    pytest.importorskip("ray")
-    nodes = RayNodes(forks)
-    yield nodes
-    nodes.close()
+class SharedRay:
+    """Ray, and two processes for training ranks. Each starts on first use, and again after the end."""
 
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
+        self._nodes: RayNodes | None = None
+        self._processes: TwoProcesses | None = None
 
-@pytest.fixture(scope="session")
-def two_processes(ray_nodes: RayNodes) -> Iterator[TwoProcesses]:
-    """Two processes for training ranks."""
-    from distributed_worlds import TwoProcesses
+    def nodes(self) -> RayNodes:
+        """Ray with the head at least."""
+        if self._nodes is None:
+            self._nodes = RayNodes(self._forks)
+        return self._nodes
 
-    processes = TwoProcesses()
-    yield processes
-    processes.close()
+    def two_processes(self) -> TwoProcesses:
+        from distributed_worlds import TwoProcesses
+
+        self.nodes()
+        if self._processes is None:
+            self._processes = TwoProcesses()
+        return self._processes
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+        if self._nodes is not None:
+            self._nodes.close()
+        self._nodes = self._processes = None
