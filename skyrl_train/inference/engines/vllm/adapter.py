@@ -42,6 +42,8 @@ from skyrl_train.runtime.concurrency import Signal
 from skyrl_train.types import PauseMode
 
 SHUTDOWN_S = 0.5  # for a process that has nothing to save
+# After it was killed. Its memory, which the next engine may need, is free when it has ended. A busy machine takes seconds for it.
+KILLED_S = 60.0
 ABORT_ROUNDS = 100  # looks at the workers' batches, each between two steps; an abort takes two
 _configuring = threading.Lock()  # vLLM's configuration uses globals
 
@@ -90,7 +92,7 @@ def shut_down(llm: Any) -> None:
     manager = llm.engine_core.resources.engine_manager
     llm.shutdown(timeout=SHUTDOWN_S)
     for process in getattr(manager, "processes", ()):
-        process.join(SHUTDOWN_S)  # vLLM kills those that are slow, but does not wait for them
+        process.join(KILLED_S)  # vLLM kills those that are slow, but does not wait for them
     llm.shutdown = lambda: None  # its finaliser calls it again, maybe from an interpreter that is half gone
 
 
