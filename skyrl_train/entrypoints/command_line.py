@@ -23,6 +23,7 @@ from skyrl_train.entrypoints.init import init
 from skyrl_train.entrypoints.page import page
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
+from skyrl_train.entrypoints.simulate import simulate
 from skyrl_train.entrypoints.trace import trace
 from skyrl_train.entrypoints.watch import watch
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
@@ -116,6 +117,9 @@ def plan(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = No
 
     print_plan(recipe, overrides or (), config_dir, strict=strict)
     return 0
+
+
+app.command(rich_help_panel=START)(simulate)
 
 
 @app.command("try", cls=VerbWithSettings, rich_help_panel=START)

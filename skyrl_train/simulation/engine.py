@@ -47,6 +47,7 @@ class EngineSpeed:
     transfer_s: float = 0.0  # receiving an update while serving
     load_s: float = 0.0  # swapping it in, paused
     sleep_s: float = 0.0  # releasing the device's memory, and the same for taking it back
+    restart_s: float = 0.0  # starting again after a death
 
     def steps_per_s(self, running: int) -> float:
         """Return decode steps per second with ``running`` requests in the batch."""
@@ -73,12 +74,15 @@ class ModelledEngine(InferenceEngineInterface):
             frozenset(PauseMode), frozenset({TRANSPORT}), max_model_len, sleep=True, priorities=True
         )
         self.busy_slot_s = 0.0  # integral of the requests in slots over time
+        self._busy_s = 0.0
         self._version = -1
         self._paused: PauseMode | None = None
         self._alive = True
         self._steps = 0.0  # decode steps since the start, fractions included
         self._looked_at = 0.0  # the time of that count
-        self._running: set[_ModelledRequest] = set()
+        self._running: dict[
+            _ModelledRequest, None
+        ] = {}  # in the order in which they entered: a set's order differs between runs
         self._ends: list[tuple[float, int, _ModelledRequest]] = []  # heap; entries of requests that left are skipped
         self._waiting: list[tuple[int, int, _ModelledRequest]] = []  # heap: by priority, then arrival
         self._arrivals = itertools.count()
@@ -94,13 +98,30 @@ class ModelledEngine(InferenceEngineInterface):
         return self._version
 
     async def start(self) -> None:
+        if not self._alive:
+            await asyncio.sleep(self.speed.restart_s)
+            self._alive, self._version, self._paused = True, -1, None
         self._looked_at = asyncio.get_running_loop().time()
+
+    async def die(self) -> None:
+        """End like a process that is killed, until :meth:`start`. Requests keep their tokens, as from an engine that streams."""
+        self._alive = False
+        await self.abort_generation()
+
+    def change_speed(self, speed: EngineSpeed) -> None:
+        """Work at another speed from now on; running requests too."""
+        self._advance()
+        self.speed = speed
+        self._update_slots()
+
+    def _check_alive(self) -> None:
+        if not self._alive:
+            raise EngineDeadError("the modelled engine has died")
 
     # Requests -----------------------------------------------------------------------------------------------------
 
     async def generate(self, engine_input: InferenceEngineInput) -> InferenceEngineOutput:
-        if not self._alive:
-            raise EngineDeadError("the modelled engine was torn down")
+        self._check_alive()
         (prompt,) = engine_input.get("prompt_token_ids") or ()
         params = SamplingParams.parse(engine_input.get("sampling_params"))
         request = _ModelledRequest(len(prompt), params.max_tokens, asyncio.get_running_loop().create_future())
@@ -143,6 +164,12 @@ class ModelledEngine(InferenceEngineInterface):
         if self._sampling and self._running:
             self._steps += elapsed * self.speed.steps_per_s(len(self._running))
             self.busy_slot_s += elapsed * len(self._running)
+            self._busy_s += elapsed
+
+    def busy_s(self) -> float:
+        """Return the seconds until now in which the engine sampled at least one request."""
+        self._advance()
+        return self._busy_s
 
     @property
     def _sampling(self) -> bool:
@@ -162,7 +189,7 @@ class ModelledEngine(InferenceEngineInterface):
             request.in_slot = True
             request.entered = self._steps + request.prompt_tokens * self.speed.prefill_steps_per_token
             request.marks = [(0, self._version)]
-            self._running.add(request)
+            self._running[request] = None
             heapq.heappush(self._ends, (request.entered + request.max_tokens, next(self._arrivals), request))
         if self._drained is not None and not self._running and not self._drained.done():
             self._drained.set_result(None)
@@ -185,13 +212,14 @@ class ModelledEngine(InferenceEngineInterface):
     def _leave(self, request: _ModelledRequest, reason: StopReason) -> None:
         request.sampled = self._sampled(request)
         request.in_slot = False
-        self._running.discard(request)
+        self._running.pop(request, None)
         if not request.done.done():
             request.done.set_result(reason)
 
     # Updates ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
+        self._check_alive()
         self._advance()
         self._paused = mode
         if mode is PauseMode.ABORT:
@@ -204,6 +232,7 @@ class ModelledEngine(InferenceEngineInterface):
         self._set_timer()
 
     async def resume(self) -> None:
+        self._check_alive()
         self._advance()
         if self._paused is PauseMode.RECOMPUTE:
             # Frozen requests are delayed by the recomputation of their KV caches.
@@ -216,20 +245,26 @@ class ModelledEngine(InferenceEngineInterface):
         self._update_slots()
 
     async def receive_weights(self, update: WeightUpdate) -> None:
+        self._check_alive()
         await asyncio.sleep(self.speed.transfer_s)
+        self._check_alive()
 
     async def load_weights(self, update: WeightUpdate) -> None:
+        self._check_alive()
         if self._paused is None:
             raise EngineError("load_weights needs a pause")
         await asyncio.sleep(self.speed.load_s)
+        self._check_alive()
         self._version = update.version
         for request in self._running:
             request.marks.append((self._sampled(request), update.version))
 
     async def sleep(self, level: int = 1) -> None:
+        self._check_alive()
         await asyncio.sleep(self.speed.sleep_s)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self._check_alive()
         if tags is None or "weights" in tags:  # the KV cache comes back empty, in no time
             await asyncio.sleep(self.speed.sleep_s)
 

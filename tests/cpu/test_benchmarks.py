@@ -48,6 +48,7 @@ SLOW = [
         "policy_learning --out rows --tasks guess_number --policies mask --bounds 1 --seeds 0 --steps 10",
         "| `guess_number` | 1 |",
     ),
+    ("simulation_error --steps 16", "| in turns | "),
     ("start_up --rounds 1", "until the first token"),
     ("remote_wire --in-flight 2 --tokens 2 --rounds 1", "        2       2 "),
     ("weight_transports --updates 2 --requests 2 --hidden-size 64", "gloo  "),

@@ -176,7 +176,7 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
             *project["dependencies"],
             *(
                 requirement
-                for extra in ("envs", "lora", "mlflow", "ray", "swanlab", "trackio", "vllm", "wandb")
+                for extra in ("envs", "lora", "mlflow", "plot", "ray", "swanlab", "trackio", "vllm", "wandb")
                 for requirement in project["optional-dependencies"][extra]
             ),
         ]

@@ -69,7 +69,7 @@ class EnginePool:
         self.policy_version = -1
         self.engines: dict[int, InferenceEngineInterface] = {}
         self.router = Router()
-        self._in_flight: dict[int, set[_SegmentRun]] = {}
+        self._in_flight: dict[int, dict[_SegmentRun, None]] = {}  # in the order in which they began
         self._wait_timeout_s = wait_timeout_s
         self._handover_timeout_s = handover_timeout_s
         self._closed = False
@@ -130,7 +130,7 @@ class EnginePool:
         """Register an engine that will be started and caught up. Returns its number."""
         number = len(self.engines)
         self.engines[number] = engine
-        self._in_flight[number] = set()
+        self._in_flight[number] = {}
         self.fleet.add(number)
         return number
 
@@ -281,7 +281,7 @@ class EnginePool:
 
         request = _SegmentRun(self._clock(), finished, asyncio.create_task(sample()))
         request.task.add_done_callback(ended)
-        self._in_flight[number].add(request)
+        self._in_flight[number][request] = None
         try:
             return await finished
         except EngineDeadError as error:
@@ -293,4 +293,4 @@ class EnginePool:
             await asyncio.gather(request.task, return_exceptions=True)  # the engine knows before the caller continues
             raise
         finally:
-            self._in_flight[number].discard(request)
+            self._in_flight[number].pop(request, None)
