@@ -398,6 +398,16 @@ def test_every_page_has_a_place_on_the_site() -> None:
     assert len(listed) == len(set(listed))
 
 
+def test_lists_and_tables_of_pages_are_lists_and_tables_on_the_site() -> None:
+    """The site's Markdown needs an empty line before them, and four spaces before the parts of a list's entry."""
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        text = re.sub(r"^( *)```.*?^\1```$", "\n", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        merged = re.search(r"^(?![-#| ]|\d+\. ).+\n(- |\d+\. |\|).*", text, re.MULTILINE)
+        assert merged is None, f"{page.name}: {merged[0]}"
+        part = re.search(r"^ {1,3}(```|\|).*", page.read_text(), re.MULTILINE)
+        assert part is None, f"{page.name}: {part[0]}"
+
+
 def test_no_lock_file_is_committed() -> None:
     listed = subprocess.run(["git", "ls-files", "*.lock"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:

@@ -134,14 +134,3 @@ def test_every_link_between_pages_leads_somewhere() -> None:
             if place:
                 headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
                 assert place in map(anchor, headings), f"{page.name} links to {target}#{place}"
-
-
-def test_lists_and_tables_of_pages_are_lists_and_tables_on_the_site() -> None:
-    """The site's Markdown needs an empty line before them, and four spaces before the parts of a list's entry."""
-    root = DOCS.parents[1]
-    for page in [*root.glob("*.md"), *root.glob("docs/**/*.md")]:
-        text = re.sub(r"^( *)```.*?^\1```$", "\n", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        merged = re.search(r"^(?![-#| ]|\d+\. ).+\n(- |\d+\. |\|).*", text, re.MULTILINE)
-        assert merged is None, f"{page.name}: {merged[0]}"
-        part = re.search(r"^ {1,3}(```|\|).*", page.read_text(), re.MULTILINE)
-        assert part is None, f"{page.name}: {part[0]}"
