@@ -152,14 +152,12 @@ def sandbox(config: RunConfig) -> Iterator[Finding]:
 def inputs(config: RunConfig) -> Iterator[Finding]:
     """The recipe's settings, data, names, import paths and memory."""
     # Here, because the import fails if a package is missing, which the check ``packages`` reports first.
-    from skyrl_train.build.checks import check_machine
     from skyrl_train.entrypoints.run import check_implementations, load_inputs
 
     try:
         loaded = load_inputs(config)
         yield "data", f"{loaded.plan.dataset_len or 'a stream of'} prompts, {loaded.plan.total_steps} steps", ""
         check_implementations(config)
-        check_machine(config)
         yield "recipe", "settings, names and import paths", ""
     except SkyRLError as error:
         yield "recipe", type(error).__name__, str(error)

@@ -266,6 +266,7 @@ def init(
     asked = [text_of(row.get(prompt)) for row in rows]
     answers = [str(row.get(answer)) for row in rows]
     length = max(map(len, answers))
+    here = Path(data.partition(":")[0]).exists()  # otherwise a name on the hub
     settings: dict[str, Any] = {
         "defaults": ["base", "_self_"],
         "trainer": {
@@ -275,7 +276,7 @@ def init(
             "policy_mini_batch_size": 16,
         },
         "generator": {"n_samples_per_prompt": 8},
-        "data": {"train_data": [os.path.relpath(data, name)], "prompt_key": prompt},
+        "data": {"train_data": [os.path.relpath(data, name) if here else data], "prompt_key": prompt},
     }
     if model is None:
         # Its tokenizer knows single characters, so lengths in tokens are lengths of texts; the template adds some.

@@ -81,7 +81,7 @@ class RunInputs:
     evaluation_prompts: Sequence[PromptRecord]
     plan: Plan
     memory: MemoryWarnings
-    note: str = ""  # about prompts that were too long
+    notes: Sequence[str] = ()  # about prompts that were too long
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,11 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
         DataError: a data file is missing or broken.
     """
     raise_errors(validate(config).errors)  # the checks below rely on sizes that can be
-    dataset, note = open_prompts(config), ""
+    dataset = open_prompts(config)
     check_environment(dataset, config)
     limit = PromptLimit(config, download=download)
     if isinstance(dataset, PromptDataset):
-        dataset, note = limit.fit_all(dataset)
+        dataset = limit.fit_all(dataset)
     else:
         dataset.fit = limit.fit
     evaluation_prompts = load_evaluation_prompts(config, limit)
@@ -165,7 +165,7 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
     # The length of a stream is unknown until all rows are read.
     plan = resolve(config, len(dataset) if isinstance(dataset, PromptDataset) else None)
     memory = memory_warnings(config, plan.memory, this_machine(gpus=derive.trains_on_gpus(config)))
-    return RunInputs(config, dataset, evaluation_prompts, plan, memory, note)
+    return RunInputs(config, dataset, evaluation_prompts, plan, memory, limit.notes)
 
 
 def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None:
@@ -174,8 +174,8 @@ def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None
     Raises:
         ConfigError: with ``strict``, if a setting has no effect or the memory does not suffice.
     """
-    if inputs.note:
-        console.print(f"data: {inputs.note}", markup=False, highlight=False, soft_wrap=True)
+    for note in inputs.notes:
+        console.print(f"data: {note}", markup=False, highlight=False, soft_wrap=True)
     warnings = [
         *inputs.plan.warnings,
         *(f"memory does not suffice: {warning}" for warning in inputs.memory.insufficient),
@@ -266,8 +266,8 @@ def train(
         logger.info("%s the run in %s", "resuming" if choice.resuming else "starting", run_folder.path)
         logger.info("start-up: libraries, data and checks took %.1f s", time.monotonic() - began)
         logger.info("the plan:\n%s", inputs.plan.describe())
-        if inputs.note:
-            logger.info("data: %s", inputs.note)
+        for note in inputs.notes:
+            logger.info("data: %s", note)
         for warning in inputs.plan.warnings:
             logger.warning("%s", warning)
         for change in changed:

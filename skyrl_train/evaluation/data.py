@@ -42,7 +42,7 @@ def load_evaluation_prompts(config: RunConfig, limit: PromptLimit | None = None)
         if config.trainer.policy.model.path is None:
             check_alphabet(prompts, config.trainer.policy.model.build.alphabet)
         if limit is not None:
-            prompts, _ = limit.fit_all(prompts)
+            prompts = limit.fit_all(prompts, "prompts of the evaluation")
     except (DataError, ConfigError) as error:
         message = str(error)
         # load_dataset names the settings of the training data; the user has to change the evaluation's.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from skyrl_train.build import checks
 from skyrl_train.build.checks import check_machine
@@ -148,6 +149,10 @@ def test_a_mistake_is_told_with_its_remedy(
         (long("data.on_long_prompt=filter"), "1 of 4 prompts are too long"),
         (long("data.on_long_prompt=filter"), "3, long.jsonl"),
         (long("data.on_long_prompt=truncate"), "they were cut to 32"),
+        (
+            long("data.on_long_prompt=filter", "trainer.eval.interval=1", "trainer.eval.eval_data=[long.jsonl]"),
+            "1 of 4 prompts of the evaluation are too long",
+        ),
         (long("data.on_long_prompt=truncate"), "4, long.jsonl"),
     ],
 )
@@ -176,6 +181,15 @@ def test_an_agent_that_asks_for_another_model_learns_how_to_name_it() -> None:
         Gateway.adapter(served, "gpt-4o")
 
 
+def test_a_recipe_for_data_of_any_form_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["init", "mine", "--data", "own.csv"]) == 0
+    rows = open_rows("own.csv")
+    monkeypatch.setattr("skyrl_train.rollout.data.dataset.open_rows", lambda name: rows)
+    assert main(["init", "hub", "--data", "openai/sums:main:train"]) == 0
+    listed = [compose(f"{name}/recipe.yaml").data.train_data for name in ("mine", "hub")]
+    assert listed == [["../own.csv"], ["openai/sums:main:train"]]
+
+
 @pytest.mark.parametrize("name", SYNONYMS)
 def test_a_name_of_another_library_leads_to_a_setting(name: str) -> None:
     setting = SYNONYMS[name]
@@ -187,7 +201,7 @@ def test_a_name_of_another_library_is_looked_for_in_its_own_section_first() -> N
     assert meant_setting("trainer.critic.optimizer_config.learning_rate") == "trainer.critic.optimizer_config.lr"
 
 
-def test_a_model_that_is_nowhere_is_refused_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_nowhere_is_refused_after_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def repo_info(self: Any, name: str, **arguments: Any) -> None:
@@ -200,6 +214,11 @@ def test_a_model_that_is_nowhere_is_refused_after_one_request(monkeypatch: pytes
     with pytest.raises(DataError, match=r"openai/nothing is no file or folder here.*no network.*to_parquet"):
         next(open_rows("openai/nothing").rows())
     assert asked == ["models/qwen", "openai/nothing"]
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    (folder / "cache" / "openai___noThing").mkdir(parents=True)
+    monkeypatch.setattr("datasets.load_dataset", lambda name, config, split: Dataset.from_list(ROWS))
+    assert [row.value for row in open_rows("openai/Nothing:train").rows()] == ROWS
+    assert len(asked) == 2, "what the cache has needs no request"
 
 
 @pytest.mark.parametrize("name", ["Number", "Text", "Unended", "Talks"])

@@ -143,7 +143,9 @@ def _load_data_set(place: str, chosen: Sequence[str]) -> Any:
                 splits = ", ".join(f"{place}:{split}" for split in loaded)
                 raise DataError(f"{place} contains several splits. Name one in data.train_data: {splits}.")
             return loaded
-        if not folder.is_dir() and not (Path(datasets.config.HF_DATASETS_CACHE) / place.replace("/", "___")).is_dir():
+        # The cache writes names in its own way: MATH-500 becomes math-500.
+        cached = {_letters(path.name) for path in Path(datasets.config.HF_DATASETS_CACHE).glob("*___*")}
+        if not folder.is_dir() and _letters(place) not in cached:
             reason = why_not_on_hub(place, "dataset")
             if reason is not None:
                 raise DataError(
@@ -158,6 +160,10 @@ def _load_data_set(place: str, chosen: Sequence[str]) -> Any:
             f"{place} is not a folder of datasets.save_to_disk, and datasets.load_dataset cannot read it: {detail:.500} Name "
             f"a split as {place}:SPLIT, and a configuration as {place}:CONFIG:SPLIT."
         ) from error
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _json_rows(path: Path, start: Place = START) -> Iterator[Row]:

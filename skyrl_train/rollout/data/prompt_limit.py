@@ -34,6 +34,7 @@ class PromptLimit:
 
     Attributes:
         tokens: limit of a rendered prompt.
+        notes: a sentence about each data set that had prompts which are too long.
         left_out: prompts that a stream has left out.
     """
 
@@ -41,16 +42,21 @@ class PromptLimit:
         model = config.trainer.policy.model
         context = derive.max_model_len(config, model_shape(model))
         self.tokens = min(config.generator.max_input_length, context - 1)  # one token is sampled at least
+        self.notes: list[str] = []
         self.left_out = 0
         self._config = config
-        # Agents make their own requests.
+        # Agents make their own requests. The tokenizer of a new model has no file yet that could take another template.
         self._checks = config.generator.name != "harness" and (
-            model.path is None or download or is_local(model.path) or in_hub_cache(model.path)
+            config.generator.chat_template is None
+            if model.path is None
+            else download or is_local(model.path) or in_hub_cache(model.path)
         )
 
     def excess(self, record: PromptRecord) -> int | None:
         """Return the number of tokens of a prompt that is too long, else None."""
-        if not self._checks or self._most_tokens(record.prompt) <= self.tokens:
+        # A template of the user may add any number of tokens.
+        by_bytes = self._config.generator.chat_template is None
+        if not self._checks or (by_bytes and self._most_tokens(record.prompt) <= self.tokens):
             return None
         tokens = self._count(record.prompt)
         return tokens if tokens > self.tokens else None
@@ -74,25 +80,30 @@ class PromptLimit:
             logger.warning("%d prompts were left out; %r has %d tokens", self.left_out, record.uid, tokens)
         return None
 
-    def fit_all(self, dataset: PromptDataset) -> tuple[PromptDataset, str]:
-        """Return the data set without, or with shortened, prompts that are too long, and a sentence about them, if there are any.
+    def fit_all(self, dataset: PromptDataset, name: str = "prompts") -> PromptDataset:
+        """Return the data set without, or with shortened, prompts that are too long. If there are any, a note is added.
+
+        Args:
+            name: of the prompts, for the note.
 
         Raises:
             DataError: some are too long and ``data.on_long_prompt=error``, or all are.
         """
         lengths = {record.uid: tokens for record in dataset.records if (tokens := self.excess(record)) is not None}
         if not lengths:
-            return dataset, ""
+            return dataset
         longest, most = max(lengths.items(), key=lambda item: item[1])
-        some = f"{len(lengths):,} of {len(dataset):,} prompts are too long: {longest!r} has {most:,} tokens"
+        some = f"{len(lengths):,} of {len(dataset):,} {name} are too long: {longest!r} has {most:,} tokens"
         action = self._config.data.on_long_prompt
         if action == "error" or (action == "filter" and len(lengths) == len(dataset)):
             raise DataError(self._message(some, most))
         if action == "truncate":
             records = [self._shortened(each) if each.uid in lengths else each for each in dataset.records]
-            return PromptDataset(tuple(records)), f"{some}; they were cut to {self.tokens:,}"
-        records = [record for record in dataset.records if record.uid not in lengths]
-        return PromptDataset(tuple(records)), f"{some}, more than {self.tokens:,}; they are left out"
+            self.notes.append(f"{some}; they were cut to {self.tokens:,}")
+        else:
+            records = [record for record in dataset.records if record.uid not in lengths]
+            self.notes.append(f"{some}, more than {self.tokens:,}; they are left out")
+        return PromptDataset(tuple(records))
 
     def _message(self, some: str, tokens: int) -> str:
         """Return what is wrong with ``some`` prompts, the longest of which has ``tokens`` tokens, and the remedies."""
