@@ -29,7 +29,15 @@ RUNS = {
     "training_bound": ("quickstart", ["trainer.micro_batch_tokens=256"]),
     "zero_signal": ("quickstart", [f"rollout.stages.reward.function={HERE}:exact_match"]),
     "diverging": ("quickstart", ["trainer.policy.optimizer_config.lr=0.05"]),
-    "failing_agent": (GUESS, [f"generator.kwargs.agent={HERE}:guess", "trainer.failures.max_failed_rollouts=1000"]),
+    "failing_agent": (
+        GUESS,
+        [
+            f"generator.kwargs.agent={HERE}:guess",
+            "generator.n_samples_per_prompt=4",
+            "trainer.policy_mini_batch_size=4",
+            "trainer.failures.max_failed_rollouts=1000",
+        ],
+    ),
 }
 SIZES = {number: "small" if number < 5 else "large" for number in range(9)}
 

@@ -60,9 +60,8 @@ def test_a_run_that_waits_has_its_advice(name: str, slots: int, training_s: floa
 @pytest.mark.slow
 def test_the_six_runs_show_what_the_guide_says(fork_server: ForkServer, tmp_path: Path) -> None:
     output = tmp_path / "output.log"
-    assert fork_server.run(output, [str(tmp_path / "runs"), "trainer.trackers=[]"], script=SCRIPT) == 0, (
-        output.read_text()
-    )
+    arguments = [str(tmp_path / "runs"), "trainer.max_steps=24", "trainer.trackers=[]"]
+    assert fork_server.run(output, arguments, script=SCRIPT) == 0, output.read_text()
     found = {path.name: load_run(path).advice for path in (tmp_path / "runs").iterdir()}
     assert not [advice for advice in found.pop("healthy") if advice.level == "alarm"]
     assert {name: advice[0].id for name, advice in found.items()} == FOUND
