@@ -254,16 +254,18 @@ def describe(console: Console, scenario: Scenario, unit: float, measured: Measur
     median, mean, longest = map(number, (float(np.median(lengths)), float(lengths.mean()), float(lengths.max())))
     rates = [number(unit * n * engine.steps_per_s(n)) for n in (1, engine.slots)]
     per_device = training.per_token_s * scenario.trainers
-    tokens_per_s = (
-        f"{number(unit / per_device)} tokens/s on each device" if per_device else "the same time for each step"
-    )
-    per_step = f", and {number(training.per_step_s)} s for each step" if training.per_step_s else ""
+    per_step = f"{number(training.per_step_s)} s for each step"
+    if per_device == 0.0:
+        speed = f"{per_step}, on any number of devices"
+    else:
+        speed = f"{number(unit / per_device)} tokens/s on each device"
+        speed += f", and {per_step}" if training.per_step_s else ""
     console.print(
         f"work      {work.batch_groups} prompts x {work.samples} responses a step; tokens of a response: median {median}, "
         f"mean {mean}, longest {longest}\n"
         f"engines   {rates[0]} tokens/s with one request, {rates[1]} with {engine.slots}; new weights arrive in "
         f"{number(engine.transfer_s)} s, and pause an engine for {number(engine.load_s)} s\n"
-        f"training  {tokens_per_s}{per_step}\n"
+        f"training  {speed}\n"
         f"devices   {scenario.devices}"
     )
     if scenario.switch_s is not None:
