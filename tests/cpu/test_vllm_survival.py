@@ -29,13 +29,14 @@ async def test_the_requests_of_a_killed_engine_go_on_where_one_lives(
     if twin.version == vllm.version:  # the versions of a response tell whether both have sampled it
         await twin.sync_weights(0)
     client, length = client_of(twin, vllm), 300
+    # Before the requests, which a busy machine would have finished by then.
+    update = await twin.gather(tiny_model(0))
+    (pid,) = await twin.engine.worker_pids()
     stream = twin.engine.stream(request(max_tokens=length))
     await anext(stream)
     asked = [[3 + i % 40, 5] for i in range(16)]
     calls = [asyncio.create_task(client.generate(request(prompt, max_tokens=length))) for prompt in asked]
     await twin.sampled(1500)
-    update = await twin.gather(tiny_model(0))
-    (pid,) = await twin.engine.worker_pids()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         async for _ in stream:
