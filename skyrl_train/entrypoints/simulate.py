@@ -403,6 +403,7 @@ def draw(
         for lag, rate, bound in points if depth is None else ():
             lines.annotate(f"S = {bound}", (lag, rate), xytext=(4, -10), textcoords="offset points", fontsize=8)
     lines.set(xlabel="mean lag (steps)", ylabel="trained tokens/s", title="fully_async, mask: bound and depth")
+    lines.margins(x=0.1)  # room for the label of the last point
     lines.set_ylim(bottom=0)
     lines.grid(alpha=0.3)
     if plane:

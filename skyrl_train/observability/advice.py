@@ -231,11 +231,15 @@ def no_signal(run: LastSteps) -> tuple[str, str] | None:
     if not (share > NO_SIGNAL and relative_to_group(run)) or run.has_learned or not math.isnan(run.constant_reward):
         return None
     return (
-        f"In each of the last {LAST_STEPS} steps, at least {share:.0%} of the groups had equal rewards, from which nothing "
+        f"In each of the last {LAST_STEPS} steps, {at_least(share)} the groups had equal rewards, from which nothing "
         "is learned.",
         "Mix in prompts of other difficulty, raise generator.n_samples_per_prompt, or set "
         "trainer.algorithm.dynamic_sampling=filter.",
     )
+
+
+def at_least(share: float) -> str:
+    return "all" if share == 1 else f"at least {share:.0%} of"
 
 
 def relative_to_group(run: LastSteps) -> bool:
@@ -252,7 +256,7 @@ def truncated_responses(run: LastSteps) -> tuple[str, str] | None:
     if not share > TRUNCATED or run.has_learned:
         return None
     return (
-        f"In each of the last {LAST_STEPS} steps, at least {share:.0%} of the responses were cut off by a length limit.",
+        f"In each of the last {LAST_STEPS} steps, {at_least(share)} the responses were cut off by a length limit.",
         "Raise generator.sampling_params.max_tokens and the engines' context, or check that the model ends its responses.",
     )
 

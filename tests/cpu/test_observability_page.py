@@ -321,7 +321,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert main(["page", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
-    assert "Address already in use. Choose another --port" in capsys.readouterr().err
+    assert "Address already in use. Give another port in --port" in capsys.readouterr().err
     assert main(["page", str(tmp_path), "--port", "70000"]) == 2
 
 
