@@ -86,7 +86,7 @@ class Colocation:
         times = {"time/sleep": self._clock() - began}
         if self._offloads:
             began = self._clock()
-            if self._client.restage is not None:  # engines that started again in the other turn had a copy of their own
+            if self._client.restage is not None:  # a copy for engines that restarted in the other turn
                 await asyncio.to_thread(self._syncer.release)
             await self._training.run(self._backend.reload_states)
             times["time/reload_states"] = self._clock() - began

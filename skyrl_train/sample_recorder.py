@@ -96,7 +96,7 @@ class SampleRecorder:
         """Return the recorded groups of the finished step, and forget them."""
         choices, self._choices = self._choices, []
         records, self._records = self._records, {}
-        # Each part of a step has chosen its extremes: keep those of the whole step.
+        # Each part of a step has chosen its extremes: keep the extremes of the whole step.
         for reason, measure in EXTREMES.items():
             candidates = [choice for choice in choices if reason in choice.reasons]
             for choice in sorted(candidates, key=lambda choice: measure(choice.group))[:-1]:

@@ -12,7 +12,7 @@ changes when groups are generated and when engines are interrupted; what a step 
 | sync | nothing | generates one whole batch | updates on the batch | no request is in flight |
 | one_step_off | two batches | the batch of the previous version | the same | after the next batch is generated |
 | fully_async | runs all the time | finished groups within the bound | the same, or on parts as they finish | while requests run |
-| partial_rollout | more groups than a batch | the first to finish | the same, while the rest is interrupted | the rest goes on |
+| partial_rollout | more groups than a batch | the first to finish | the same, while the rest is interrupted | the rest resumes |
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TrainerComponents:
     evaluation_prompts: Sequence[PromptRecord] = ()
     spill_folder: Path | None = None  # for finished groups beyond rollout.buffer_memory_bytes
     export_folder: Path | None = None  # for the final policy, in the format of transformers
-    export_checkpoint: Callable[[int], None] = lambda step: None  # writes that of a step in this format, blocking
+    export_checkpoint: Callable[[int], None] = lambda step: None  # of a step, in this format; blocks
     clock: Callable[[], float] = field(default=time.perf_counter)
     events: EventLog = NO_EVENTS  # the record of the run
 

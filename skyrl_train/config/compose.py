@@ -108,7 +108,7 @@ class _Dumper(SafeDumper):
     """Writes strings so that OmegaConf reads strings."""
 
     def represent_str(self, value: str) -> yaml.ScalarNode:
-        # OmegaConf's floats are more than yaml's (1e5), which quotes a text only if it takes it for one of its own.
+        # OmegaConf reads more texts as floats than yaml does (1e5), and yaml quotes a text only if yaml would read a float.
         try:
             style = "'" if math.isfinite(float(value)) else None
         except ValueError:

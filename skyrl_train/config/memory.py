@@ -371,7 +371,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
 def _engine_bytes(config: RunConfig, memory: MemoryEstimate, device: str, gpu_bytes: int) -> int:
     """Return what the run's engines take of the GPU ``device`` of this machine, which has ``gpu_bytes``.
 
-    vLLM takes its share of the whole GPU, whatever its model needs, with the KV cache in the rest of it.
+    vLLM takes its share of the whole GPU for models of any size, with the KV cache in the rest of the share.
     """
     engine = config.generator.inference_engine
     if (

@@ -67,7 +67,7 @@ class SearchAnswer(Environment):
 
     def step(self, action: str) -> EnvironmentStep:
         self._turns_left -= 1
-        # The first tag counts: a policy may go on and invent the retriever's answer itself.
+        # The first tag counts: a policy may continue and invent the retriever's answer itself.
         found = _ACTION.search(action)
         kind, content = (found[1], found[2].strip()) if found else (None, "")
         if kind == "answer":

@@ -254,7 +254,7 @@ def group_name(session: str | None) -> str:
 
 
 def sample_of(session: str | None) -> tuple[int | None, int | None]:
-    """Return group index and sample number of a session id; None for those of an evaluation or of an outside program."""
+    """Return group index and sample number of a session id; None if it belongs to an evaluation or an outside program."""
     name, _, sample = (session or "").rpartition("_")
     group = name.rpartition("@")[2] if "@" in name else ""
     return (int(group), int(sample)) if group.isdecimal() and sample.isdecimal() else (None, None)

@@ -271,7 +271,7 @@ async def check_grammar(structured: StructuredOutput) -> None:
 
 def _try_grammar(text: str) -> str:
     """Return what is wrong with a grammar; empty if it can be compiled."""
-    # -P: the folder of the program has modules of this package, which would hide those of other packages.
+    # -P: the folder of the program has modules of this package, which would hide other packages' modules of the same name.
     command = [sys.executable, "-P", grammar_trial.__file__]
     ended = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
     if ended.returncode < 0:  # ended by the kernel

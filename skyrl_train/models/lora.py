@@ -29,7 +29,7 @@ _PREFIX = "base_model.model."  # of the model's names inside peft's model
 FINGERPRINT = "base_fingerprint"
 _SAMPLES = 1024  # elements of each weight that enter the fingerprint
 _SETTING = "trainer.policy.model.lora"
-_STREAM = 0x6C6F7261  # separates the seeds of adapters from those of models
+_STREAM = 0x6C6F7261  # separates adapters' seeds from models' seeds
 _INIT_METHODS = {"kaiming": True, "gaussian": "gaussian"}  # of A; peft's words for them
 
 

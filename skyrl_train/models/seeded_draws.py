@@ -1,4 +1,4 @@
-"""Random numbers of code that knows no generator, such as the initialisation of a model, from a generator of their own."""
+"""Separate random generators for code that takes none as an argument, such as the initialisation of a model."""
 
 from __future__ import annotations
 

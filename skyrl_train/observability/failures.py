@@ -88,7 +88,7 @@ class FailureLog:
         text = "" if error is None else "".join(traceback.format_exception(error))
         for sample, output in _OUTPUT.findall(text):
             self._write_output(sample, output)
-        # The outputs have files of their own.
+        # The outputs are in separate files.
         text = _OUTPUT.sub("", text).rstrip()
         place = user_frame(text)
         self.counts[place] += 1

@@ -42,7 +42,7 @@ _ROUNDS = 8  # of the fit: the mean batch of a response depends on the speed
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The last steps of a run. Speeds and figures are those of the steps between its two outer quarters.
+    """The last steps of a run. Speeds and figures are measured on the steps between its two outer quarters.
 
     Attributes:
         workload: its responses and speeds, on its engines.

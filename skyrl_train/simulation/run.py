@@ -59,7 +59,7 @@ class Workload:
     ``engines`` engines of the same speed.
 
     ``turns``: of each response, (seconds outside of the engines, tokens sampled after them) for each turn; indices wrap around
-    as those of ``lengths``, which has the sums. None: one turn at once.
+    as in ``lengths``, which has the sums. None: one turn at once.
     """
 
     lengths: Lengths

@@ -244,7 +244,7 @@ class TrainingThread:
         Raises:
             ConfigError, GeneratorOutputError, StalenessError: found before anything moved; the weights are not in doubt.
         """
-        # Set before the call, so that whatever ends it (also a cancellation) leaves the weights in doubt.
+        # Set before the call, so that any error, also a cancellation, leaves the weights in doubt.
         self.weights_in_doubt = True
         try:
             result = await self.run(function, *args)

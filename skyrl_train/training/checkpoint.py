@@ -259,7 +259,7 @@ class CheckpointStore:
         self._files.sync(self._root)
 
     def _remove_old(self, step: int, evaluated: Evaluated) -> None:
-        """Keep the newest ``max_to_keep`` checkpoints up to ``step``, which was just written, and those of ``evaluated``."""
+        """Keep the newest ``max_to_keep`` checkpoints up to ``step``, the one just written, and all that ``evaluated`` keeps."""
         # Replaced folders and later steps are not kept, even if they are complete.
         alive = [f for f in self._folders() if _age_key(f) <= (step, True) and not f.name.endswith(_REPLACED)]
         complete = {_age_key(f)[0]: f for f in sorted(alive, key=_age_key) if is_complete(f)}

@@ -77,7 +77,7 @@ class RemoteCheckpointStore:
         self._url = url.rstrip("/")
         self._config = config
         self._local = local
-        # The manifests that the newest checkpoint may have while no other run writes there; None: nobody has looked yet.
+        # The manifests that the newest checkpoint may have while no other run writes there; None: not read yet.
         self._known: set[bytes] | None = None
         self._resumed: _RemoteFolder | None = None  # the checkpoint resumed from, or written last
         self._files: AbstractFileSystem
@@ -213,7 +213,7 @@ class RemoteCheckpointStore:
             return checksums
 
     def _remove_old(self, newest: _RemoteFolder, evaluated: Evaluated) -> None:
-        """Keep the newest ``max_ckpts_to_keep`` checkpoints up to ``newest``, and those of ``evaluated``; remove all others.
+        """Keep the newest ``max_ckpts_to_keep`` checkpoints up to ``newest`` and all that ``evaluated`` keeps; remove the others.
 
         Later steps are removed because the run was resumed from an earlier one, so their weights are gone.
         """
@@ -286,7 +286,7 @@ class RemoteCheckpointStore:
         """Return whether the local disk has a copy of this checkpoint, intact or not."""
         try:
             there = self._manifest_bytes(remote)
-            # Sizes alone, in a manifest of an earlier version, may be those of another checkpoint.
+            # A manifest of an earlier version has sizes only, which may equal the sizes of another checkpoint.
             same = (self._local.folder(remote.step) / MANIFEST).read_bytes() == there
             return same and bool(Manifest.of_json(there).checksums)
         except (FileNotFoundError, NotADirectoryError, ValueError):

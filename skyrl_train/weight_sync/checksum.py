@@ -94,7 +94,7 @@ def _tables(factor: int) -> tuple[torch.Tensor, torch.Tensor]:
     tables = []
     for half in range(2):
         table = torch.zeros(1, dtype=torch.int64)
-        for bit in range(_HALF_BITS):  # products are linear: those of k bits give those of k + 1
+        for bit in range(_HALF_BITS):  # products are linear: k bits give k + 1 bits
             table = torch.cat([table, table ^ times(factor, 1 << (half * _HALF_BITS + bit))])
         tables.append(torch.where(table < 1 << 31, table, table - (1 << 32)).to(torch.int32))
     return tables[0], tables[1]

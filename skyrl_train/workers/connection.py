@@ -221,7 +221,7 @@ class Peer:
         """Take the last words of a hosted object; see :class:`WorkerConnection`."""
 
     def _send(self, message: Message) -> None:
-        """Queue a message; those of one turn of the loop travel together."""
+        """Queue a message. All messages of one turn of the loop are sent together."""
         # The first message of a turn schedules the flush; later ones join its batch.
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)

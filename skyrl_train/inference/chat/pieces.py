@@ -70,7 +70,7 @@ class PieceReader:
         self._marks = marks
         self._atomic = {index: marks[text] for index, text in vocabulary.added.items() if text in marks}
         self._silent = silent
-        # Marks without a token of their own, which are looked for in the text. Longest first: one may begin with another.
+        # Marks that are not one token are looked for in the text. Longest first: one may begin with another.
         spelt = set(marks) - {vocabulary.added[index] for index in self._atomic}
         self._spelt = sorted(spelt, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._spelt)))

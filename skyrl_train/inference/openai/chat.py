@@ -242,7 +242,7 @@ class ChatCompletionStream:
                 }
             frames.append(Frame({**self._head, "choices": [shown]}))
         if choice is not None:
-            # The finish reason has a chunk of its own, after the last piece.
+            # The finish reason comes in a separate chunk after the last piece.
             done = choice.generation
             self._prompt_tokens = len(done.prompt_token_ids)
             self._completion_tokens += len(done.token_ids)

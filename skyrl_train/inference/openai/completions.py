@@ -288,7 +288,7 @@ class CompletionRun:
                     "context_length_exceeded",
                 )
             plan = PromptPlan(token_ids) if session is None else session.plan_completion(token_ids)
-            # Each response is a request of its own: it continues alone across weight updates.
+            # Each response is a separate request, because it continues alone across weight updates.
             params = dataclasses.replace(call.params, n=1)
             oldest = None if session is None else session.oldest_version
             for choice in range(call.params.n):

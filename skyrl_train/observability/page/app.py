@@ -107,7 +107,7 @@ class _Page:
         return {"folder": str(self._runs.root), "runs": self._runs.rows()}
 
     def run(self, query: QueryParams) -> Any:
-        """The header of a run, its metrics with their meanings, and the fingerprints from which :meth:`live` goes on."""
+        """The header of a run, its metrics with their meanings, and the fingerprints with which :meth:`live` continues."""
         name = _text(query, "run")
         parts = fingerprint(self._runs.path(name))
         columns = self._table(name).columns()
@@ -288,7 +288,7 @@ def _error(error: Exception) -> Response:
 class _Guard:
     """Answers only requests with the token; without one, only those that address this machine by a loopback name.
 
-    A page of another site can make a browser send requests here under a name of its own (DNS rebinding); it cannot send a cookie
+    A page of another site can make a browser send requests here under that site's name (DNS rebinding); it cannot send a cookie
     of this page, or name it ``localhost``.
     """
 

@@ -69,7 +69,7 @@ def whole_sequence(run: Path, phase: str, step: int, row: int) -> dict[str, Any]
 
 
 def _rows(path: Path, uid: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a file, or those of one prompt, each with its number; none if the file cannot be read."""
+    """Return the rows of a file, or only one prompt's rows, each with its number; none if the file cannot be read."""
     import pyarrow.compute as pc
 
     if uid is not None:

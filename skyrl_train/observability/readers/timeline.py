@@ -396,7 +396,7 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
     for group in groups.values():
         if group["state"] in ("running", "generated", "buffered"):
             group["end"] = last[group["process"]]
-    # Most events are of responses; those of groups outside of the window are left alone.
+    # Most events belong to responses. They are skipped if their group is outside of the window.
     outside = {
         key for key, group in groups.items() if group["end"] < t0 or ("version" in group and group["begin"] > t1)
     }

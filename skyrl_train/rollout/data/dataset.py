@@ -491,7 +491,7 @@ def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConf
 
 
 def for_each(dataset: PromptDataset | StreamingPrompts, check: Callable[[PromptRecord], None]) -> None:
-    """Call ``check`` with each prompt: those in memory now, those of a stream as it reads them."""
+    """Call ``check`` with each prompt: at once for prompts in memory, and for a stream when it reads them."""
     if isinstance(dataset, PromptDataset):
         for record in dataset.records:
             check(record)

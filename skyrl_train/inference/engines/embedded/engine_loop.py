@@ -44,7 +44,7 @@ def serve(channel: Channel) -> None:
 
 def serve_in_process(channel: Channel) -> None:
     """Serve an engine in the main thread of a child process."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a forked child has those of its parent
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a forked child has its parent's number
 
     def build(settings: EngineSettings) -> EmbeddedEngineCore:
         if settings.log_file is not None:

@@ -175,7 +175,7 @@ class AsyncLLMAdapter(VLLMLink):
         in_flight = InFlightRequest(request, key="", outputs=None, spans=[(version, 0)])
         # A task: vLLM may take the request although its caller was cancelled.
         in_flight.submission = asyncio.ensure_future(self._add(in_flight, salt))
-        in_flight.submission.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen by nobody then
+        in_flight.submission.add_done_callback(lambda task: task.cancelled() or task.exception())  # marked as seen
         return in_flight
 
     async def _add(self, in_flight: InFlightRequest, salt: str) -> None:
@@ -376,7 +376,7 @@ def completion_chunk(in_flight: InFlightRequest, completion: Any) -> TokenChunk:
             raise GrammarError("vLLM cannot follow the grammar; look above for its own message.")
         raise EngineError(f"vLLM ended a request with {reason!r}; look above for its own message.")
     token_ids = list(completion.token_ids)
-    # vLLM 0.26 ends an aborted stream with no token and, once more, all log-probs: they come after those of `token_ids`.
+    # vLLM 0.26 ends an aborted stream with no token and, once more, all log-probs, which follow the log-probs of `token_ids`.
     flat, surplus = completion.logprobs, reason == "abort"
     logprobs, top = _logprobs(flat, token_ids, in_flight.request.params.top_logprobs, surplus)
     # By position in the response: an update during this chunk splits its tokens.

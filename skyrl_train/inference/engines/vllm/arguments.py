@@ -75,7 +75,7 @@ class VLLMSettings:
 
     @property
     def num_ranks(self) -> int:
-        """The number of workers, each with a GPU of its own or on the CPU."""
+        """The number of workers, each on a separate GPU or on the CPU."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:

@@ -463,7 +463,7 @@ class ServerLink(VLLMLink):
         path = f"/pause?mode={VLLM_PAUSE_MODES[mode]}&clear_cache={clear}"
         # The server pauses even if the caller of this gives up, so the call is kept and resume() looks at it.
         self._pausing = asyncio.ensure_future(self.post(path, patient=mode is PauseMode.WAIT))
-        self._pausing.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, even if nobody waits
+        self._pausing.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen without a waiter
         await asyncio.shield(self._pausing)
         if not (await self.look()).paused:
             raise EngineError(f"The vLLM server still runs after a pause with {mode.value!r}.")
@@ -519,7 +519,7 @@ class SharedLook:
         # A call that runs already may have left before what the caller wants to see; the next one has not.
         if self._next is None:
             self._next = asyncio.ensure_future(self._after(self._running))
-            # Its exception counts as seen, even if nobody waits for it.
+            # Its exception counts as seen, even if no caller waits for it.
             self._next.add_done_callback(lambda call: call.cancelled() or call.exception())
         return await asyncio.shield(self._next)
 
