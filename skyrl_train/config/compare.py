@@ -120,6 +120,8 @@ MAKES_ANOTHER_RUN = (
 
 _CLASSIFIED = {*MAY_CHANGE, *CHANGES_THE_REST, *MAKES_ANOTHER_RUN}
 LENGTH = ("trainer.max_steps", "trainer.epochs")
+# With both values all prompts stay, so a run of a version without the setting, which had long prompts, resumes with keep.
+_SAME_PROMPTS = ("data.on_long_prompt", {"error", "keep"})
 _WHERE = ("trainer.run_name", "trainer.runs_dir", "trainer.run_dir", "trainer.resume")  # of one command, not of the run
 _ABSENT = object()
 
@@ -167,7 +169,8 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
         entry = table_entry(key)
         # A constant learning rate does not depend on the length.
         warning = "" if key in LENGTH and not scheduled else CHANGES_THE_REST.get(entry or "", "")
-        found.append(Change(key, *values, warning, another_run=entry is None or entry in MAKES_ANOTHER_RUN))
+        another_run = entry is None or (entry in MAKES_ANOTHER_RUN and (key, {*map(str, values)}) != _SAME_PROMPTS)
+        found.append(Change(key, *values, warning, another_run))
     return found
 
 

@@ -426,7 +426,7 @@ class TrainerConfig:
     device: str = "cpu"  # for training: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: CountOrZero = 50  # steps; 0: only at the end and on SIGTERM
     max_ckpts_to_keep: Count = 2  # the newest ones; older ones are removed, except for eval.best_metric
-    hf_save_interval: CountOrZero = 0  # steps; each writes <run>/policies/global_step_N for transformers; 0: never
+    hf_save_interval: CountOrZero = 0  # steps; each writes <run>/policies/global_step_N, which stays; 0: never
     ckpt_path: str | None = None  # a URL (s3://, gs://, ...; fsspec) for this run alone; None: the run folder
     resume: ResumeMode = ResumeMode.latest
     init_from: str | None = None  # RUN, RUN:STEP or RUN:best: a new run starts from the policy of that run's checkpoint
@@ -607,8 +607,8 @@ class DataConfig:
     train_data: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"  # a string or a conversation
     # Prompts of more than generator.max_input_length tokens. error: the run does not start; filter: they are left out;
-    # truncate: the longest message loses its beginning
-    on_long_prompt: Annotated[str, OneOf("error", "filter", "truncate")] = "error"
+    # truncate: the longest message loses its beginning; keep: they stay, and their rollouts fail
+    on_long_prompt: Annotated[str, OneOf("error", "filter", "truncate", "keep")] = "error"
     generate: int = 512  # prompts that the environment generates if there are no files
     seed: int = 0  # of the generated prompts
     # shuffle | sequential | weighted | path.to.Sampler; None: shuffle, or a stream's own order

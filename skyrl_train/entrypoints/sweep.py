@@ -31,7 +31,7 @@ from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.entrypoints.train import NOTHING_LEARNED, program
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import load_run
-from skyrl_train.observability.run_folder import CONFIG, FINISHED, read_config
+from skyrl_train.observability.run_folder import CONFIG, FINISHED, has_begun, read_config
 from skyrl_train.observability.screen import RunSummary
 
 MAX_NAME = 200  # bytes of a folder's name, below the 255 that file systems allow
@@ -79,7 +79,7 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
     for run in runs:
         config = compose(recipe, run.overrides, config_dir)
         raise_errors(validate(config).errors)
-        if (run.folder / CONFIG).is_file():
+        if (run.folder / CONFIG).is_file() and has_begun(run.folder):
             # A finished run would not get its new length.
             changed = changes(read_config(run.folder), config)
             if differing := [change for change in changed if change.another_run or change.key in LENGTH]:

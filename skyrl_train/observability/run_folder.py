@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
@@ -28,6 +29,9 @@ ORIGIN = "init_from.json"  # the run and step of the policy that the run started
 REPORT_HTML, REPORT_MD = "report.html", "report.md"
 TRAINER_LOG = "trainer.log"  # in the folder of logs
 
+# The parts of a run folder that a failed start leaves. Its logs stay: they say why it failed.
+_OF_A_START = ("model", ORIGIN, EVENTS, EVALUATIONS, SAMPLES)
+
 _locked_here: set[Path] = set()
 
 
@@ -43,7 +47,8 @@ def choose_run_folder(config: RunConfig, total_steps: int = 0) -> RunChoice:
     """Find the unfinished run that ``config`` continues, or create the folder of a new run.
 
     ``trainer.run_dir`` names the folder. Without it, runs are numbered below ``trainer.runs_dir``: the newest unfinished run
-    whose configuration allows it is continued. If there is none, or with ``resume=never``, the next number is used.
+    whose configuration allows it is continued. If there is none, or with ``resume=never``, the next number is used. A given
+    folder in which a run with other settings failed to start is used for a new run.
 
     Args:
         total_steps: of ``config``. A finished run in the given folder continues if its length was changed to more steps.
@@ -82,7 +87,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
-        """Create the folders and write the configuration.
+        """Create the folders and write the configuration. The parts of a failed start with other settings are removed.
 
         Raises:
             ConfigError: another process trains in this folder.
@@ -97,6 +102,12 @@ class RunFolder:
             raise _cannot_create(path, error) from error
         # Before the first write: another process may train in this folder.
         self._lock = _lock(path)
+        if (path / CONFIG).is_file() and not has_begun(path) and differences(read_config(path), config):
+            for part in (path / name for name in _OF_A_START):
+                if part.is_dir():
+                    shutil.rmtree(part)
+                else:
+                    part.unlink(missing_ok=True)
         (path / FINISHED).unlink(missing_ok=True)  # of a run that continues because it has more steps now
         replace_file(path / CONFIG, to_yaml(config))
         self.metrics = JsonlFile(path / METRICS)
@@ -127,6 +138,8 @@ def _given_folder(config: RunConfig, folder: Path, total_steps: int) -> RunChoic
         raise ConfigError(f"{name} is not empty and contains no run (no {CONFIG}). Name another folder.")
     changed = changes(read_config(folder), config)
     if differing := [change for change in changed if change.another_run]:
+        if not has_begun(folder):
+            return RunChoice(folder, resuming=False, finished=False)
         remedy = (
             f"Set these as in {folder / CONFIG} to resume that run. To train on with these values, start a new run from its "
             f"policy: trainer.init_from={folder} and another trainer.run_dir."
@@ -137,6 +150,16 @@ def _given_folder(config: RunConfig, folder: Path, total_steps: int) -> RunChoic
         steps = max((row["step"] for row in read_jsonl(folder / METRICS)), default=0)
         finished = total_steps <= steps
     return RunChoice(folder, resuming=True, finished=finished)
+
+
+def has_begun(folder: Path) -> bool:
+    """Return whether the run in ``folder`` has trained a step, written a checkpoint or finished.
+
+    Otherwise its start has failed, for example with a wrong model, and its settings do not bind the next command.
+    """
+    if (folder / FINISHED).is_file() or any((folder / "checkpoints").glob("global_step_*")):
+        return True
+    return any(read_jsonl(folder / METRICS))
 
 
 def left_behind(config: RunConfig) -> str:

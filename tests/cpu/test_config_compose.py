@@ -270,6 +270,15 @@ def test_a_change_of_the_rest_of_a_run_is_a_warning(overrides: list[str], warned
     assert not any(change.another_run for change in found)
 
 
+@pytest.mark.usefixtures("composed_in_short")
+def test_a_run_that_has_long_prompts_resumes_with_them() -> None:
+    error, keep, without = (
+        compose("base", [f"data.on_long_prompt={action}"]) for action in ("error", "keep", "filter")
+    )
+    assert differences(error, keep) == differences(keep, error) == []
+    assert differences(error, without) and differences(keep, without)
+
+
 def test_each_setting_is_in_one_table_for_resumes_and_each_entry_decides() -> None:
     tables = [*MAY_CHANGE, *CHANGES_THE_REST, *MAKES_ANOTHER_RUN]
     assert len(tables) == len(set(tables))

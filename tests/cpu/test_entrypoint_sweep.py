@@ -49,7 +49,7 @@ def test_a_sweep_trains_each_combination_once_and_continues_after_a_failure(
         commands.append(command)
         recipe, *overrides = command[command.index("train") + 1 :]
         with composing:
-            config = compose(recipe, overrides)
+            config, wrong = compose(recipe, overrides), compose(recipe, [*overrides, "data.generate=7"])
         assert config.trainer.run_dir is not None
         folder, code = Path(config.trainer.run_dir), 2
         if not (folder / "other").exists():
@@ -57,6 +57,8 @@ def test_a_sweep_trains_each_combination_once_and_continues_after_a_failure(
             run.metrics.append({"step": 3, "reward/mean": config.trainer.seed / 10})
             run.close()
             (folder / FINISHED).write_text("{}")
+        else:
+            RunFolder(folder, wrong).close()  # as if an earlier start with these settings had failed
         stdout.write(f"exit code {code}".encode())
         return SimpleNamespace(wait=lambda: code, poll=lambda: code)
 

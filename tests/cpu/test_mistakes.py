@@ -57,7 +57,9 @@ class Talks(Sums):
 def of_trl(completions, answer, **kwargs): return [1.0] * len(completions)
 def of_trl_without_columns(completions, **kwargs): return [1.0] * len(completions)
 def one_sample(sample, answer): return 1.0
-def reward(group, scale=1.0): return [scale] * len(group.samples)
+def reward(group, scale=1.0, prompts=None): return [scale] * len(group.samples)
+class OfTRL:
+    def __call__(self, completions, **kwargs): return [1.0] * len(completions)
 class Scale:
     def __init__(self, scale): self.scale = scale
     def __call__(self, group): return [self.scale] * len(group.samples)
@@ -120,11 +122,15 @@ def long(*more: str) -> tuple[str, ...]:
         ([*OWN, "environment.env_class=gsm8k"], ["is skyrl_gym:gsm8k", "reward_spec", "the row has ['answer']"]),
         (reward("of_trl"), ["takes (completions, answer, **kwargs)", "completions=texts", "return of_trl("]),
         (reward("of_trl_without_columns"), ["def reward(group)", "return of_trl_without_columns("]),
+        (reward("OfTRL"), ["takes (self, completions, **kwargs)", "return OfTRL()(prompts="]),
         (reward("one_sample"), ["takes (sample, answer)", "one number for each of group.samples"]),
-        (reward("reward", "rollout.stages.reward.kwargs.size=2"), ["takes (group, scale=1.0)", "size"]),
+        (
+            reward("reward", "rollout.stages.reward.kwargs.size=2"),
+            ["takes (group, scale=1.0, prompts=None)", "argument 'size'"],
+        ),
         (long(), ["1 of 4 prompts", "has 43 tokens", "generator.max_input_length=43", "data.on_long_prompt=filter"]),
         (long("data.streaming=true", "trainer.max_steps=1"), []),
-        (["data.on_long_prompt=skip"], ["error, filter, truncate"]),
+        (["data.on_long_prompt=skip"], ["data.on_long_prompt=skip is unknown", "error, filter, truncate, keep"]),
         (
             [*OWN, ENVIRONMENT, "environment.modules=[absent.py]"],
             ["environment.modules='absent.py'", "path/to/file.py"],
@@ -154,6 +160,7 @@ def test_a_mistake_is_told_with_its_remedy(
             "1 of 4 prompts of the evaluation are too long",
         ),
         (long("data.on_long_prompt=truncate"), "4, long.jsonl"),
+        (long("data.on_long_prompt=keep"), "4, long.jsonl"),
     ],
 )
 def test_what_is_right_is_planned(arguments: list[str], shown: str, capsys: pytest.CaptureFixture[str]) -> None:

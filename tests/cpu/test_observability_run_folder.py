@@ -148,9 +148,31 @@ def test_a_given_folder_in_which_a_run_died_before_it_began_is_a_new_run(tmp_pat
 
 
 def test_a_given_folder_of_another_run_is_an_error_that_names_the_difference(tmp_path: Path) -> None:
-    run(config_of(tmp_path, run_dir=tmp_path / "here"))
+    ours, other = (config_of(tmp_path, run_dir=tmp_path / "here", seed=seed) for seed in (0, 1))
+    with closing(RunFolder(choose_run_folder(ours).path, ours)) as folder:
+        folder.metrics.append({"step": 1})
     with pytest.raises(ConfigError, match=r"trainer\.seed: was 0, now 1\n.*trainer\.init_from=.*here and"):
-        run(config_of(tmp_path, run_dir=tmp_path / "here", seed=1))
+        run(other)
+
+
+@pytest.mark.parametrize("begun", ["", "checkpoints/global_step_0", "metrics.jsonl", "finished.json"])
+def test_a_start_that_failed_leaves_its_folder_to_the_corrected_command(tmp_path: Path, begun: str) -> None:
+    wrong, corrected = (config_of(tmp_path, run_dir=tmp_path / "here", seed=seed) for seed in (0, 1))
+    run(wrong)
+    left = [tmp_path / "here" / "model" / "config.json", tmp_path / "here" / "init_from.json"]
+    left[0].parent.mkdir()
+    for file in [*left, tmp_path / "here" / "logs" / "trainer.log"]:
+        file.touch()
+    assert run(wrong) == (tmp_path / "here", True, False) and all(file.exists() for file in left)
+    if begun:
+        (tmp_path / "here" / begun).write_text('{"step": 1}\n')
+        with pytest.raises(ConfigError, match=r"trainer\.seed: was 0, now 1"):
+            run(corrected)
+        assert all(file.exists() for file in left)
+        return
+    assert run(corrected) == (tmp_path / "here", False, False)
+    assert not any(file.exists() for file in left) and (tmp_path / "here" / "logs" / "trainer.log").exists()
+    assert run(corrected) == (tmp_path / "here", True, False)
 
 
 def test_a_finished_run_continues_with_more_steps_and_not_with_fewer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompts that are longer than a request may be: found before anything starts, or as a stream reads them."""
+"""Finds prompts that are longer than a request may be, before anything starts or as a stream reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE_TOKENS, MESSAGE_TOKENS = 256, 64
 
 
 class PromptLimit:
-    """What ``data.on_long_prompt`` says about prompts of more than ``tokens`` tokens.
+    """Applies ``data.on_long_prompt`` to prompts of more than ``tokens`` tokens.
 
     A prompt whose bytes are few enough needs no tokenizer: a token has at least one byte. So the tokenizer is loaded at the
     first prompt that may be too long.
@@ -46,10 +46,14 @@ class PromptLimit:
         self.left_out = 0
         self._config = config
         # Agents make their own requests. The tokenizer of a new model has no file yet that could take another template.
-        self._checks = config.generator.name != "harness" and (
-            config.generator.chat_template is None
-            if model.path is None
-            else download or is_local(model.path) or in_hub_cache(model.path)
+        self._checks = (
+            config.data.on_long_prompt != "keep"
+            and config.generator.name != "harness"
+            and (
+                config.generator.chat_template is None
+                if model.path is None
+                else download or is_local(model.path) or in_hub_cache(model.path)
+            )
         )
 
     def excess(self, record: PromptRecord) -> int | None:
@@ -120,8 +124,8 @@ class PromptLimit:
             else "generator.inference_engine.max_model_len, as far as the model has positions"
         )
         return (
-            f"{some}, more than {limit}. Raise {room}, or set data.on_long_prompt=filter to leave such prompts out, or truncate "
-            "to cut their beginnings off."
+            f"{some}, more than {limit}. Raise {room}, or set data.on_long_prompt=filter to leave such prompts out, truncate to "
+            "cut their beginnings off, or keep to resume a run that has them."
         )
 
     def _most_tokens(self, prompt: ConversationType) -> int:
@@ -154,7 +158,7 @@ class PromptLimit:
         index = max(range(len(prompt)), key=lambda index: len(str(prompt[index].get("content"))))
         text = prompt[index].get("content")
         if not isinstance(text, str):
-            raise DataError(f"The longest message of prompt {record.uid!r} is no text, so it cannot be shortened.")
+            raise DataError(f"The longest message of prompt {record.uid!r} is not a text, so it cannot be shortened.")
 
         def cut(characters: int) -> ConversationType:
             return [*prompt[:index], {**prompt[index], "content": text[characters:]}, *prompt[index + 1 :]]

@@ -107,8 +107,9 @@ def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
         signature.bind(*([None, None] if is_class else [None]), **({} if is_class else kwargs))
     except TypeError as error:
         problem = f" ({error})"
-    of_trl = bool({"completions", "prompts"} & signature.parameters.keys())
-    if not problem and not of_trl:
+    of_trl = {"completions", "prompts"} & signature.parameters.keys()
+    # The first parameter, behind self, gets the group; others may have any name.
+    if not problem and of_trl.isdisjoint(list(signature.parameters)[: 1 + is_class]):
         return
     name = path.rpartition(":")[2].rpartition(".")[2]
     message = (
@@ -123,7 +124,7 @@ def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
             "    def reward(group):\n"
             "        texts = [sample.text for sample in group.samples]\n"
             "        columns = {name: [value] * len(texts) for name, value in group.env_extras.items()}\n"
-            f"        return {name}(prompts=[group.prompt] * len(texts), completions=texts, **columns)"
+            f"        return {name}{'()' if is_class else ''}(prompts=[group.prompt] * len(texts), completions=texts, **columns)"
         )
     raise ConfigError(message)
 
