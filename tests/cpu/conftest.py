@@ -113,9 +113,8 @@ def _same_random_numbers() -> None:
     """What a test draws from the generators of the process does not depend on the tests before it."""
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(
-        0
-    )  # torch.manual_seed records a traceback for each kind of GPU that there is not
+    # Not torch.manual_seed, which records a traceback for each kind of GPU that is not there.
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

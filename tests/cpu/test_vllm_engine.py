@@ -275,11 +275,14 @@ async def test_a_lower_priority_is_scheduled_first(vllm: Served) -> None:
         await vllm.engine.generate({**request([5], max_tokens=length), "priority": priority})
         ended.append(name)
 
-    # All batch slots are taken while the others get in line.
-    running = [asyncio.create_task(one("running", 0, 100)) for _ in range(SLOTS)]
-    await vllm.sampled(SLOTS)
+    # All come at once, when the engine resumes: a busy machine could end the first ones before the others are in line.
+    await vllm.engine.pause(PauseMode.KEEP)
+    running = [asyncio.create_task(one("running", 0, LONG)) for _ in range(SLOTS)]
     late = [asyncio.create_task(one("late", 9, 8)) for _ in range(SLOTS)]
     early = [asyncio.create_task(one("early", 1, 8)) for _ in range(SLOTS)]
+    while (await vllm.engine.health()).waiting < 3 * SLOTS:
+        pass
+    await vllm.engine.resume()
     await asyncio.gather(*running, *late, *early)
     assert ended == ["running"] * SLOTS + ["early"] * SLOTS + ["late"] * SLOTS
     assert vllm.engine.capabilities.priorities
