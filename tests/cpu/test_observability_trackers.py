@@ -124,18 +124,30 @@ def test_a_tracker_gets_metrics_samples_evaluations_and_the_report_in_their_orde
     assert notes == ["  recorder: see recorder"]
 
 
-def test_a_password_in_the_address_of_a_tracker_is_neither_shown_nor_recorded(tmp_path: Path) -> None:
+def test_a_password_in_an_address_of_a_tracker_is_neither_shown_nor_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = "API request to https://me:se@cr:et@mlflow:5000/api failed"  # as MLflow says it
+
     class Remote(Recorder):
         def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
             super().__init__(folder, config, resume_step)
             self.location = "postgresql://me:se@cr:et@db:5432/runs?mode=a@b"
 
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise ConnectionError(failure)
+
     register_tracker("remote", Remote)
     notes: list[str] = []
     feed = feed_of(tmp_path, "remote")
     feed.begin(0, notes.append)
+    feed.log(1, {})
     feed.close()
-    assert notes == ["  remote: postgresql://db:5432/runs?mode=a@b"]
+    shown, failed = notes
+    assert shown == "  remote: postgresql://db:5432/runs?mode=a@b"
+    assert "API request to https://mlflow:5000/api failed" in failed
+    assert caplog.text.count("https://mlflow:5000/api") == 2  # the message and the end of its traceback
+    assert "cr:et" not in caplog.text
 
 
 def test_a_restart_in_the_process_opens_the_trackers_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import queue
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,9 +199,7 @@ class _TrackerThread:
         self._close()
         self._tracker = self._make(self._folder, self._config, step)
         if self._tracker.location:
-            # A note is recorded, so it must not have the password of an address such as MLFLOW_TRACKING_URI.
-            address = re.sub(r"://[^/?#\s]*@", "://", self._tracker.location)
-            self._note(f"  {self._name}: {address}")
+            self._note(f"  {self._name}: {_without_passwords(self._tracker.location)}")
 
     def _close(self) -> None:
         tracker, self._tracker = self._tracker, None
@@ -208,5 +207,12 @@ class _TrackerThread:
             tracker.close()
 
     def _say(self, text: str, error: BaseException | None = None) -> None:
-        logger.warning("tracker %s %s", self._name, text, exc_info=error)
-        self._note(f"tracker {self._name} {text} (the run continues; its folder has everything)")
+        text = f"tracker {self._name} {_without_passwords(text)}"
+        trace = "" if error is None else "\n" + _without_passwords("".join(traceback.format_exception(error)).rstrip())
+        logger.warning("%s%s", text, trace)
+        self._note(f"{text} (the run continues; its folder has everything)")
+
+
+def _without_passwords(text: str) -> str:
+    """Return ``text`` without the names and passwords of its addresses, such as MLFLOW_TRACKING_URI: notes and logs are kept."""
+    return re.sub(r"://[^/?#\s]*@", "://", text)
