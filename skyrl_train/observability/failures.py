@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[str, str, BaseException | None], None]  # name of what failed, reason, error if one was raised
 
-REASON_WIDTH = 160  # characters
+REASON_WIDTH = 190  # characters: a group that failed twice has names of prompt and sample before the error and its line
 MAX_SHOWN_KINDS = 8  # on the screen; the log has all of them
 MAX_OUTPUTS = 100  # files in logs/agents
 
