@@ -111,7 +111,7 @@ def check_import_paths(config: RunConfig) -> None:
 
 
 def check_machine(config: RunConfig) -> None:
-    """Check what a run needs of this machine, before models are loaded; a plan may be made on another one.
+    """Check devices, packages and port of this machine before models are loaded; a plan may be made on another one.
 
     Raises:
         ConfigError: vLLM is not installed, a GPU is missing, or the endpoint's port is in use.
@@ -132,10 +132,10 @@ def check_machine(config: RunConfig) -> None:
             try:
                 resolve_device(name)
             except ConfigError as error:
-                raise ConfigError(f"{key}: {error} `skyrl-train doctor` says what else is missing.") from error
+                raise ConfigError(f"{key}: {error} `skyrl-train doctor` finds other problems.") from error
     endpoint = config.generator.kwargs.get("endpoint")
     if config.generator.name == "harness" and not config.rollout.num_actors and isinstance(endpoint, Mapping):
-        host, port = str(endpoint.get("host", "127.0.0.1")), int(endpoint.get("port") or 0)
+        host, port = str(endpoint.get("host", "127.0.0.1")), endpoint.get("port") or 0
         bind(host, port, "generator.kwargs.endpoint.port")[0].close()
 
 

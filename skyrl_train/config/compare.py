@@ -1,4 +1,4 @@
-"""Comparison of configurations: which settings may change when a run resumes.
+"""Compares configurations to decide whether a run can resume with changed settings.
 
 Each setting is in one of three tables, by its name or by the name of a section; the longest name counts.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 from skyrl_train.config.schema import RunConfig
 
-# Where a run is stored, how it is observed, where and how it computes, and how long it waits. Another value changes rounding and
-# timing only, not the objective or the data.
+# Storage, observation, devices, parallelism and time limits of a run. Another value changes rounding and timing only, not the
+# objective or the data.
 MAY_CHANGE = (
     "trainer.run_name",
     "trainer.runs_dir",

@@ -62,7 +62,7 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
 
 
 def import_module(name: str, setting: str) -> None:
-    """Import ``package.module``, or a file, for what it registers.
+    """Import ``package.module``, or a file, so that its classes and functions are registered.
 
     Raises:
         ConfigError: it cannot be imported; the message names ``setting``.

@@ -414,6 +414,8 @@ def _engines(config: RunConfig) -> Errors:
         yield from _engine_gpus(config)
     endpoint = config.generator.kwargs.get("endpoint")
     port = endpoint.get("port") if isinstance(endpoint, Mapping) else None  # of the harness; 0 or None: a free one
+    if config.generator.name == "harness" and not isinstance(port, int | None):
+        yield f"generator.kwargs.endpoint.port={port}: it must be an integer; 0 takes a free port."
     if config.generator.name == "harness" and config.rollout.num_actors > 1 and port:
         yield (
             f"generator.kwargs.endpoint.port={port} with rollout.num_actors={config.rollout.num_actors}: each actor has its own "

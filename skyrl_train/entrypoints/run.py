@@ -149,7 +149,7 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
         ConfigError: a setting, or a combination of settings, cannot work.
         DataError: a data file is missing or broken.
     """
-    raise_errors(validate(config).errors)  # the checks below rely on sizes that can be
+    raise_errors(validate(config).errors)  # the checks below rely on valid sizes
     dataset = open_prompts(config)
     check_environment(dataset, config)
     limit = PromptLimit(config, download=download)

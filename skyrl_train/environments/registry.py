@@ -30,7 +30,7 @@ def register_environment(name: str) -> Callable[[EnvironmentType], EnvironmentTy
 
     def register(cls: EnvironmentType) -> EnvironmentType:
         known, path = _registry.get(name), f"{cls.__module__}.{cls.__qualname__}"
-        # The next run in this process executes a user's file again, which then registers the same class anew.
+        # The next run in this process executes a user's file again, which registers the same class again.
         if known is not None and path != f"{known.__module__}.{known.__qualname__}":
             raise ConfigError(
                 f"Two environments are called {name!r}: {known.__module__}.{known.__qualname__} and {path}. Rename one."

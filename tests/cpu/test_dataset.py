@@ -46,10 +46,10 @@ def load(*paths: str | Path, **data: Any) -> PromptDataset:
 def test_the_three_kinds_of_files_give_the_same_records(tmp_path: Path) -> None:
     jsonl = write_jsonl(tmp_path / "train.jsonl", ROWS)
     parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "train"))
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "v:2" / "train"))
     records = load(jsonl).records
     assert load(tmp_path / "train.parquet").records == records
-    assert load(tmp_path / "train").records == records
+    assert load(tmp_path / "v:2" / "train").records == records
     assert records[1].prompt == ROWS[1]["prompt"]
     assert records[1].env_class == "gsm8k"
     assert records[1].data_source == "openai/gsm8k"

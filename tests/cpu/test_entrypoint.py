@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig, RunConfig
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.environments.base import Environment, EnvironmentStep
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
@@ -286,7 +288,7 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
 
 @pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=2"]], ids=["whole", "adapter"])
 def test_a_run_starts_from_the_policy_of_another_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], lora: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lora: list[str]
 ) -> None:
     pytest.importorskip("peft")
     (tmp_path / "old").mkdir()
@@ -295,6 +297,11 @@ def test_a_run_starts_from_the_policy_of_another_run(
     source = tmp_path / "old" / "run"
     assert main(["export", f"{source}:1", str(tmp_path / "policy")]) == 0
     start = f"trainer.init_from={source}:1"
+    if not lora:  # a start that fails leaves another policy in the same folder
+        with monkeypatch.context() as patch:
+            patch.setattr("skyrl_train.build.trainer.check_template", Mock(side_effect=ConfigError("no template")))
+            code, text = run(tmp_path, capfd, *short, f"trainer.init_from={source}:2")
+            assert code == 2 and "no template" in text and (tmp_path / "run" / "model").is_dir()
     code, text = run(tmp_path, capfd, *short, start)
     assert code == 0 and "Trained 2 steps" in text
     new = tmp_path / "run"

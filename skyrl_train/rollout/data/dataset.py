@@ -6,7 +6,7 @@
 |---|---|
 | ``.jsonl``, ``.csv``, ``.parquet`` | of the file |
 | a folder of ``datasets.save_to_disk`` | of the data set in it |
-| another folder, or a name on the hub such as ``openai/gsm8k`` | of what ``datasets.load_dataset`` makes of it |
+| another folder, or a name on the hub such as ``openai/gsm8k`` | of the data set that ``datasets.load_dataset`` reads |
 
 The last two take ``:SPLIT`` or ``:CONFIG:SPLIT`` behind the name; the split is ``train`` if none is named.
 
@@ -101,7 +101,7 @@ def open_rows(name: str) -> RowFile:
                 "save_to_disk folder, or the name of a data set on the hub."
             )
         return RowFile(name, path.stem, partial(reader, path), lambda: [path])
-    place, *chosen = name.split(":")
+    place, *chosen = [name] if path.is_dir() else name.split(":")
     on_hub = _HUB_NAME.fullmatch(place) and reader is None and not Path(place).parent.is_dir()
     if len(chosen) > 2 or not (Path(place).is_dir() or on_hub):
         beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []

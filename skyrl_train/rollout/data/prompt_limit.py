@@ -19,7 +19,7 @@ from skyrl_train.types import ConversationType
 
 logger = logging.getLogger(__name__)
 
-# No chat template adds as many tokens to a conversation, and to each message of it.
+# More than any chat template adds to a conversation, and to each message of it.
 TEMPLATE_TOKENS, MESSAGE_TOKENS = 256, 64
 
 
@@ -110,7 +110,7 @@ class PromptLimit:
         return PromptDataset(tuple(records))
 
     def _message(self, some: str, tokens: int) -> str:
-        """Return what is wrong with ``some`` prompts, the longest of which has ``tokens`` tokens, and the remedies."""
+        """Return the message about ``some`` prompts, the longest of which has ``tokens`` tokens, with the remedies."""
         given = self._config.generator.max_input_length
         # Positions of the model, or max_model_len, may be the narrower limit.
         limit = (
