@@ -161,6 +161,20 @@ def test_a_restart_in_the_process_opens_the_trackers_again(tmp_path: Path) -> No
     assert [tracker.calls for tracker in Recorder.made] == [[("log", 1, {}), ("close",)], [("log", 5, {}), ("close",)]]
 
 
+def test_a_tracker_that_cannot_be_closed_is_opened_again_all_the_same(tmp_path: Path) -> None:
+    class Unclosable(Recorder):
+        def close(self) -> None:
+            raise OSError("the connection is lost")
+
+    register_tracker("unclosable", Unclosable)
+    feed = feed_of(tmp_path, "unclosable")
+    for step in (0, 4):
+        feed.begin(step, print)
+        feed.log(step + 1, {})
+    feed.close()
+    assert [tracker.calls for tracker in Recorder.made] == [[("log", 1, {})], [("log", 5, {})]]
+
+
 @pytest.mark.parametrize("error", [ValueError("no key"), SystemExit(3)])
 @pytest.mark.parametrize("method", ["__init__", "log", "log_samples", "log_report", "close"])
 def test_a_tracker_that_fails_is_told_once_and_stops_nothing(tmp_path: Path, method: str, error: BaseException) -> None:

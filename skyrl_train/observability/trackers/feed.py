@@ -164,6 +164,7 @@ class _TrackerThread:
 
     def begin(self, step: int, note: Callable[[str], None]) -> None:
         self._note = note
+        self._queue.put(self._close)  # a separate call: its failure must not keep the next tracker from opening
         self._queue.put(lambda: self._open(step))
 
     def put(self, call: Callable[[Tracker], None]) -> None:
@@ -196,7 +197,6 @@ class _TrackerThread:
                     self._say(f"failed: {type(error).__name__}: {error}", error)
 
     def _open(self, step: int) -> None:
-        self._close()
         self._tracker = self._make(self._folder, self._config, step)
         if self._tracker.location:
             self._note(f"  {self._name}: {_without_passwords(self._tracker.location)}")
