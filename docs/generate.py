@@ -32,9 +32,8 @@ from skyrl_train.events.kinds import COMMON, KINDS, SPANS, EventField
 from skyrl_train.observability.metrics import MetricSpec, declared
 
 REFERENCE = Path(__file__).parent / "reference"
-GUIDE = (
-    Path(__file__).parent / "tutorials" / "http_endpoint.md"
-)  # has tables of request fields, which a test compares with the code
+# Has tables of request fields, which a test compares with the code.
+GUIDE = Path(__file__).parent / "tutorials" / "http_endpoint.md"
 OPEN = {  # groups whose names depend on the run, with the placeholder of their last part
     "policy/lr/": "<pattern>",
     "staleness/histogram/": "<lag>",
@@ -287,11 +286,9 @@ def commands_reference() -> str:
                 usage.append(shown if required else f"[{shown}]")
             else:
                 # Typer keeps the first name of an annotated option as its default.
-                names = [declared_as.default, *(declared_as.param_decls or ())]
-                shown = (
-                    ", ".join(name for name in names if isinstance(name, str))
-                    or f"--{parameter.name.replace('_', '-')}"
-                )
+                spelt = [declared_as.default, *(declared_as.param_decls or ())]
+                names = [text for text in spelt if isinstance(text, str)]
+                shown = ", ".join(names) or f"--{parameter.name.replace('_', '-')}"
                 if required:
                     usage.append(f"{shown} {parameter.name.upper()}")
                 elif parameter.default not in (None, False, ""):
@@ -316,11 +313,11 @@ This file is generated: change `skyrl_train/endpoint/server/` and run `python do
 
 def http_reference() -> str:
     """Return the Markdown of the endpoint's routes: a section per route, with the fields of its body."""
-    lines = [HTTP]
+    lines, guide = [HTTP], GUIDE.read_text(encoding="utf-8")
     for path, methods in openapi_schema()["paths"].items():
         for method, route in methods.items():
             lines += [f"## {method.upper()} {path}\n", f"{route['summary']}\n"]
-            if f"### `{path}`" in GUIDE.read_text(encoding="utf-8"):
+            if f"### `{path}`" in guide:
                 lines.append(f"[Its fields](../tutorials/{GUIDE.name}#{path.replace('/', '')}).\n")
             elif "requestBody" in route:
                 fields = route["requestBody"]["content"]["application/json"]["schema"]["properties"].items()

@@ -16,12 +16,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LANGUAGES = {
-    ".json": "json",
-    ".py": "python",
-    ".sh": "bash",
-    ".yaml": "yaml",
-}  # of files that are shown, by their suffix
+# Of files that are shown, by their suffix.
+LANGUAGES = {".json": "json", ".py": "python", ".sh": "bash", ".yaml": "yaml"}
 RELATIVE_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
 
 
