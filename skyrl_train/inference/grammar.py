@@ -40,8 +40,8 @@ MAX_CHARACTERS = 1 << 17  # of a schema or another grammar
 _REMEMBERED_TRIALS = 1024
 _trials: dict[str, Future[str]] = {}  # what is wrong with a grammar, by its text
 _trial_threads = ThreadPoolExecutor(2, "grammar-trial")  # few, because each waits for a process that uses a core
-# What one grammar may cost, so that it cannot stall the requests beside it: by the library's figures about 20 ms to begin, and
-# 20 ms for one token.
+# Limits of one grammar, so that it cannot stall the other requests: by the library's figures about 20 ms to begin, and 20 ms for
+# one token.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -140,10 +140,17 @@ class Grammars:
     Attributes:
         eos_ids: the tokens that end a response of this model.
         tokens: the vocabulary, as the library reads it.
+
+    Raises:
+        GrammarError: the model has no end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         self.eos_ids = end_token_ids(tokenizer, config)
+        if not self.eos_ids:
+            raise GrammarError(
+                "Neither the model's config nor its tokenizer names an end token, with which a response under a grammar ends."
+            )
         self._vocab_size = vocab_size = int(config.get_text_config(decoder=True).vocab_size)
         wrapper = _TokenizerWrapper(tokenizer, vocab_size, self.eos_ids)
         self._marks = frozenset(wrapper.special_token_ids)
@@ -191,12 +198,12 @@ class Grammars:
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the tokens that end a response of the model under a grammar."""
+    """Return the tokens that end a response of the model under a grammar; none if neither argument names one."""
     text = config.get_text_config(decoder=True)
     ends = getattr(text, "eos_token_id", None)
     of_config = [ends] if isinstance(ends, int) else ends or []
     # An id that the model does not have cannot be sampled.
-    return tuple(sorted(i for i in {*of_config, int(tokenizer.eos_token_id)} if i < text.vocab_size))
+    return tuple(sorted(i for i in {*of_config, tokenizer.eos_token_id} if i is not None and i < text.vocab_size))
 
 
 def grammar_text(structured: StructuredOutput) -> str:

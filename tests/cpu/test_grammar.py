@@ -30,7 +30,8 @@ from skyrl_train.generators.harness.generator import AgentRun, to_output
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference import grammar
 from skyrl_train.inference.continuation import Continuation
-from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, Mask, check_grammar
+from skyrl_train.inference.engines.embedded import core
+from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, Mask, check_grammar, end_token_ids
 from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
 from skyrl_train.inference.requests import Generation
 from skyrl_train.models.tiny import character_tokenizer
@@ -134,6 +135,16 @@ def test_marks_are_no_text_and_stop_tokens_end_only_a_complete_text() -> None:
     fewer = Grammars(tokenizer, PreTrainedConfig(vocab_size=call, eos_token_id=[end, call]))
     assert fewer.eos_ids == (end,)
     assert allowed(fewer.matcher(StructuredOutput("regex", "a"), [letter], [call])) == {end}
+
+
+def test_a_model_whose_tokenizer_names_no_end_needs_one_in_its_config() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    assert end_token_ids(tokenizer, PreTrainedConfig(vocab_size=VOCAB, eos_token_id=EOS)) == (EOS,)
+    without = PreTrainedConfig(vocab_size=VOCAB, eos_token_id=None)
+    assert end_token_ids(tokenizer, without) == ()
+    with pytest.raises(GrammarError, match="names an end token"):
+        Grammars(tokenizer, without)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +292,35 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_response_only(monkeypa
     it.run()
     assert it.responses[fails].error == "too complex" and it.responses[other].error is None
     assert it.responses[other].tokens == expected.tokens
+
+
+def test_requests_that_are_sampled_one_by_one_have_their_own_masks() -> None:
+    """Batch-invariant: each request has its forward pass, beside which the mask of the one before is computed."""
+    asked = [{"structured": kind, "seed": seed, "max_tokens": 25 + seed} for seed, kind in enumerate([*KINDS, None])]
+    alone = [driver(batch_invariant=True).generate([5, 6], **each) for each in asked]
+    it = driver(batch_invariant=True)
+    requests = [it.add([5, 6], **each) for each in asked]
+    it.step(4)
+    it.pause(PauseMode.RECOMPUTE)  # with masks that are still computed
+    it.core.resume()
+    it.run()
+    for request, expected in zip(requests, alone, strict=True):
+        got = it.responses[request]
+        assert (got.tokens, got.stop_reason, got.error) == (expected.tokens, expected.stop_reason, None)
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE)
+
+
+def test_a_failure_of_the_thread_that_computes_masks_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = driver()
+    it.add([5], structured=KINDS[2], max_tokens=20)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for masks")
+
+    monkeypatch.setattr(core, "compute_masks", fail)
+    with pytest.raises(MemoryError, match="no room for masks"):
+        it.step(2)
+    it.core.close()  # ends the thread
 
 
 def test_an_engine_without_a_tokenizer_rejects_a_grammar() -> None:
