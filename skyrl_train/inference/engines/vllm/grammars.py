@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -57,6 +58,7 @@ class GrammarBackend(GuidanceBackend):
         config = self.vllm_config.structured_outputs_config
         self.disable_any_whitespace = config.disable_any_whitespace
         self.disable_additional_properties = config.disable_additional_properties
+        self._loading = threading.Lock()
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -75,11 +77,13 @@ class GrammarBackend(GuidanceBackend):
         Raises:
             GrammarError: it cannot be compiled, or does not allow these tokens. vLLM fails the request.
         """
+        with self._loading:  # by one of vLLM's threads: it takes seconds, and Python 3.12 lets all of them begin
+            grammars = self._grammars
         asked = read_grammar_spec(grammar_spec) if request_type is StructuredOutputOptions.JSON else None
         if asked is None:  # of another client
             return super().compile_grammar(request_type, grammar_spec)
         structured = StructuredOutput(asked["kind"], asked["value"])
-        return ResponseGrammar(self._grammars.matcher(structured, asked["token_ids"], asked["stop_token_ids"]))
+        return ResponseGrammar(grammars.matcher(structured, asked["token_ids"], asked["stop_token_ids"]))
 
 
 class ResponseGrammar(StructuredOutputGrammar):
