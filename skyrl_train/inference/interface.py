@@ -194,8 +194,9 @@ class EngineCapabilities:
     """The features of an engine. The client and the trainers read this instead of probing.
 
     ``chunked_streaming``: streams with larger chunks cost less, so that the client can keep the tokens of a long response
-    without a cost per token. ``grammar_continuation``: the engine follows grammars with
-    :mod:`skyrl_train.inference.grammar`, so that a response with one is continued like any other.
+    without a cost per token. ``structured_output``: the engine follows grammars. ``grammar_continuation``: it does so with
+    :mod:`skyrl_train.inference.grammar`, as the embedded engine and vLLM do. Without it, an interrupted response with a grammar
+    starts over, its masks are not repeated in training, and tool calls cannot be forced.
     """
 
     pause_modes: frozenset[PauseMode]

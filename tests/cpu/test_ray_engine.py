@@ -24,10 +24,10 @@ from vllm_engines import TOLERANCE, token_logprobs
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.entrypoints.command_line import main
-from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, QuotaError, RequestError
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, GrammarError, QuotaError, RequestError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
-from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineInterface, TokenChunk
+from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineInterface, StructuredOutput, TokenChunk
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
@@ -240,8 +240,14 @@ async def test_it_answers_as_the_engine_itself_does(
     await direct.start()
     for each in (engine, direct):
         await publish(each, folder, transport, 0)
-    for asked in (request([3], [4, 5], max_tokens=9, seed=4), request(max_tokens=5, temperature=0.0)):
+        await each.load_grammars()
+    digits = request(max_tokens=9, seed=4, structured=StructuredOutput("regex", "[1-3]{4}7?"))
+    for asked in (request([3], [4, 5], max_tokens=9, seed=4), request(max_tokens=5, temperature=0.0), digits):
         assert await engine.generate(asked) == await direct.generate(asked)
+    assert set((await engine.generate(digits))["response_ids"][0][:4]) <= {4, 5, 6}  # the tokens of 1 to 3
+    for each in (engine, direct):
+        with pytest.raises(GrammarError, match="unclosed group"):
+            await each.generate(request(structured=StructuredOutput("regex", "(1")))
     assert engine.capabilities == direct.capabilities
     assert engine.pid not in (None, os.getpid())
     await direct.teardown()

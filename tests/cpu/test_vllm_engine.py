@@ -28,10 +28,19 @@ from vllm_engines import (
 from vllm_engines import token_logprobs as reference
 
 from skyrl_train.errors import EngineError, GrammarError, RequestError
+from skyrl_train.inference.chat.renderer import ChatRenderer
+from skyrl_train.inference.chat.requests import ChatRequest
+from skyrl_train.inference.chat.service import ChatService
+from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.vllm.arguments import vllm_arguments
 from skyrl_train.inference.engines.vllm.requests import EngineRequest
 from skyrl_train.inference.grammar import Grammars
-from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, StructuredOutput
+from skyrl_train.inference.interface import (
+    InferenceEngineInput,
+    InferenceEngineOutput,
+    SamplingParams,
+    StructuredOutput,
+)
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.types import PauseMode
 
@@ -223,14 +232,43 @@ async def test_a_grammar_is_followed(vllm: Served) -> None:
     assert await answer("regex", "a{7}") == "a" * 7
 
 
+@pytest.mark.parametrize("forced", [None, "look"])
+async def test_a_tool_call_is_forced(vllm: Served, forced: str | None) -> None:
+    # The format that is JSON alone: this vocabulary has no marks.
+    tokenizer, temperature = character_tokenizer(ALPHABET), 2.0  # colder, this model writes long runs of spaces
+    renderer = ChatRenderer(tokenizer, "", tool_parser="llama-3")
+    client = InferenceEngineClient([vllm.engine], tokenizer, renderer=renderer)
+    schemas = {
+        "look": {"properties": {"at": {"enum": ["a", "bc"]}}, "required": ["at"], "additionalProperties": False},
+        "stop": {"properties": {"now": {"const": True}}, "required": ["now"], "additionalProperties": False},
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in schemas.items()]
+    asked = ChatRequest(
+        ({"role": "user", "content": tokenizer.decode(PROMPT)},),
+        SamplingParams(temperature=temperature, seed=1),
+        tools=tuple(tools),
+        tool_choice="required",
+        forced_tool=forced,
+    )
+    (choice,) = (await ChatService(client, renderer).complete(asked)).choices
+    (call,) = choice.message.tool_calls
+    expected = {"look": [{"at": "a"}, {"at": "bc"}], "stop": [{"now": True}]}
+    assert json.loads(call.arguments) in expected[call.name] and call.name in (forced, *(() if forced else schemas))
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "")
+    sampled = choice.generation
+    assert sampled.prompt_token_ids == PROMPT and sampled.grammar is not None
+    grammar = StructuredOutput(sampled.grammar.kind, sampled.grammar.value)
+    assert sampled.logprobs == pytest.approx(masked_logprobs(grammar, sampled.token_ids, temperature), abs=TOLERANCE)
+
+
 async def test_another_client_of_the_same_vllm_has_vllms_own_grammars(vllm: Served) -> None:
-    from vllm import SamplingParams
+    from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import StructuredOutputsParams
 
     link, _ = vllm.engine._alive()
     made = link._sampling_params
 
-    def plain(asked: EngineRequest) -> SamplingParams:
+    def plain(asked: EngineRequest) -> VLLMParams:
         params = made(asked)
         params.structured_outputs = StructuredOutputsParams(choice=["abba", "cd"])
         return params

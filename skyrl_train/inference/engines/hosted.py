@@ -22,7 +22,7 @@ class HostedEngine(InferenceEngineInterface):
     def __init__(self, name: str) -> None:
         self._name = name
         self._connection: WorkerConnection | None = None
-        self._grammars_of: WorkerConnection | None = None  # the life of the hosted object that has loaded them
+        self._grammars_of: WorkerConnection | None = None  # to the hosted object that has loaded them
         self._version = -1
 
     @property

@@ -34,7 +34,7 @@ from skyrl_train.workers.messages import Call, Cancel, Failure, LastWords, Messa
 
 logger = logging.getLogger(__name__)
 
-_BESIDE = ("receive_weights", "load_grammars")  # methods that run in a thread each
+_BESIDE = ("receive_weights", "load_grammars")  # methods that each run in their own thread
 
 
 def serve(channel: Channel) -> None:
