@@ -115,8 +115,6 @@ class Colocation:
         began = self._clock()
         with self._client.events.span("wake_up", version):
             await self._client.wake_up(["weights"])
-        if not self._client.serving:  # all died in their sleep
-            await self._client.wait_for_engine()
         woken_s = self._clock() - began
         times |= await self._syncer.send(staged)
         if self._offloads:

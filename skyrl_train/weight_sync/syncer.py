@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from skyrl_train.errors import WeightSyncError
+from skyrl_train.errors import EngineDeadError, WeightSyncError
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
@@ -94,7 +94,7 @@ class WeightSyncer:
             ``time/gather``, ``time/transfer``, ``time/pause`` in seconds; ``weight_sync/changed_fraction`` where known.
 
         Raises:
-            WeightSyncError: no engine took the update; all serve the weights that they had.
+            NoEngineError, WeightSyncError: see :meth:`send`.
         """
         return await self.send(await self.gather(version))
 
@@ -123,8 +123,6 @@ class WeightSyncer:
         async def send() -> dict[str, float]:
             try:
                 times = await before_send()
-                if not self._client.serving:  # all engines restart: the one that comes back takes these weights too
-                    await self._client.wait_for_engine()
                 times |= await self.send(staged)
                 await on_served(version)
                 return times
@@ -176,13 +174,31 @@ class WeightSyncer:
         return StagedWeights(update, self._clock() - started)
 
     async def send(self, staged: StagedWeights) -> dict[str, float]:
-        """Transfer a staged version and load it. Returns and raises as :meth:`sync`."""
+        """Transfer a staged version and load it. Returns as :meth:`sync`.
+
+        If all engines are being restarted, it waits for the first one that is back. If all die meanwhile, or do not answer, it
+        waits likewise and sends the version once more.
+
+        Raises:
+            NoEngineError: no engine came back in time, or none can come back.
+            WeightSyncError: no engine took the update; those that serve have the weights that they had.
+        """
         update = staged.update
-        started = self._clock()
-        with self._events.span("transfer", update.version):
-            await self._client.receive_weights(update)
-        transferred = self._clock()
-        paused_s = await self._client.load_weights(update, self._pause_mode)
+        for last in (False, True):
+            await self._client.wait_for_engine()
+            started = self._clock()
+            try:
+                with self._events.span("transfer", update.version):
+                    await self._client.receive_weights(update)
+                transferred = self._clock()
+                paused_s = await self._client.load_weights(update, self._pause_mode)
+                break
+            except WeightSyncError as error:
+                # A living engine rejects this version. (A dead one may be back already.)
+                rejected = self._client.serving and not isinstance(error.__cause__, EngineDeadError)
+                if last or rejected:
+                    raise
+                logger.warning("policy version %d will be sent once more: %s", update.version, error)
         times = {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}
         logger.info(
             "policy version %d reached the engines: %.3f s to gather, %.3f s to transfer, %.3f s of pause",

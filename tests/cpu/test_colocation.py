@@ -318,6 +318,19 @@ async def test_an_engine_that_died_asleep_starts_when_the_trainer_has_left(tmp_p
     assert h.device.log[at - 1] == "offload" and "load 2" in h.device.log[at:]
 
 
+async def test_an_engine_that_dies_as_it_loads_gets_the_version_again(tmp_path: Path) -> None:
+    h = Colocated(tmp_path, "sync")
+    h.supervised()
+
+    def dies(output: Any) -> None:
+        if h.trainer.global_step == 1:
+            h.colocated.dies_at.add("load 2")
+
+    h.generator.after = dies
+    await h.train()
+    assert sorted(h.trained) == list(range(32)) and h.client.engine_restarts == 1
+
+
 @pytest.mark.parametrize("mode", ["sync", pytest.param("partial_rollout", marks=pytest.mark.slow)])
 async def test_an_engine_that_starts_again_gets_weights_that_are_staged_anew(tmp_path: Path, mode: str) -> None:
     h = Colocated(tmp_path, mode)

@@ -12,6 +12,7 @@ from harness import Harness
 from scripted import ScriptedEngine, hashed_token, in_virtual_time
 
 from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, RolloutError, WeightSyncError
+from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
@@ -232,6 +233,36 @@ async def test_a_failed_weight_sync_stops_the_run_with_the_finished_step_saved(t
     await again.train()
     assert sorted(again.trained) == list(range(32))
     assert len(again.backend.minibatches) == 5, "the step whose weight sync failed is not trained again"
+
+
+class MortalEngine(ScriptedEngine):
+    """Dies at the beginning of the phase ``dies_at``, once."""
+
+    dies_at = ""
+
+    async def _phase(self, name: str) -> None:
+        if name == self.dies_at:
+            self.dies_at = ""
+            self.die()
+        await super()._phase(name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("phase", ["receive", "pause", "load", "resume"])
+async def test_the_only_engine_may_die_during_a_weight_sync(tmp_path: Path, mode: str, phase: str) -> None:
+    engine = MortalEngine(free_running=True)
+    h = Harness(tmp_path, f"trainer.mode={mode}", engine=engine)
+    h.client._pool.fleet._limits = FleetLimits(backoff_s=0.0)
+    h.client.supervisor.start()
+
+    def dies(minibatch: Minibatch) -> None:
+        if minibatch.step == 3:
+            engine.dies_at = phase
+
+    h.backend.before_update = dies
+    await h.train()
+    assert (h.client.engine_restarts, engine.policy_version) == (1, 8)
+    assert sorted(h.trained) == list(range(32))
 
 
 @pytest.mark.parametrize("mode", MODES)
