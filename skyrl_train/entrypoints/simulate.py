@@ -109,7 +109,7 @@ def simulate(
             min=8, help="Steps to simulate; of a run, the last ones. The first and the last quarter do not count."
         ),
     ] = 20,
-    seed: Annotated[int, typer.Option(help="Of the lengths and the faults.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths and the faults.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw both tables into a file (.png, .svg or .pdf).")] = None,
 ) -> int:
     """Compare the modes in virtual time, before a run or after one: speed, staleness, idle time; the best split, S and depth.

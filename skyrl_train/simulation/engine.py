@@ -80,9 +80,8 @@ class ModelledEngine(InferenceEngineInterface):
         self._alive = True
         self._steps = 0.0  # decode steps since the start, fractions included
         self._looked_at = 0.0  # the time of that count
-        self._running: dict[
-            _ModelledRequest, None
-        ] = {}  # in the order in which they entered: a set's order differs between runs
+        # In the order in which they entered: a set's order would differ between runs.
+        self._running: dict[_ModelledRequest, None] = {}
         self._ends: list[tuple[float, int, _ModelledRequest]] = []  # heap; entries of requests that left are skipped
         self._waiting: list[tuple[int, int, _ModelledRequest]] = []  # heap: by priority, then arrival
         self._arrivals = itertools.count()

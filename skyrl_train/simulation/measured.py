@@ -126,14 +126,17 @@ def measure_run(folder: Path, steps: int) -> MeasuredRun:
         values = [row[name] for row in steady if name in row]
         return float(np.mean(values)) if values else 0.0
 
-    switches = sum(column(f"time/{name}") for name in ("sleep", "wake_up", "offload_states", "reload_states"))
-    outside = column("time/wait_for_batch") + column("time/gather") + column("time/wait_for_weight_sync") + switches
+    # The wait for a batch includes the way to the trainer's turn, where there is one.
+    back_s = column("time/wake_up") + column("time/offload_states")
+    switches = column("time/sleep") + column("time/reload_states") + back_s
+    outside = column("time/wait_for_batch") + column("time/gather") + column("time/wait_for_weight_sync") + back_s
+    if "time/wake_up" in steady[0]:  # the trainer waits for the weight sync without measuring it once more
+        outside += column("time/transfer") + column("time/pause")
     tokens = column("generate/response_tokens") * config.trainer.policy_mini_batch_size * samples
     busy_s = np.maximum(0.0, column("time/step") - outside)
-    if config.trainer.placement.colocate_all:  # the sync is a part of the wake-up
-        busy_s = np.maximum(0.0, busy_s - column("time/transfer") - column("time/pause"))
     per_step_s, per_token_s = _least_squares(np.stack([np.ones(len(steady)), tokens], axis=1), busy_s)
     steady_s = column("time/step").sum()
+    switch_s = float(np.mean(switches)) if config.trainer.placement.colocate_all else None
     workload = Workload(
         lengths=Lengths("recorded", np.array([sum(tokens for _, tokens in response) for response in responses])),
         batch_groups=config.trainer.policy_mini_batch_size,
@@ -145,6 +148,7 @@ def measure_run(folder: Path, steps: int) -> MeasuredRun:
             prefill_steps_per_token=speed[2],
             transfer_s=mean_of_syncs("time/transfer"),
             load_s=mean_of_syncs("time/pause"),
+            sleep_s=(switch_s or 0.0) / 2,
         ),
         training=TrainingSpeed(per_step_s, per_token_s, mean_of_syncs("time/gather")),
         engines=engine.num_engines,
@@ -156,7 +160,7 @@ def measure_run(folder: Path, steps: int) -> MeasuredRun:
         settings=_schedule(config),
         trainers=config.trainer.fsdp.num_workers if config.trainer.strategy == "fsdp2" else 1,
         bound=config.trainer.fully_async.max_staleness_steps,
-        switch_s=float(np.mean(switches)) if config.trainer.placement.colocate_all else None,
+        switch_s=switch_s,
         edge=edge,
         step_s=float(steady_s / len(steady)),
         tokens_per_s=float(tokens.sum() / steady_s),
@@ -175,6 +179,7 @@ def _schedule(config: Any) -> tuple[str, ...]:
     values |= {f"trainer.fully_async.{name}": value for name, value in asdict(trainer.fully_async).items()}
     values |= {f"trainer.partial_rollout.{name}": value for name, value in asdict(trainer.partial_rollout).items()}
     values["trainer.train_batch_size"] = trainer.train_batch_size
+    values["trainer.placement.colocate_all"] = trainer.placement.colocate_all
     return tuple(f"{name}={'null' if value is None else value}" for name, value in values.items())
 
 

@@ -48,6 +48,8 @@ class Setup:
             settings["trainer.fully_async.generate_ahead_steps"] = "null" if self.depth is None else f"{self.depth:g}"
         if self.streaming is not None:
             settings["trainer.fully_async.streaming_min_groups"] = str(self.streaming)
+        if self.trainers is None:
+            settings["trainer.placement.colocate_all"] = "true"
         return settings
 
 
@@ -87,14 +89,10 @@ class Scenario:
         Raises:
             ConfigError: the settings cannot work.
         """
-        engine, training = self.workload.engine, self.workload.training
-        trainers = setup.trainers
-        if trainers is None:
-            trainers, switch_s = self.devices, self.switch_s or 0.0
-            engine = replace(engine, sleep_s=switch_s / 2)
-            # The synchronous trainer does not put modelled engines to sleep itself; the cost is the same.
-            training = replace(training, per_step_s=training.per_step_s + (switch_s if setup.mode == "sync" else 0.0))
-        training = replace(training, per_token_s=self._per_token_s(trainers))
+        in_turns = setup.trainers is None
+        engine = replace(self.workload.engine, sleep_s=(self.switch_s or 0.0) / 2 if in_turns else 0.0)
+        per_token_s = self._per_token_s(self.devices if setup.trainers is None else setup.trainers)
+        training = replace(self.workload.training, per_token_s=per_token_s)
         workload = replace(self.workload, engine=engine, training=training, engines=setup.engines)
         overrides = [f"{name}={value}" for name, value in setup.settings.items()]
         try:

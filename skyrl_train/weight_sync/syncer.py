@@ -184,22 +184,23 @@ class WeightSyncer:
             WeightSyncError: no engine took the update; those that serve have the weights that they had.
         """
         update = staged.update
-        for last in (False, True):
+        again = False
+        times = {"time/gather": staged.gather_s}
+        while "time/pause" not in times:
             await self._client.wait_for_engine()
             started = self._clock()
             try:
                 with self._events.span("transfer", update.version):
                     await self._client.receive_weights(update)
-                transferred = self._clock()
-                paused_s = await self._client.load_weights(update, self._pause_mode)
-                break
+                times["time/transfer"] = self._clock() - started
+                times["time/pause"] = await self._client.load_weights(update, self._pause_mode)
             except WeightSyncError as error:
                 # A living engine rejects this version. (A dead one may be back already.)
                 rejected = self._client.serving and not isinstance(error.__cause__, EngineDeadError)
-                if last or rejected:
+                if again or rejected:
                     raise
+                again = True
                 logger.warning("policy version %d will be sent once more: %s", update.version, error)
-        times = {"time/gather": staged.gather_s, "time/transfer": transferred - started, "time/pause": paused_s}
         logger.info(
             "policy version %d reached the engines: %.3f s to gather, %.3f s to transfer, %.3f s of pause",
             *(update.version, *times.values()),

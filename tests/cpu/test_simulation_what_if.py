@@ -156,12 +156,22 @@ def test_the_speeds_of_a_run_are_found_in_its_record(tmp_path: Path, overrides: 
     assert run.tokens_per_s == pytest.approx(outcome.tokens_per_s)
     assert found.training.per_token_s == pytest.approx(given.training.per_token_s, rel=0.02)
     assert found.training.per_step_s == pytest.approx(given.training.per_step_s, rel=0.02)
-    assert found.engine.step_s == pytest.approx(given.engine.step_s, rel=0.2)
-    assert found.engine.step_per_request_s == pytest.approx(given.engine.step_per_request_s, rel=0.2)
+    # The batch is nearly always full, so the record says little about how the two parts share its time.
+    full = [e.step_s + SMALL.engine.slots * e.step_per_request_s for e in (found.engine, given.engine)]
+    assert full[0] == pytest.approx(full[1], rel=0.1)
     assert found.lengths.values.tolist() == lengths.values.tolist()
     again = simulate(found, *run.settings, "rollout.replay=false", edge=run.edge)
     assert again.step_s == pytest.approx(outcome.step_s, rel=0.05)
     assert again.mean_lag == pytest.approx(outcome.mean_lag, abs=0.2)
+
+
+def test_a_run_that_took_turns_is_simulated_in_turns(tmp_path: Path) -> None:
+    workload = replace(SMALL, steps=8, engine=replace(SMALL.engine, sleep_s=2.0))
+    outcome = record_run(tmp_path / "run", workload, "trainer.mode=sync", "trainer.placement.colocate_all=true")
+    run = measure_run(tmp_path / "run", 8)
+    assert run.switch_s == pytest.approx(4.0) and run.devices == 1
+    again = simulate(run.workload, *run.settings, "rollout.replay=false", edge=run.edge)
+    assert again.step_s == pytest.approx(outcome.step_s, rel=0.05)
 
 
 def test_a_run_that_cannot_be_measured_is_an_error_that_says_why(tmp_path: Path) -> None:
@@ -206,7 +216,7 @@ def test_in_turns_all_devices_generate_and_all_train_and_the_change_takes_its_ti
     assert isinstance(outcome, Outcome)
     assert outcome.step_s == pytest.approx(20 + 16 * 20 * 0.1 / 2 + 3)
     assert outcome.engines_idle == pytest.approx(19 / 39)
-    assert outcome.training_idle == pytest.approx(20 / 39)
+    assert outcome.training_idle == pytest.approx(23 / 39)
     assert outcome.samples_per_s == pytest.approx(16 / 39)
 
 
@@ -277,6 +287,7 @@ def test_the_command_takes_a_run_and_says_how_well_it_reproduces_it(
         (["nowhere"], "not a run folder"),
         (["--steps", "3"], "--steps"),
         (["--train", "inf"], "finite"),
+        (["--seed", "-1"], "--seed"),
     ],
 )
 def test_what_cannot_be_simulated_is_an_error_before_anything_runs(
