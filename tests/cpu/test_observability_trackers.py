@@ -271,8 +271,11 @@ def test_ctrl_c_at_the_end_of_a_run_ends_only_the_wait_for_its_trackers(
     register_tracker("recorder", Recorder)
     feed = feed_of(tmp_path, "recorder")
     feed.begin(0, print)
-    monkeypatch.setattr(feeding._TrackerThread, "join", interrupted)
-    feed.close()
+    (thread,) = feed._threads
+    with monkeypatch.context() as patch:
+        patch.setattr(feeding._TrackerThread, "join", interrupted)
+        feed.close()
+    thread._thread.join()  # otherwise it may open its tracker in the next test
     assert "interrupted while trackers take the end" in caplog.text
 
 
