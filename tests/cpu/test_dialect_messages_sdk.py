@@ -77,6 +77,7 @@ def keys_of(params: Any) -> frozenset[str]:
 def test_the_table_has_every_field_that_the_client_can_send() -> None:
     fields = {field.name for field in field_table(dialect.MessagesBody)}
     assert keys_of(anthropic.types.message_create_params.MessageCreateParamsStreaming) <= fields
+    assert keys_of(anthropic.types.beta.message_create_params.MessageCreateParamsStreaming) <= fields
     counted = keys_of(anthropic.types.MessageCountTokensParams) - {"user_profile_id", "workspace_id"}
     assert counted <= {field.name for field in field_table(dialect.CountTokensBody)}
 

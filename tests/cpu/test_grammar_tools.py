@@ -204,6 +204,12 @@ async def test_every_dialect_forces_a_call(http: httpx.AsyncClient) -> None:
         http, "/v1/completions", {"prompt": "x", "max_tokens": 50, "structured_outputs": {"regex": "ab{3}"}}
     )
     assert text["choices"][0]["text"] == "abbb"
+    text = await posted(http, "/v1/completions", {"prompt": "x", "structured_outputs": {"choice": ["a|b", "a|b"]}})
+    assert text["choices"][0]["text"] == "a|b"
+    text = await posted(
+        http, "/v1/completions", {"prompt": "x", "max_tokens": 50, "response_format": {"type": "json_object"}}
+    )
+    assert text["choices"][0]["text"].lstrip().startswith("{")
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -216,7 +222,10 @@ async def test_every_dialect_forces_a_call(http: httpx.AsyncClient) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
             "Unimplemented keys",
         ),
-        ({"structured_outputs": {"regex": "(a", "json_object": True}}, "exactly one of json, json_object and regex"),
+        (
+            {"structured_outputs": {"regex": "(a", "json_object": True}},
+            "exactly one of json, json_object, regex and choice",
+        ),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "contradict each other"),
     ],
 )

@@ -24,14 +24,23 @@ from skyrl_train.entrypoints import serve
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
+from skyrl_train.inference.openai.body import ServerFields
 from skyrl_train.models.tiny import build_model_folder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "http_endpoint.md").read_text()
+BODIES = {
+    "/v1/chat/completions": openai_chat.ChatCompletionBody,
+    "/v1/completions": openai_completions.CompletionBody,
+    "/v1/responses": responses.ResponsesBody,
+    "/v1/messages": anthropic.MessagesBody,
+}
+EVERYWHERE = "Fields of vLLM's server, on every route"
 TABLES = {
-    "/v1/chat/completions": field_table(openai_chat.ChatCompletionBody),
-    "/v1/completions": field_table(openai_completions.CompletionBody),
-    "/v1/responses": field_table(responses.ResponsesBody),
-    "/v1/messages": field_table(anthropic.MessagesBody),
+    EVERYWHERE: field_table(ServerFields),
+    **{
+        f"`{route}`": [row for row in field_table(body) if row.name not in ServerFields.model_fields]
+        for route, body in BODIES.items()
+    },
 }
 
 
@@ -39,11 +48,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("route", TABLES)
-def test_the_table_of_request_fields_is_the_codes(route: str) -> None:
-    fields: Sequence[FieldNote] = TABLES[route]
+@pytest.mark.parametrize("heading", TABLES)
+def test_the_table_of_request_fields_is_the_codes(heading: str) -> None:
+    fields: Sequence[FieldNote] = TABLES[heading]
     rows = ["| field | | |", "|---|---|---|", *(f"| `{f.name}` | {f.support} | {f.note} |" for f in fields)]
-    section = PAGE.split(f"### `{route}`\n\n")[1].split("\n\n")[0]
+    section = PAGE.split(f"### {heading}\n\n")[1].split("\n\n")[0]
     assert section.splitlines() == rows
 
 

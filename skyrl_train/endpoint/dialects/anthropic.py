@@ -300,6 +300,12 @@ class MessagesBody(GenerationBody, CountTokensBody):
     context_management: Annotated[Any, Unsupported("history is never rewritten here", *_KEEP_ALL)] = None
     container: Annotated[Any, Unsupported("no code is run here")] = None
     diagnostics: Annotated[Any, Unsupported("there is nothing to diagnose")] = None
+    betas: Any = ignored("every field is always there")
+    billing_policy: Any = ignored("nothing is billed")
+    fallbacks: Any = ignored("a response is never declined")
+    fallback_credit_token: Any = ignored("nothing is billed")
+    compaction: Annotated[Any, Unsupported("history is never rewritten here")] = None
+    thread: Annotated[Any, Unsupported("send all messages")] = None
     inference_geo: Annotated[Any, Unsupported("the engines are where they are")] = None
     mcp_servers: Annotated[Any, Unsupported("tools are the caller's")] = None
 
@@ -315,7 +321,10 @@ def parse(body: Mapping[str, Any]) -> MessagesCall:
     if read.output_config is not None and read.output_config.format is not None:
         structured = StructuredOutput("json_schema", json.dumps(read.output_config.format.json_schema))
     params = read.sampling_params(
-        read.max_tokens, seed=read.seed, stop=tuple(read.stop_sequences or ()), structured=structured
+        read.max_tokens,
+        seed=read.seed,
+        stop=tuple(read.stop_sequences or ()),
+        structured=read.structured(structured, "output_config.format"),
     )
     return MessagesCall(
         model=read.model,

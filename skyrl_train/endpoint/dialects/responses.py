@@ -294,6 +294,8 @@ class ResponsesBody(GenerationBody):
     parallel_tool_calls: Annotated[Any, Unsupported("nothing here can keep a model to one call per answer", True)] = (
         None
     )
+    enable_response_messages: Annotated[Any, Unsupported("use return_token_ids", False)] = None
+    previous_input_messages: Annotated[Any, Unsupported("use input")] = None
     truncation: Annotated[Any, Unsupported("history is never rewritten here", "disabled")] = None
     background: Annotated[Any, Unsupported("a response is awaited or streamed", False)] = None
     max_tool_calls: Any = ignored("it counts calls of built-in tools")
@@ -343,7 +345,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         seed=read.seed,
         stop=tuple(read.stop or ()),
         top_logprobs=read.top_logprobs or 0,
-        structured=structured,
+        structured=read.structured(structured, "text.format"),
     )
     named = read.tool_choice if isinstance(read.tool_choice, NamedFunctionTool) else None
     request = ChatRequest(

@@ -221,7 +221,68 @@ TokenCount = Annotated[int, Whole(1, MAX_TOKENS)]
 _PENALTY = "a penalty depends on the whole response, so that it could not be continued exactly after a weight update"
 
 
-class GenerationBody(RequestBody):
+def _without_zeros(biases: Any) -> Any:
+    if not isinstance(biases, dict):
+        return biases
+    return {token: bias for token, bias in biases.items() if bias != 0 or isinstance(bias, bool)}
+
+
+class StructuredOutputsBody(RequestBody):
+    """vLLM's ``structured_outputs``: exactly one grammar."""
+
+    json_schema: JsonObject | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = None
+    regex: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: Annotated[Any, Unsupported("each of vLLM's backends reads another language; use regex or json")] = None
+    structural_tag: Annotated[Any, Unsupported("use tools with a forced tool_choice")] = None
+    disable_any_whitespace: Annotated[Any, Unsupported("the schema decides", False)] = None
+    disable_additional_properties: Annotated[Any, Unsupported("the schema decides", False)] = None
+    whitespace_pattern: Annotated[Any, Unsupported("the schema decides")] = None
+
+
+_LOCAL = "the engines here are not disaggregated"
+_NO_MEDIA = "this endpoint takes text only"
+
+
+class ServerFields(RequestBody):
+    """Fields of vLLM's server that every dialect takes without effect, so that a client of that server needs no change."""
+
+    repetition_penalty: Annotated[Any, Unsupported(_PENALTY, 1)] = None
+    length_penalty: Annotated[Any, Unsupported("there is no beam search", 1)] = None
+    use_beam_search: Annotated[Any, Unsupported("tokens are sampled one by one", False)] = None
+    watermarking: Annotated[Any, Unsupported("it would change what is sampled", False)] = None
+    allowed_token_ids: Annotated[Any, Unsupported("use structured_outputs")] = None
+    bad_words: Annotated[Any, Unsupported("use stop, or structured_outputs", [])] = None
+    repetition_detection: Annotated[Any, Unsupported("use stop, or max_tokens")] = None
+    thinking_token_budget: Annotated[Any, Unsupported("max_tokens bounds it all", -1)] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported("history is never rewritten here")] = None
+    include_stop_str_in_output: Annotated[Any, Unsupported("return_token_ids returns its tokens", False)] = None
+    skip_special_tokens: Annotated[Any, Unsupported("return_token_ids returns them", True)] = None
+    include_reasoning: Annotated[Any, Unsupported("reasoning is always shown, and shown whole", True)] = None
+    return_tokens_as_token_ids: Annotated[Any, Unsupported("use return_token_ids", False)] = None
+    return_prompt_text: Annotated[Any, Unsupported("use return_token_ids and /detokenize", False)] = None
+    prompt_logprobs: Annotated[Any, Unsupported("the prompt's tokens have no behaviour log-probs")] = None
+    logprob_token_ids: Annotated[Any, Unsupported("use top_logprobs")] = None
+    vllm_xargs: Annotated[Any, Unsupported("the engines have no extensions", {})] = None
+    kv_transfer_params: Annotated[Any, Unsupported(_LOCAL)] = None
+    ec_transfer_params: Annotated[Any, Unsupported(_LOCAL)] = None
+    spaces_between_special_tokens: Any = ignored("special tokens are not shown")
+    truncation_side: Any = ignored("it belongs to truncate_prompt_tokens")
+    priority: Any = ignored("samples that become stale first are served first")
+    request_id: Any = ignored("the header x-request-id names a request")
+    session_id: Any = ignored("sessions are named by the key")
+    cache_salt: Any = ignored("prefixes cached under other weights are never used")
+    stream_interval: Any = ignored("a slow reader gets larger chunks")
+    routed_experts_prompt_start: Any = ignored("experts are not returned")
+    return_token_offsets: Any = ignored("vLLM's server ignores it in these requests, too")
+    mm_payload: Any = ignored(_NO_MEDIA)
+    return_mm_kwargs: Any = ignored(_NO_MEDIA)
+    media_io_kwargs: Any = ignored(_NO_MEDIA)
+    mm_processor_kwargs: Any = ignored(_NO_MEDIA)
+
+
+class GenerationBody(ServerFields):
     """The fields that every dialect has; those from ``top_k`` on are extensions to each of them."""
 
     model: NonEmpty = Field(description="a name that GET /v1/models lists")
@@ -236,6 +297,44 @@ class GenerationBody(RequestBody):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64, description="end the response, and stay in it")
     ignore_eos: bool | None = Field(None, description="continue behind the end of sequence")
     return_token_ids: bool | None = Field(None, description="adds the skyrl objects to the response")
+    presence_penalty: Annotated[Any, Unsupported(_PENALTY, 0)] = None
+    frequency_penalty: Annotated[Any, Unsupported(_PENALTY, 0)] = None
+    logit_bias: Annotated[
+        Any,
+        Unsupported("the behaviour log-probs would not be the policy's", {}),
+        BeforeValidator(_without_zeros),
+    ] = None
+    structured_outputs: StructuredOutputsBody | None = Field(
+        None, description="json, json_object, regex or choice, as vLLM takes them; where the engines can be guided"
+    )
+
+    def structured(self, formatted: StructuredOutput | None, field: str) -> StructuredOutput | None:
+        """Return the grammar of ``structured_outputs``, or ``formatted``, which the dialect's own ``field`` asks for.
+
+        Raises:
+            DialectError: both ask for one, or ``structured_outputs`` has none or several.
+        """
+        asked = self.structured_outputs
+        if asked is None:
+            return formatted
+        grammars = []
+        if asked.json_schema is not None:
+            grammars.append(StructuredOutput("json_schema", json.dumps(asked.json_schema)))
+        if asked.json_object:
+            grammars.append(StructuredOutput("json_object"))
+        if asked.regex is not None:
+            grammars.append(StructuredOutput("regex", asked.regex))
+        if asked.choice is not None:
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
+            grammars.append(StructuredOutput("grammar", f"start: {texts}"))
+        problem = None
+        if len(grammars) != 1:
+            problem = "structured_outputs must have exactly one of json, json_object, regex and choice."
+        elif formatted is not None:
+            problem = f"{field} and structured_outputs contradict each other."
+        if problem is not None:
+            raise DialectError(problem, "structured_outputs", "invalid_value")
+        return grammars[0]
 
     def sampling_params(self, max_tokens: int | None, **further: Any) -> SamplingParams:
         """Return the sampling parameters; ``further`` are those that only some dialects have.
@@ -267,20 +366,23 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage")
     include_obfuscation: Any = ignored("nothing is padded")
+    continuous_usage_stats: Annotated[Any, Unsupported("use include_usage", False)] = None
 
 
-def _without_zeros(biases: Any) -> Any:
-    if not isinstance(biases, dict):
-        return biases
-    return {token: bias for token, bias in biases.items() if bias != 0 or isinstance(bias, bool)}
+class NamedSchema(RequestBody):
+    """A JSON schema that the response shall follow."""
+
+    name: NonEmpty
+    json_schema: JsonObject = Field(alias="schema")
+    description: Any = ignored("the model sees the messages only")
+    strict: Any = ignored("the schema is always kept")
 
 
-class StructuredOutputsBody(RequestBody):
-    """vLLM's ``structured_outputs``: exactly one grammar."""
+class ResponseFormat(RequestBody):
+    """OpenAI's ``response_format``: text, any JSON object, or JSON that follows a schema."""
 
-    json_schema: JsonObject | None = Field(None, alias="json", description="a JSON schema")
-    json_object: Literal[True] | None = None
-    regex: NonEmpty | None = None
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
 
 
 class OpenAIBody(GenerationBody):
@@ -292,42 +394,27 @@ class OpenAIBody(GenerationBody):
     )
     seed: Annotated[int, Whole()] | None = Field(None, description=SEED_NOTE)
     stream_options: StreamOptions | None = Field(None, description="include_usage; only with stream")
-    presence_penalty: Annotated[Any, Unsupported(_PENALTY, 0)] = None
-    frequency_penalty: Annotated[Any, Unsupported(_PENALTY, 0)] = None
-    logit_bias: Annotated[
-        Any,
-        Unsupported("the behaviour log-probs would not be the policy's", {}),
-        BeforeValidator(_without_zeros),
-    ] = None
-    structured_outputs: StructuredOutputsBody | None = Field(
-        None, description="json, json_object or regex, as vLLM takes them; where the engines can be guided"
+    response_format: ResponseFormat | None = Field(
+        None, description="text; json_object and json_schema where the engines can be guided"
     )
     user: Any = ignored("sessions are named by the key")
 
     @property
-    def structured(self) -> StructuredOutput | None:
-        """The grammar of ``structured_outputs``.
+    def grammar(self) -> StructuredOutput | None:
+        """The grammar of ``response_format`` or ``structured_outputs``.
 
         Raises:
-            DialectError: it has no grammar, or several.
+            DialectError: both ask for one, or one is not complete.
         """
-        asked = self.structured_outputs
-        if asked is None:
-            return None
-        grammars = []
-        if asked.json_schema is not None:
-            grammars.append(StructuredOutput("json_schema", json.dumps(asked.json_schema)))
-        if asked.json_object:
-            grammars.append(StructuredOutput("json_object"))
-        if asked.regex is not None:
-            grammars.append(StructuredOutput("regex", asked.regex))
-        if len(grammars) != 1:
-            raise DialectError(
-                "structured_outputs must have exactly one of json, json_object and regex.",
-                "structured_outputs",
-                "invalid_value",
-            )
-        return grammars[0]
+        asked, formatted = self.response_format, None
+        if asked is not None and asked.type == "json_object":
+            formatted = StructuredOutput("json_object")
+        elif asked is not None and asked.type == "json_schema":
+            if asked.json_schema is None:
+                param = "response_format.json_schema"
+                raise DialectError(f"{param} is required with type json_schema.", param, "missing_required_parameter")
+            formatted = StructuredOutput("json_schema", json.dumps(asked.json_schema.json_schema))
+        return self.structured(formatted, "response_format")
 
     @property
     def include_usage(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,13 +14,10 @@ from skyrl_train.inference.chat.requests import (
     ChatResult,
     MessageDelta,
 )
-from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.inference.openai.body import (
     MAX_TOP_LOGPROBS,
     JsonObject,
-    NonEmpty,
     OpenAIBody,
-    RequestBody,
     TokenCount,
     Unsupported,
     Whole,
@@ -46,22 +42,6 @@ _OLD = "tools has taken its place"
 DONE = Frame("[DONE]")
 
 
-class NamedSchema(RequestBody):
-    """A JSON schema that the response shall follow."""
-
-    name: NonEmpty
-    json_schema: JsonObject = Field(alias="schema")
-    description: Any = ignored("the model sees the messages only")
-    strict: Any = ignored("the schema is always kept")
-
-
-class ResponseFormat(RequestBody):
-    """OpenAI's ``response_format``: text, any JSON object, or JSON that follows a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-
-
 class ChatCompletionBody(OpenAIBody):
     """The body of ``POST /v1/chat/completions``."""
 
@@ -71,9 +51,6 @@ class ChatCompletionBody(OpenAIBody):
     logprobs: bool | None = Field(None, description="of the distribution that was sampled from")
     top_logprobs: Annotated[int, Whole(0, MAX_TOP_LOGPROBS)] | None = Field(
         None, description="needs logprobs, and engines that have them"
-    )
-    response_format: ResponseFormat | None = Field(
-        None, description="text; json_object and json_schema where the engines can be guided"
     )
     tools: Tools | None = Field(
         None, description="functions only; strict is shown to the model, and enforced in forced calls"
@@ -88,6 +65,12 @@ class ChatCompletionBody(OpenAIBody):
     parallel_tool_calls: Annotated[Any, Unsupported("nothing here can keep a model to one call per answer", True)] = (
         None
     )
+    echo: Annotated[Any, Unsupported("the messages already have it", False)] = None
+    add_generation_prompt: Annotated[Any, Unsupported("a response is always a new message", True)] = None
+    continue_final_message: Annotated[Any, Unsupported("a response is always a new message", False)] = None
+    add_special_tokens: Annotated[Any, Unsupported("the chat template writes them", False)] = None
+    documents: Annotated[Any, Unsupported("use chat_template_kwargs", [])] = None
+    chat_template: Annotated[Any, Unsupported("the model's own is used")] = None
     modalities: Annotated[Any, Unsupported(_TEXT_ONLY, ["text"])] = None
     verbosity: Annotated[Any, Unsupported("ask for it in a message", "medium")] = None
     audio: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
@@ -118,27 +101,13 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         raise DialectError("max_tokens and max_completion_tokens contradict each other.", "max_tokens", "invalid_value")
     if read.top_logprobs and not read.logprobs:
         raise DialectError("top_logprobs is only allowed with logprobs: true.", "top_logprobs", "invalid_value")
-    structured = read.structured
-    if read.response_format is not None and read.response_format.type != "text":
-        if structured is not None:
-            raise DialectError(
-                "response_format and structured_outputs contradict each other.", "structured_outputs", "invalid_value"
-            )
-        named = read.response_format.json_schema
-        if read.response_format.type == "json_object":
-            structured = StructuredOutput("json_object")
-        elif named is not None:
-            structured = StructuredOutput("json_schema", json.dumps(named.json_schema))
-        else:
-            param = "response_format.json_schema"
-            raise DialectError(f"{param} is required with type json_schema.", param, "missing_required_parameter")
     params = read.sampling_params(
         max_tokens,
         n=read.n or 1,
         seed=read.seed,
         stop=tuple(read.stop or ()),
         top_logprobs=read.top_logprobs or 0,
-        structured=structured,
+        structured=read.grammar,
     )
     request = ChatRequest(
         messages=plain_messages(read.messages),

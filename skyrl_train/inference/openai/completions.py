@@ -65,6 +65,8 @@ class CompletionBody(OpenAIBody):
     )
     echo: Annotated[Any, Unsupported("the prompt's tokens have no behaviour log-probs", False)] = None
     best_of: Annotated[Any, Unsupported("it would hide samples that were drawn; use n", 1)] = None
+    add_special_tokens: Annotated[Any, Unsupported("use token ids", True)] = None
+    prompt_embeds: Annotated[Any, Unsupported("prompts are text or tokens")] = None
     suffix: Annotated[Any, Unsupported("the models here write to the right only")] = None
 
 
@@ -84,7 +86,7 @@ def parse(body: Mapping[str, Any]) -> CompletionCall:
         seed=read.seed,
         stop=tuple(read.stop or ()),
         top_logprobs=read.logprobs or 0,
-        structured=read.structured,
+        structured=read.grammar,
     )
     if len(prompts) * params.n > MAX_PROMPTS:
         raise DialectError(
