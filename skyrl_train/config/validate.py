@@ -221,7 +221,12 @@ def _token_limits(sampling: SamplingConfig, key: str) -> Errors:
 
 
 def _data(config: RunConfig) -> Errors:
-    data = config.data
+    data, environment = config.data, config.environment.env_class
+    if environment.startswith("verifiers:") and config.generator.name == "gym":
+        yield (
+            f"environment.env_class={environment} with generator.name=gym: the environment runs its own conversations. Set "
+            "generator.name=harness and generator.kwargs.agent=skyrl_train.environments.verifiers_adapter:run."
+        )
     if not data.train_data and data.generate < 1:
         yield f"data.generate={data.generate}: must be at least 1, because data.train_data names no files."
     if data.sampler in (None, "shuffle", "sequential") and data.sampler_kwargs:

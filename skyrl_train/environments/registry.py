@@ -1,4 +1,4 @@
-"""Environments by name: ``register_environment``, import paths, and the names of skyrl-gym and reasoning-gym."""
+"""Environments by name: ``register_environment``, import paths, and the names of other packages' environments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def registered_environments() -> dict[str, type[Environment]]:
 def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     """Find the environment that ``config.env_class`` names.
 
-    In this order: ``skyrl_gym:<id>`` and ``reasoning_gym:<task>``; a registered name; an import path
+    In this order: ``skyrl_gym:<id>``, ``reasoning_gym:<task>`` and ``verifiers:<name>``; a registered name; an import path
     (``package.module:Class`` or ``package.module.Class``); a plain skyrl-gym id, as in SkyRL's data files.
 
     Raises:
@@ -71,6 +71,10 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         from skyrl_train.environments.reasoning_gym_adapter import reasoning_gym_environment
 
         return reasoning_gym_environment(rest, kwargs)
+    if prefix == "verifiers":
+        from skyrl_train.environments.verifiers_adapter import verifiers_environment
+
+        return verifiers_environment(rest, kwargs)
     known = registered_environments()
     if name in known:
         return environment_factory(name, known[name], kwargs)
@@ -92,7 +96,7 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         return skyrl_gym_environment(name, kwargs)
     raise ConfigError(
         f"environment.env_class={name!r} is unknown.{did_you_mean(name, known)} Give a registered name, an import path "
-        "(package.module:Class), skyrl_gym:<id> or reasoning_gym:<task>."
+        "(package.module:Class), skyrl_gym:<id>, reasoning_gym:<task> or verifiers:<name>."
     )
 
 

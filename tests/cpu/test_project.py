@@ -167,6 +167,7 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
         "yaml": "pyyaml",
         "skyrl_gym": "skyrl-gym",
         "reasoning_gym": "reasoning-gym",
+        "openai": "verifiers",  # which needs it
         "triton": "torch",  # a CUDA build of torch pins one of triton; without it nothing imports it
     }
     project = PYPROJECT["project"]
@@ -176,7 +177,18 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
             *project["dependencies"],
             *(
                 requirement
-                for extra in ("envs", "lora", "mlflow", "plot", "ray", "swanlab", "trackio", "vllm", "wandb")
+                for extra in (
+                    "envs",
+                    "lora",
+                    "mlflow",
+                    "plot",
+                    "ray",
+                    "swanlab",
+                    "trackio",
+                    "verifiers",
+                    "vllm",
+                    "wandb",
+                )
                 for requirement in project["optional-dependencies"][extra]
             ),
         ]

@@ -1,0 +1,130 @@
+"""Trains on environments of the package verifiers: ``load_environment()`` of an installed environment, or of a file.
+
+    get_dataset() ──> prompts ──> harness ──> run() ──> Environment.run_rollout() ──HTTP──> endpoint
+                                                  <── reward and metrics of its rubric
+
+An environment runs its own conversation and scores it, so it is an agent of the harness: the run needs
+``generator.name=harness`` and ``generator.kwargs.agent=skyrl_train.environments.verifiers_adapter:run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.config.import_path import import_name
+from skyrl_train.environments.base import EnvironmentFactory, PromptRecord
+from skyrl_train.errors import ConfigError, RolloutError
+
+AGENT = f"{__name__}:run"
+
+
+def verifiers_environment(name: str, kwargs: Mapping[str, Any]) -> EnvironmentFactory:
+    """Return the factory of ``verifiers:<name>``, which makes prompts but no environments.
+
+    Its prompts are the first rows of the environment's training set, shuffled with the seed; there may be fewer than
+    requested.
+
+    Raises:
+        ConfigError: verifiers or the environment is not installed, or the environment cannot be loaded or used.
+    """
+    environment = _load(name, json.dumps(dict(kwargs), sort_keys=True))
+
+    def generate_prompts(count: int, seed: int) -> list[PromptRecord]:
+        records = []
+        for index, row in enumerate(environment.get_dataset(n=count, seed=seed)):
+            prompt = row.pop("prompt")
+            records.append(
+                PromptRecord(
+                    uid=f"{name}-{seed}-{index}",
+                    # A column of structs has every key in every row; keys that a message lacks are None.
+                    prompt=[{key: value for key, value in message.items() if value is not None} for message in prompt],
+                    env_extras={"verifiers": {"name": name, "kwargs": dict(kwargs)}, "row": row},
+                    data_source=str(row.get("task") or name),
+                )
+            )
+        return records
+
+    def make(extras: Mapping[str, Any]) -> Any:
+        raise ConfigError(
+            f"A row names env_class='verifiers:{name}', which runs its own conversations. Remove the column."
+        )
+
+    return EnvironmentFactory(f"verifiers:{name}", make, generate_prompts=generate_prompts)
+
+
+@functools.cache
+def _load(name: str, kwargs: str) -> Any:
+    """Return the ``verifiers.Environment`` with the arguments ``kwargs``, a JSON object. Each process loads it once."""
+    setting = f"environment.env_class='verifiers:{name}'"
+    if importlib.util.find_spec("verifiers") is None:
+        raise ConfigError(f"{setting} needs a package that is not installed. Install it: pip install 'verifiers<0.4'")
+    import verifiers
+
+    if importlib.util.find_spec("verifiers.envs") is None:
+        raise ConfigError(
+            f"{setting} needs a version of verifiers with load_environment(); {verifiers.__version__} has none. Install "
+            "one: pip install 'verifiers<0.4'"
+        )
+    try:
+        if name.endswith(".py"):
+            environment = import_name(f"{name}:load_environment", setting, "function")(**json.loads(kwargs))
+        else:
+            environment = verifiers.load_environment(name, **json.loads(kwargs))
+    except ConfigError:
+        raise
+    except Exception as error:  # its code may raise anything
+        raise ConfigError(f"{setting} cannot be loaded with environment.kwargs={kwargs}: {error}") from error
+    if environment.requires_group_rollouts:
+        raise ConfigError(
+            f"{setting} scores the rollouts of a prompt together, and here each is scored alone. Leave the group's reward "
+            "functions out of its rubric, and set rollout.stages.reward.function to a function that scores groups."
+        )
+    return environment
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all environments in this process, which runs in a thread.
+
+    Their rubrics may compute for seconds, which would stop the control loop. One loop, because their rollouts share locks
+    and HTTP clients.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+    return loop
+
+
+async def run(prompt: list[dict[str, Any]], base_url: str, api_key: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one rollout of the environment that made the prompt: the agent of the harness.
+
+    Raises:
+        ConfigError: another environment made the prompt.
+        RolloutError: the environment recorded an error.
+    """
+    if "verifiers" not in extras:
+        raise ConfigError(f"The agent {AGENT} needs prompts of environment.env_class=verifiers:<name>.")
+    made_by = extras["verifiers"]
+    environment = _load(made_by["name"], json.dumps(made_by["kwargs"], sort_keys=True))
+
+    async def rollout() -> dict[str, Any]:
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        # The certificates take 80 ms to load and are of no use with plain HTTP. The harness bounds the time of a run.
+        http = DefaultAsyncHttpxClient(verify=base_url.startswith("https:"))
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, timeout=None) as client:
+            output: dict[str, Any] = await environment.run_rollout(
+                {**extras["row"], "prompt": prompt}, OpenAIChatCompletionsClient(client), "policy", {}
+            )
+        return output
+
+    output = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(rollout(), _event_loop()))
+    if output.get("error"):
+        raise RolloutError(f"The environment verifiers:{made_by['name']} failed: {output['error']}")
+    return {"reward": output["reward"], "metrics": output["metrics"]}

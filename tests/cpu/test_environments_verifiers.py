@@ -1,0 +1,121 @@
+"""Environments of the package verifiers: their prompts, their rollouts through the harness, and steps of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness_worlds import harness
+from scripted import EOS, ScriptedEngine
+from test_tutorials import SHORT, blocks
+
+import skyrl_train
+from skyrl_train.config.plan import resolve
+from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.entrypoints.command_line import main
+from skyrl_train.environments.registry import resolve_environment
+from skyrl_train.environments.verifiers_adapter import AGENT
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.validation import to_samples
+from skyrl_train.models.tiny import character_tokenizer
+from skyrl_train.types import BatchMetadata, GeneratorInput, TrajectoryID
+
+pytest.importorskip("verifiers")
+
+FILE = str(Path(__file__).with_name("verifiers_worlds.py"))
+WORDS = ['<tool_call>{"name": "compare", "arguments": {"guess": ', "}}</tool_call>"]
+TOKENIZER = character_tokenizer("0123456789?+-=!", WORDS)
+
+
+def tokens(text: str) -> list[int]:
+    return [int(TOKENIZER.convert_tokens_to_ids(character)) for character in text]
+
+
+def factory(**kwargs: Any) -> Any:
+    return resolve_environment(EnvironmentConfig(env_class=f"verifiers:{FILE}", kwargs=kwargs))
+
+
+async def test_an_environment_makes_the_prompts_talks_over_several_turns_and_scores_them() -> None:
+    made = factory(kind="multi", digits=5)
+    records = made.generate_prompts(4, 7)
+    assert records == made.generate_prompts(4, 7) != made.generate_prompts(4, 8)
+    assert len({record.uid for record in records}) == 4 and records[0].prompt == [{"role": "user", "content": "?"}]
+    assert len(made.generate_prompts(100, 7)) == 5  # all that it has
+
+    answers = [record.env_extras["row"]["answer"] for record in records[:2]]
+
+    def guesses(seen: Sequence[int], seed: int) -> int:
+        # The right digit of the first record at each turn.
+        return EOS if seen[-1] in tokens("0123456789") else tokens(answers[0])[0]
+
+    engine = ScriptedEngine(guesses, free_running=True)
+    async with harness(engine=engine, tokenizer=TOKENIZER, agent=AGENT) as it:
+        output = await it.generator.generate(
+            GeneratorInput(
+                prompts=[record.prompt for record in records[:2]],
+                env_classes=["verifiers"] * 2,
+                env_extras=[record.env_extras for record in records[:2]],
+                sampling_params=None,
+                trajectory_ids=[TrajectoryID("p", index) for index in range(2)],
+                batch_metadata=BatchMetadata(1, "train", (1, 2)),
+            )
+        )
+    right, wrong = to_samples(output, 2)
+    turn = [*tokens(answers[0]), EOS]
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert [len(sample.sequences) for sample in (right, wrong)] == [1, 1]
+    assert right.sequences[0].response_ids == [*turn, *tokens("!"), *turn, *tokens("!"), *turn]
+    assert wrong.sequences[0].response_ids == [*turn, *tokens("+"), *turn, *tokens("+"), *turn]
+    assert right.sequences[0].loss_mask == [1, 1, 0, 1, 1, 0, 1, 1]
+    metrics = output["rollout_metrics"] or {}
+    assert metrics["environment/num_turns"] == 3 and metrics["environment/exact"] == 0.5
+
+
+def test_an_environment_that_cannot_be_used_is_an_error_before_the_run() -> None:
+    with pytest.raises(ConfigError, match="scores the rollouts of a prompt together"):
+        factory(kind="group")
+    with pytest.raises(ConfigError, match=r"cannot be loaded with environment\.kwargs=.*unexpected keyword"):
+        factory(kinds="single")
+    with pytest.raises(ConfigError, match="'verifiers:nowhere' cannot be loaded"):
+        resolve_environment(EnvironmentConfig(env_class="verifiers:nowhere"))
+    with pytest.raises(ConfigError, match=r"generator.name=harness and generator.kwargs.agent=skyrl_train\.environ"):
+        resolve(skyrl_train.compose("quickstart", [f"environment.env_class=verifiers:{FILE}"]), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["multi", "tool"])
+def test_an_environment_trains(kind: str, tmp_path: Path) -> None:
+    run = skyrl_train.train(
+        str(Path(__file__).parents[2] / "examples" / "async" / "agents" / "guess.yaml"),
+        overrides={
+            "trainer.max_steps": 3,
+            "trainer.policy_mini_batch_size": 2,
+            "trainer.trackers": [],
+            "trainer.run_dir": str(tmp_path / "run"),
+            "generator.n_samples_per_prompt": 3,
+            "generator.inference_engine.executor": "thread",
+            "generator.inference_engine.max_num_seqs": 8,
+            "generator.kwargs.agent": AGENT,
+            "environment.env_class": f"verifiers:{FILE}",
+            "environment.kwargs": {"kind": kind},
+        },
+        quiet=True,
+    )
+    assert run.metrics.index.tolist() == [1, 2, 3]
+    for _, row in run.metrics.iterrows():
+        assert row["policy/tokens"] > 0 and row["generate/turns"] >= 1 and math.isfinite(row["loss/policy"])
+        assert row["async/failed"] == row["async/retries"] == 0
+        assert row["environment/length"] >= 1
+
+
+@pytest.mark.slow
+def test_the_environment_of_the_tutorial_trains_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "your_own_task.md"
+    Path("parity.py").write_text(next(block for block in blocks(page, "python") if "vf.SingleTurnEnv" in block))
+    Path("parity.yaml").write_text(next(block for block in blocks(page, "yaml") if "verifiers:parity.py" in block))
+    assert main(["train", "parity.yaml", *SHORT, "trainer.max_steps=3"]) == 0
+    assert skyrl_train.load_run("runs/parity-1").metrics["environment/exact"].between(0, 1).all()
