@@ -1,6 +1,7 @@
 """Writes the references that are derived from code: ``python docs/generate.py``.
 
 config/schema.py ────────────> docs/reference/settings.md
+config/migration.py ─────────> docs/reference/migration.md
 observability/metrics.py ────> docs/reference/metrics.md
 events/kinds.py ─────────────> docs/reference/events.md
 entrypoints/command_line.py ─> docs/reference/command_line.md
@@ -26,6 +27,7 @@ from annotated_types import Ge, Gt, Interval
 from typer.models import ArgumentInfo
 
 from skyrl_train.config import schema
+from skyrl_train.config.migration import LIBRARIES, UNSET
 from skyrl_train.endpoint.server.app import openapi_schema
 from skyrl_train.entrypoints.command_line import app
 from skyrl_train.events.kinds import COMMON, KINDS, SPANS, EventField
@@ -326,7 +328,35 @@ def http_reference() -> str:
     return "\n".join(lines)
 
 
+MIGRATION = """# Settings of other libraries
+
+`skyrl-train plan --from LIBRARY` and `skyrl-train train --from LIBRARY` translate a yaml file of another library, or its
+`key=value` settings, by these tables; [how to migrate](../compare.md#migrate) has an example. A setting without a counterpart
+is left out, and the command prints the reason. A default is listed where a run from that library keeps it. `section.*` stands
+for all settings in a section.
+
+This file is generated: change `skyrl_train/config/migration.py` and run `python docs/generate.py`.
+"""
+
+
+def migration_reference() -> str:
+    """Return the Markdown of the tables: a section per library."""
+    lines = [MIGRATION]
+    for name, library in LIBRARIES.items():
+        lines += [f"## {library.title}\n", f"`--from {name}`; of version {library.version}.\n"]
+        lines += ["| there | default there | here | |", "|---|---|---|---|"]
+        for row in library.settings:
+            default = "" if row.default is UNSET else f"`{json.dumps(row.default)}`"
+            lines.append(f"| `{row.name}` | {default} | {f'`{row.here}`' if row.here else ''} | {row.note} |")
+        if library.renamed:
+            lines += ["\nFormer names work too:\n", "| former | |", "|---|---|"]
+            lines += [f"| `{former}` | `{name}` |" for former, name in library.renamed.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
 REFERENCES = {
+    "migration.md": migration_reference,
     "settings.md": settings_reference,
     "metrics.md": metrics_reference,
     "events.md": events_reference,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -157,6 +157,22 @@ def from_yaml(text: str, where: str = "config.yaml") -> RunConfig:
         raise _explain(error, where) from error
     assert isinstance(merged, DictConfig)
     return _to_run_config(merged, where)
+
+
+def from_settings(settings: Mapping[str, Any], where: str) -> RunConfig:
+    """Return the defaults with ``settings``, values by dotted keys.
+
+    Raises:
+        ConfigError: see :func:`from_yaml`.
+    """
+    root: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        section = root
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = _escaped(value)
+    return from_yaml(yaml.dump(root, Dumper=_Dumper, allow_unicode=True), where)
 
 
 def _to_run_config(composed: DictConfig, where: str) -> RunConfig:

@@ -46,6 +46,15 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Fail if a setting has no effect, or the memory does not suffice.")
 ]
 
+Library = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="LIBRARY",
+        help="Instead of a recipe: a yaml file or key=value settings of skyrl, verl, trl, prime-rl or areal.",
+    ),
+]
+
 
 class VerbWithSettings(TyperCommand):
     """A verb that takes settings: an option that does not exist was often meant as one."""
@@ -111,11 +120,17 @@ def doctor(
 
 
 @app.command(cls=VerbWithSettings, rich_help_panel=START)
-def plan(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = None, strict: Strict = False) -> int:
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    strict: Strict = False,
+    library: Library = None,
+) -> int:
     """Print the resolved settings of a recipe, check them, and start nothing."""
     from skyrl_train.entrypoints.train import print_plan
 
-    print_plan(recipe, overrides or (), config_dir, strict=strict)
+    print_plan(recipe, overrides or (), config_dir, strict=strict, library=library)
     return 0
 
 
@@ -143,11 +158,17 @@ def try_(
 
 
 @app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
-def train(recipe: Recipe, overrides: Overrides = None, config_dir: ConfigDir = None, strict: Strict = False) -> int:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    strict: Strict = False,
+    library: Library = None,
+) -> int:
     """Train a policy. The same command resumes a run that was stopped or killed."""
     from skyrl_train.entrypoints.train import train_recipe
 
-    return train_recipe(recipe, overrides or (), config_dir, strict=strict)
+    return train_recipe(recipe, overrides or (), config_dir, strict=strict, library=library)
 
 
 @app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)

@@ -12,8 +12,11 @@ from rich.console import Console
 
 from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
+from skyrl_train.config.migration import migrate
+from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.run import check_implementations, load_inputs, print_warnings, train
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
+from skyrl_train.errors import ConfigError
 from skyrl_train.observability.advice import CONSTANT_STEPS
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.screen import final_line, train_command
@@ -21,15 +24,20 @@ from skyrl_train.observability.screen import final_line, train_command
 NOTHING_LEARNED = 3  # exit code
 
 
-def print_plan(recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool) -> None:
+def print_plan(
+    recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool, library: str | None = None
+) -> None:
     """Print the resolved plan and what is suspicious about it, after checks that need no started process.
+
+    Args:
+        library: the settings are of this one; see :func:`skyrl_train.config.migration.migrate`.
 
     Raises:
         SkyRLError: a setting or an input cannot work; with ``strict``, also one without effect, or too little memory.
     """
     console = Console()
     forget_files()
-    config = compose(recipe, overrides, config_dir)
+    config = _config(recipe, overrides, config_dir, library, console, strict=strict)
     inputs = load_inputs(config, download=False)
     console.print(inputs.plan.describe(), markup=False, highlight=False, soft_wrap=True)
     check_implementations(config)
@@ -40,8 +48,37 @@ def print_plan(recipe: str, overrides: Sequence[str], config_dir: Path | None, *
     print_warnings(inputs, console, strict=strict)
 
 
-def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool) -> int:
+def _config(
+    recipe: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    library: str | None,
+    console: Console,
+    *,
+    strict: bool,
+) -> RunConfig:
+    if library is None:
+        return compose(recipe, overrides, config_dir)
+    if config_dir is not None:
+        raise ConfigError(
+            f"--config-dir is for recipes, and --from {library} takes a file of {library}. Give one of them."
+        )
+    migration = migrate(library, [recipe, *overrides])
+    console.print(migration.describe(), markup=False, highlight=False, soft_wrap=True)
+    if strict and migration.without:
+        raise ConfigError(
+            f"{len(migration.without)} settings of {migration.title} have no counterpart, and --strict is given."
+        )
+    return migration.config
+
+
+def train_recipe(
+    recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool, library: str | None = None
+) -> int:
     """Train, print alarms or advice and the final line, and return the exit code.
+
+    Args:
+        library: see :func:`print_plan`.
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the run failed.
@@ -50,7 +87,7 @@ def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None,
     console = Console()
     forget_files()
     try:
-        inputs = load_inputs(compose(recipe, overrides, config_dir))
+        inputs = load_inputs(_config(recipe, overrides, config_dir, library, console, strict=strict))
         print_warnings(inputs, console, strict=strict)
         with sigterm_as_ctrl_c():
             result = train(inputs, console, started=started)
@@ -70,6 +107,7 @@ def train_recipe(recipe: str, overrides: Sequence[str], config_dir: Path | None,
         if result.finished and result.summary.only_reward is not None and result.summary.steps >= CONSTANT_STEPS:
             code = NOTHING_LEARNED
         options = [*(["--strict"] if strict else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
+        options += ["--from", library] if library else []
         run_dir = None if result.finished else str(result.path)  # a finished run is repeated in another folder
         line = final_line(
             result.summary,

@@ -1,0 +1,320 @@
+"""``--from skyrl``: settings of other libraries become ours, or are named with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.keys import in_free_section, known_keys, setting
+from skyrl_train.config.migration import LIBRARIES, UNSET, Migration, migrate
+from skyrl_train.config.schema import RejectionConfig, RejectionLevel, RunConfig, TrainingStrategy
+from skyrl_train.config.validate import validate
+from skyrl_train.entrypoints.command_line import main
+from skyrl_train.errors import ConfigError
+
+ENGINE = "generator.inference_engine"
+BOTH = {  # settings of SkyRL's two example scripts of asynchronous training
+    "data.train_data": "['gsm8k/train.parquet']",
+    "data.val_data": "['gsm8k/test.parquet']",
+    "trainer.algorithm.advantage_estimator": "grpo",
+    "trainer.policy.model.path": "some/model",
+    "trainer.placement.colocate_all": "false",
+    "trainer.strategy": "fsdp",
+    "trainer.placement.policy_num_gpus_per_node": "2",
+    "trainer.placement.ref_num_gpus_per_node": "2",
+    f"{ENGINE}.num_engines": "2",
+    f"{ENGINE}.tensor_parallel_size": "1",
+    "trainer.epochs": "3",
+    "trainer.eval_batch_size": "512",
+    "trainer.eval_before_train": "true",
+    "trainer.eval_interval": "3",
+    "trainer.update_epochs_per_batch": "1",
+    "trainer.train_batch_size": "64",
+    "trainer.policy_mini_batch_size": "64",
+    "trainer.micro_forward_batch_size_per_gpu": "8",
+    "trainer.micro_train_batch_size_per_gpu": "8",
+    "trainer.ckpt_interval": "7",
+    "trainer.max_prompt_length": "300",
+    "generator.sampling_params.max_generate_length": "700",
+    "trainer.policy.optimizer_config.lr": "2.0e-6",
+    "trainer.algorithm.use_kl_loss": "true",
+    f"{ENGINE}.backend": "vllm",
+    f"{ENGINE}.run_engines_locally": "true",
+    f"{ENGINE}.weight_sync_backend": "nccl",
+    "generator.batched": "false",
+    "environment.env_class": "gsm8k",
+    "generator.n_samples_per_prompt": "4",
+    f"{ENGINE}.gpu_memory_utilization": "0.7",
+    "trainer.logger": "wandb",
+    "trainer.project_name": "sums",
+    "trainer.run_name": "sums-1",
+    "trainer.resume_mode": "null",
+    "trainer.ckpt_path": "checkpoints/sums",
+}
+ONE_STEP_OFF = BOTH | {"trainer.critic_mini_batch_size": "64"}
+FULLY_ASYNC = BOTH | {
+    "trainer.fully_async.enabled": "true",
+    "trainer.fully_async.max_staleness_steps": "2",
+    "trainer.fully_async.num_parallel_generation_workers": "128",
+    "trainer.algorithm.policy_loss_type": "rollout_is",
+    "trainer.algorithm.off_policy_correction.sequence_mask_metric": "geometric",
+    "trainer.algorithm.off_policy_correction.geo_mask_high": "1.02",
+    "trainer.algorithm.off_policy_correction.geo_mask_low": "0.98",
+    "trainer.placement.critic_num_gpus_per_node": "2",
+    f"{ENGINE}.async_engine": "true",
+    f"{ENGINE}.enforce_eager": "false",
+}
+
+
+def skyrl(*overrides: str, **settings: str) -> Migration:
+    return migrate("skyrl", [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+
+
+def test_the_settings_of_skyrls_script_for_one_step_off_training() -> None:
+    migration = skyrl("trainer.mode=one_step_off", **ONE_STEP_OFF)
+    assert len(ONE_STEP_OFF) == 37
+    assert {name for name, reason in migration.without if reason} == {
+        "trainer.critic_mini_batch_size",
+        "trainer.micro_forward_batch_size_per_gpu",
+        "trainer.project_name",
+        "generator.batched",
+    }
+    config = migration.config
+    trainer, generator = config.trainer, config.generator
+    assert (trainer.mode, trainer.resume.value, trainer.run_dir) == ("one_step_off", "never", "checkpoints/sums")
+    assert trainer.strategy is TrainingStrategy.fsdp2 and trainer.device == "cuda" and trainer.fsdp.num_workers == 2
+    assert trainer.policy_mini_batch_size == 64 and trainer.micro_batch_tokens == 8 * (300 + 700)
+    assert trainer.algorithm.kl_loss_coef == 0.001 and trainer.trackers == ["wandb"]
+    assert config.rollout.stages.reference.executor == "colocated"
+    assert generator.inference_engine.executor == "ray" and generator.sampling_params.max_tokens == 700
+    assert generator.inference_engine.engine_args["gpu_memory_utilization"] == 0.7
+    assert (generator.max_input_length, config.data.on_long_prompt) == (300, "filter")
+    assert validate(config).errors == []
+
+
+def test_42_of_the_46_settings_of_skyrls_script_for_fully_asynchronous_training() -> None:
+    migration = skyrl(**FULLY_ASYNC)
+    assert len(FULLY_ASYNC) == 46
+    assert {name for name, *_ in migration.mapped} == FULLY_ASYNC.keys() - {name for name, _ in migration.without}
+    assert {name for name, reason in migration.without if reason} == {
+        "trainer.micro_forward_batch_size_per_gpu",
+        "trainer.project_name",
+        f"{ENGINE}.async_engine",
+        "generator.batched",
+    }
+    asynchronous, algorithm = migration.config.trainer.fully_async, migration.config.trainer.algorithm
+    assert migration.config.trainer.mode == "fully_async"
+    assert (asynchronous.max_staleness_steps, asynchronous.generate_ahead_steps) == (2, 2)
+    assert (asynchronous.num_parallel_generation_workers, asynchronous.staleness_policy) == (128, "accept")
+    assert algorithm.policy_loss_type == "importance_sampling"
+    correction = algorithm.off_policy_correction
+    assert correction.tis_ratio_type == "icepop"
+    assert (correction.icepop_ratio_low, correction.icepop_ratio_high) == (0.8, 1.2)
+    assert correction.rejections == [RejectionConfig("ratio", RejectionLevel.sequence_mean, 0.98, 1.02)]
+    assert validate(migration.config).errors == []
+
+
+def test_defaults_of_skyrl_are_kept_and_named() -> None:
+    migration = skyrl("trainer.epochs=2")
+    for key, value in migration.defaults:
+        if key in known_keys():
+            assert setting(migration.config, key) == value != setting(RunConfig(), key)
+    kept = dict(migration.defaults)
+    assert kept["trainer.policy.optimizer_config.weight_decay"] == 0.01
+    assert kept["generator.n_samples_per_prompt"] == 5 and kept["trainer.algorithm.kl_loss_coef"] == 0.001
+    assert kept["trainer.eval.sampling_params.temperature"] == 0.0
+    assert "trainer.epochs" not in kept and "trainer.algorithm.gamma" not in kept, "given, and the same here"
+
+
+def test_steps_count_batches_there_and_minibatches_here() -> None:
+    trainer = skyrl(
+        "trainer.train_batch_size=1024", "trainer.policy_mini_batch_size=256", "trainer.ckpt_interval=3"
+    ).config.trainer
+    assert (trainer.ckpt_interval, trainer.eval.interval) == (12, 20)
+    assert skyrl("trainer.eval_interval=-1", "trainer.max_training_steps=5").config.trainer.max_steps == 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # Later minibatches of a batch are compared with the policy that sampled it.
+        ([], {"trainer.algorithm.proximal_policy": "step", f"{ENGINE}.executor": "process", "trainer.strategy": "local"}),
+        (
+            ["trainer.placement.colocate_all=false"],
+            {"trainer.algorithm.proximal_policy": "arrival", "trainer.algorithm.off_policy_correction.tis_ratio_type": None},
+        ),
+        (
+            ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=8"],
+            {"trainer.fsdp.num_workers": 16, "trainer.placement.colocate_all": False, f"{ENGINE}.executor": "ray"},
+        ),
+        (
+            ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false",
+             "trainer.placement.ref_num_gpus_per_node=3"],
+            {"rollout.stages.reference.executor": "workers", "rollout.stages.reference.num_workers": 3},
+        ),
+        (
+            ["trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"],
+            {"trainer.algorithm.kl_loss_coef": 0.0, "trainer.algorithm.kl_reward_coef": 0.001},
+        ),
+        (["trainer.algorithm.use_entropy_loss=true"], {"trainer.algorithm.entropy_coef": 0.01}),
+        (["trainer.algorithm.policy_loss_type=gspo"], {"trainer.algorithm.eps_clip_low": 0.2}),
+        (["trainer.algorithm.dynamic_sampling.type=replace"], {"trainer.algorithm.dynamic_sampling": "replace"}),
+        (["trainer.fully_async.sample_full_batch=true"], {"trainer.algorithm.dynamic_sampling": "filter"}),
+        (["trainer.max_tokens_per_microbatch=9000"], {"trainer.micro_batch_tokens": 9000}),
+        (["trainer.ckpt_path=s3://bucket/sums"], {"trainer.ckpt_path": "s3://bucket/sums", "trainer.run_dir": None}),
+        (["trainer.logger=console"], {"trainer.trackers": []}),
+        (["environment.env_class=search", "environment.skyrl_gym.search.topk=5"], {"environment.kwargs": {"topk": 5}}),
+        (["environment.env_class=other", "environment.skyrl_gym.search.topk=5"], {"environment.kwargs": {}}),
+        (["generator.num_inference_engines=3"], {f"{ENGINE}.num_engines": 3}),
+        (
+            [f"{ENGINE}.run_engines_locally=false", f"{ENGINE}.external_server_urls=['http://a:1']"],
+            {f"{ENGINE}.backend": "vllm_remote", f"{ENGINE}.remote_urls": ["http://a:1"]},
+        ),
+        (
+            [f"{ENGINE}.engine_init_kwargs.hf_overrides.a.b=2", "generator.chat_template_kwargs.enable_thinking=false"],
+            {"generator.chat_template_kwargs": {"enable_thinking": False}},
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_belong_together(overrides: list[str], expected: dict[str, object]) -> None:
+    config = skyrl(*overrides).config
+    assert {key: setting(config, key) for key in expected} == expected
+
+
+def test_a_file_with_interpolations_and_overrides_behind_it(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "defaults: [_self_, {megatron_config: policy}]\n"
+        "trainer:\n  {epochs: 3, max_prompt_length: 100, policy: {model: {path: a/b}}, "
+        "ref: {model: {path: '${trainer.policy.model.path}'}}}\n"
+        "generator:\n  {max_input_length: '${trainer.max_prompt_length}', "
+        "inference_engine: {engine_init_kwargs: {hf_overrides: {a: 1}}}}\n"
+    )
+    migration = migrate(
+        "skyrl", [str(file), "trainer.epochs=4", "trainer.samples_per_step=7", "data.sampler=sequential"]
+    )
+    config = migration.config
+    assert (config.trainer.epochs, config.generator.max_input_length, config.trainer.policy.model.path) == (
+        4,
+        100,
+        "a/b",
+    )
+    assert config.generator.inference_engine.engine_args["hf_overrides"] == {"a": 1}
+    assert (config.trainer.samples_per_step, config.data.sampler) == (7, "sequential"), (
+        "ours alone, applied as they are"
+    )
+    assert [name for name, _ in migration.without] == ["trainer.ref.model.path"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["trainer.polcy_mini_batch_size=4"],
+            "neither SkyRL nor skyrl_train. Did you mean trainer.policy_mini_batch_size",
+        ),
+        (["trainer.strategy=megatron"], r"trainer.strategy \(in SkyRL's settings\) must be one of local, fsdp2"),
+        (["trainer.epochs=many"], "trainer.epochs=many .* must be a number"),
+        (["~trainer.epochs=1"], "leave the setting out"),
+        (["a.yaml", "b.yaml"], "one yaml file"),
+        (["missing.yaml"], "cannot read missing.yaml"),
+        (["trainer.run_name=${nothing.there}"], "readable settings"),
+        (["trainer.samples_per_step=-1", "trainer.samples_per_step=x"], "must be an integer"),
+        (["trainer.eval_interval=often"], "trainer.eval_interval=often"),
+    ],
+)
+def test_mistakes_name_the_setting(arguments: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        migrate("skyrl", arguments)
+
+
+def test_an_unknown_library_is_told() -> None:
+    with pytest.raises(ConfigError, match="Did you mean skyrl"):
+        migrate("skylr", ["trainer.epochs=1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trainer.algorithm.policy_loss_type", "dppo"),
+        ("trainer.resume_mode", "from_path"),
+        ("generator.chat_template.name_or_path", "qwen3_with_thinking"),
+    ],
+)
+def test_a_value_without_a_counterpart_is_named(name: str, value: str) -> None:
+    assert [key for key, _ in skyrl(f"{name}={value}").without] == [name]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_tables_name_settings_that_exist(library: str) -> None:
+    rows = LIBRARIES[library].settings
+    assert all(row.note for row in rows if row.here is None), "a setting without a counterpart needs the reason"
+    mapped = [row.here.removesuffix(".*") for row in rows if row.here is not None]
+    assert [key for key in mapped if key not in known_keys() and not in_free_section(key)] == []
+    assert len({(row.name, row.here) for row in rows}) == len(rows)
+    for name in {row.name for row in rows}:
+        assert sum(row.default is not UNSET for row in rows if row.name == name) <= 1
+
+
+@pytest.mark.parametrize(
+    ("library", "overrides", "expected"),
+    [
+        (
+            "verl",
+            ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.01",
+             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "data.max_response_length=99",
+             "async_training.partial_rollout=false", "trainer.n_gpus_per_node=4", "trainer.nnodes=2", "trainer.test_freq=-1"],
+            {"trainer.algorithm.kl_loss_coef": 0.01, "trainer.algorithm.loss_reduction": "sequence_mean",
+             "generator.sampling_params.max_tokens": 99, "generator.pause_mode": "wait", "trainer.fsdp.num_workers": 8,
+             "trainer.eval.interval": 0},
+        ),
+        (
+            "trl",
+            ["num_generations=4", "epsilon=0.1", "loss_type=dr_grpo", "scale_rewards=none", "use_vllm=true", "top_k=0",
+             "max_steps=-1"],
+            {"generator.n_samples_per_prompt": 4, "trainer.algorithm.eps_clip_high": 0.1,
+             "trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm", "trainer.algorithm.grpo_norm_by_std": False,
+             f"{ENGINE}.backend": "vllm", "generator.sampling_params.top_k": -1, "trainer.max_steps": None},
+        ),
+        (
+            "prime-rl",
+            ["orchestrator.batch_size=128", "orchestrator.group_size=16", "orchestrator.max_off_policy_steps=3"],
+            {"trainer.policy_mini_batch_size": 8, "trainer.mode": "fully_async",
+             "trainer.fully_async.staleness_policy": "drop", "trainer.fully_async.max_staleness_steps": 3},
+        ),
+        ("areal", ["rollout.max_head_offpolicyness=4"], {"trainer.fully_async.generate_ahead_steps": 4}),
+    ],
+)  # fmt: skip
+def test_other_libraries(library: str, overrides: list[str], expected: dict[str, object]) -> None:
+    migration = migrate(library, overrides)
+    assert {key: setting(migration.config, key) for key in expected} == expected
+    assert migration.defaults == [], "only SkyRL's table has defaults"
+
+
+SMALL = [  # of SkyRL's names and of ours: trains on a CPU within seconds
+    "environment.env_class=run_length", "data.train_data=[]", "trainer.eval_interval=-1", "trainer.bf16=false",
+    "trainer.gradient_checkpointing=false", "trainer.algorithm.use_kl_loss=false", "trainer.strategy=local",
+    f"{ENGINE}.backend=embedded", f"{ENGINE}.model_dtype=float32", "trainer.train_batch_size=4",
+    "trainer.policy_mini_batch_size=4", "generator.n_samples_per_prompt=2", "generator.sampling_params.max_generate_length=8",
+    "trainer.max_prompt_length=16", "trainer.micro_train_batch_size_per_gpu=8", "trainer.max_training_steps=1",
+    "trainer.policy.model.path=null", "trainer.policy.model.build.alphabet='0123456789=abcdef'", "trainer.device=cpu",
+    f"{ENGINE}.device=cpu", "generator.batched=true",
+]  # fmt: skip
+
+
+def test_plan_prints_the_names_that_change_the_defaults_and_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", "skyrl", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "SkyRL: 17 of 18 settings have a counterpart." in printed
+    assert "trainer.max_training_steps=1 -> trainer.max_steps=1" in printed
+    assert "trainer.policy.optimizer_config.weight_decay=0.01" in printed
+    assert "generator.batched: engines batch" in printed
+    assert main(["plan", "--strict", "--from", "skyrl", *SMALL]) == 2
+
+
+def test_a_folder_of_recipes_and_another_library_exclude_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--from", "skyrl", "--config-dir", str(tmp_path), "trainer.epochs=1"]) == 2
+    assert "Give one of them" in capsys.readouterr().err

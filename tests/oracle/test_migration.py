@@ -1,0 +1,75 @@
+"""SkyRL's table of ``--from skyrl`` against its package: every setting has a row, and every default in it is SkyRL's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from batches import CLOSE, assert_equal, our_loss, random_batch, settings
+from test_skyrl import skyrl_loss
+
+from skyrl_train.config.compare import changes
+from skyrl_train.config.migration import LIBRARIES, UNSET, migrate
+
+pytestmark = pytest.mark.oracle
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        elif value != {}:
+            yield prefix + field.name, value
+
+
+def test_every_setting_of_skyrl_has_a_row_with_its_default(skyrl: SimpleNamespace) -> None:
+    table, theirs = LIBRARIES["skyrl"], dict(leaves(skyrl.settings.SkyRLTrainConfig()))
+    assert len(theirs) > 300
+    assert [name for name in theirs if not table.rows(name)] == []
+    stated = {row.name: row.default for row in table.settings if row.default is not UNSET}
+    # SkyRL fills it in from trainer.max_prompt_length.
+    assert stated.pop("generator.max_input_length") is None
+    home = str(Path("~").expanduser())
+    ours = {
+        name: [path.replace("~", home) for path in value] if name.startswith("data.") else value
+        for name, value in stated.items()
+    }
+    assert ours == {name: theirs[name] for name in ours}
+
+
+def test_a_whole_file_of_skyrl_is_read(skyrl: SimpleNamespace, tmp_path: Path) -> None:
+    file = tmp_path / "skyrl.yaml"
+    file.write_text(skyrl.settings.get_config_as_yaml_str(skyrl.settings.SkyRLTrainConfig()))
+    given, kept = (migrate("skyrl", [text]).config for text in (str(file), "trainer.epochs=1"))
+    # The first three of SkyRL's defaults are not kept: the run's name, its folder and its tracker. The others say the same.
+    assert {change.key for change in changes(kept, given)} == {
+        "trainer.run_name",
+        "trainer.run_dir",
+        "trainer.trackers",
+        "trainer.eval.sampling_params",
+        "generator.inference_engine.engine_args",
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rollout_is_has_the_gradient_of_importance_sampling_with_icepop(skyrl: SimpleNamespace, seed: int) -> None:
+    batch = random_batch(seed).first_pass()
+    algorithm = migrate("skyrl", ["trainer.algorithm.policy_loss_type=rollout_is"]).config.trainer.algorithm
+    correction = algorithm.off_policy_correction
+    ours = our_loss(
+        batch,
+        settings(
+            policy_loss_type=algorithm.policy_loss_type,
+            off_policy_correction__tis_ratio_type=correction.tis_ratio_type,
+            off_policy_correction__icepop_ratio_low=correction.icepop_ratio_low,
+            off_policy_correction__icepop_ratio_high=correction.icepop_ratio_high,
+        ),
+    )
+    theirs = skyrl_loss(skyrl, batch, policy_loss_type="rollout_is")
+    assert (ours.gradient == 0)[batch.mask].any() and (ours.gradient != 0)[batch.mask].any()
+    assert_equal(ours.gradient, theirs.gradient, CLOSE)
