@@ -277,8 +277,9 @@ def _ranks(model: str) -> Callable[[Any, Theirs], int]:
 
 
 def _is_local(theirs: Theirs) -> bool:
-    """Return whether one GPU is shared by engines and trainer: our ``trainer.strategy=local``."""
-    return bool(theirs["trainer.placement.colocate_all"]) and _ranks("policy")(None, theirs) == 1
+    """Return whether the run is ``trainer.strategy=local`` here: given as such, or one GPU that engines and trainer share."""
+    shared = theirs["trainer.placement.colocate_all"] and _ranks("policy")(None, theirs) == 1
+    return bool(shared) or theirs["trainer.strategy"] == "local"
 
 
 def _policy_ranks(value: Any, theirs: Theirs) -> Any:
