@@ -386,8 +386,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Sample one response and yield it in pieces. A slow reader gets larger pieces, up to a limit.
 
-        Closing the iterator cancels the request. Where the engines cannot continue a response with a grammar, it comes whole
-        at its end, because an interruption makes it start over.
+        Closing the iterator cancels the request. Where the engines cannot continue a response with a grammar or with penalties
+        that count, it comes whole at its end, because an interruption makes it start over.
         """
         response = self._begin(request, incremental_text=True)
         # A task samples while the reader is busy with a chunk; the event wakes the reader.
@@ -423,6 +423,14 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             raise ConfigError(
                 "the engines cannot follow a grammar; a vLLM server needs --scheduler-cls, see engines.md"
             )
+        if params.adjustment is not None:
+            if not can.logit_adjustment:
+                raise ConfigError("the engines have no penalties and no logit_bias")
+            unknown = [token for token, _ in params.adjustment.logit_bias if token >= len(self.tokenizer)]
+            if unknown:
+                raise ConfigError(
+                    f"logit_bias: {unknown[0]} is not a token of the model, which has {len(self.tokenizer)}"
+                )
         if params.top_logprobs > can.max_top_logprobs:
             raise ConfigError(
                 f"the engines return at most {can.max_top_logprobs} top_logprobs, not {params.top_logprobs}"
@@ -439,6 +447,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             choice=request.choice,
             make_text=make_text,
             grammar_continuation=can.grammar_continuation,
+            count_continuation=can.count_continuation,
         )
 
     def _chunk(self, response: Continuation, sent: int, generation: Generation | None) -> GenerationChunk:
@@ -462,7 +471,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         else:
             text = text_of(self.tokenizer, response.token_ids) if request.detokenize else ""
         structured, grammar = response.params.structured, None
-        if structured is not None and not response.may_restart:
+        if structured is not None and not response.loses_grammar:
             stop_ids = response.params.stop_token_ids
             grammar = GrammarSpan(0, len(response.token_ids), structured.kind, structured.value, stop_ids)
         # Copies: the caller may change its lists, and the replay cache reads the response's own lists later.

@@ -37,12 +37,14 @@ class Continuation:
     """Accumulates one response. ``choice`` gives each of the ``n`` responses of one request its own seed.
 
     ``make_text`` creates the incremental decoder of a response; without it there are no text and no stop strings. Without
-    ``grammar_continuation``, the engines lose the position in a grammar, so that a response with one starts over.
+    ``grammar_continuation``, the engines lose the position in a grammar, so that a response with one starts over; without
+    ``count_continuation``, the counts of its penalties.
 
     Invariant: ``token_ids``, ``logprobs`` and ``versions`` have the same length, never above ``max_tokens``, and never
     grow after ``stop_reason`` is set.
 
     Attributes:
+        loses_grammar: whether the engines follow the grammar of the response without telling where it is in it.
         segments: requests that were sent to engines.
         may_restart: whether an interruption discards the tokens so far; then no token may be shown before the end.
     """
@@ -55,6 +57,7 @@ class Continuation:
         choice: int = 0,
         make_text: Callable[[], ResponseText] | None = None,
         grammar_continuation: bool = False,
+        count_continuation: bool = False,
     ) -> None:
         if params.stop and make_text is None:
             raise ValueError("stop strings need make_text")
@@ -67,7 +70,9 @@ class Continuation:
         self.segments = 0
         self.restarts = 0
         self.stop_reason: StopReason | None = None
-        self.may_restart = params.structured is not None and not grammar_continuation
+        self.loses_grammar = params.structured is not None and not grammar_continuation
+        loses_counts = params.adjustment is not None and params.adjustment.counts and not count_continuation
+        self.may_restart = self.loses_grammar or loses_counts
         self._begin()
 
     def _begin(self) -> None:
@@ -89,7 +94,7 @@ class Continuation:
             self.stop_reason = StopReason.LENGTH  # a spent budget sends nothing
         if self.stop_reason is not None:
             return None
-        if sampled and self.may_restart:  # the engine lost its position in the grammar
+        if sampled and self.may_restart:  # the engine lost its position in the grammar, or the counts
             self._begin()
             self.restarts += 1
             sampled = 0
@@ -97,12 +102,15 @@ class Continuation:
         self.segments += 1
         # Budgets shrink by the sampled tokens. The seed depends on the position, so that no part of the random stream is
         # used twice. The client matches stop strings itself, across segments.
-        structured = self.params.structured
+        structured, adjustment = self.params.structured, self.params.adjustment
         if structured is not None and sampled:
             structured = dataclasses.replace(structured, continued_tokens=sampled)
+        if adjustment is not None and sampled:
+            adjustment = dataclasses.replace(adjustment, continued_tokens=sampled)
         params = dataclasses.replace(
             self.params,
             structured=structured,
+            adjustment=adjustment,
             max_tokens=self.params.max_tokens - sampled,
             min_tokens=max(0, self.params.min_tokens - sampled),
             seed=None if self._seed is None else segment_seed(self._seed, sampled),

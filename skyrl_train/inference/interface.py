@@ -46,6 +46,49 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitAdjustment:
+    """Changes of the logits before the temperature: biases, then penalties of tokens that have been used, as vLLM has them.
+
+    With ``c`` the number of times that a token is in the response so far, its logit ``z`` becomes
+
+        z = z + logit_bias
+        z = z / repetition_penalty if z > 0 else z * repetition_penalty    if it is in the prompt or the response
+        z = z - frequency_penalty * c - presence_penalty                   if c > 0
+
+    Behaviour log-probs belong to the changed distribution.
+
+    Attributes:
+        logit_bias: pairs of a token and what is added to its logit.
+        continued_tokens: of a request that continues a response: the last tokens of its prompt that belong to the response.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    continued_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # Beyond these bounds, logits could become infinite.
+        bounded = {
+            "presence_penalty": (self.presence_penalty, -2, 2),
+            "frequency_penalty": (self.frequency_penalty, -2, 2),
+            "repetition_penalty": (self.repetition_penalty, 0.01, 100),
+            **{f"logit_bias of token {token}": (bias, -100, 100) for token, bias in self.logit_bias},
+        }
+        for name, (value, least, most) in bounded.items():
+            if not least <= value <= most:
+                raise ConfigError(f"sampling_params.{name} must be between {least} and {most}, got {value}")
+        if any(token < 0 for token, _ in self.logit_bias):
+            raise ConfigError("sampling_params.logit_bias has a negative token")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it depends on how often tokens are in the response, apart from the prompt."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of one response.
 
@@ -68,6 +111,7 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
     structured: StructuredOutput | None = None
+    adjustment: LogitAdjustment | None = None
 
     def __post_init__(self) -> None:
         problem = ""
@@ -196,7 +240,9 @@ class EngineCapabilities:
     ``chunked_streaming``: streams with larger chunks cost less, so that the client can keep the tokens of a long response
     without a cost per token. ``structured_output``: the engine follows grammars. ``grammar_continuation``: it does so with
     :mod:`skyrl_train.inference.grammar`, as the embedded engine and vLLM do. Without it, an interrupted response with a grammar
-    starts over, its masks are not repeated in training, and tool calls cannot be forced.
+    starts over, its masks are not repeated in training, and tool calls cannot be forced. ``logit_adjustment``: the engine applies
+    penalties and biases. ``count_continuation``: with ``LogitAdjustment.continued_tokens``, so that counts go on in a continued
+    response. Without it, an interrupted response whose penalties count starts over.
     """
 
     pause_modes: frozenset[PauseMode]
@@ -208,6 +254,8 @@ class EngineCapabilities:
     max_top_logprobs: int = 0
     structured_output: bool = False
     grammar_continuation: bool = False
+    logit_adjustment: bool = False
+    count_continuation: bool = False
     priorities: bool = False
     adapters: bool = False
     chunked_streaming: bool = False

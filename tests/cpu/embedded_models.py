@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
-from skyrl_train.inference.interface import SamplingParams, TokenChunk, TopLogprobs
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, TokenChunk, TopLogprobs
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.update import WeightUpdate
@@ -59,6 +60,15 @@ def tiny_model(architecture: str = "qwen3", seed: int = 0, dtype: torch.dtype = 
 def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same architecture with other weights, as an engine builds it."""
     return AutoModelForCausalLM.from_config(model.config, dtype=model.dtype).eval()
+
+
+ADJUSTMENTS = st.builds(
+    LogitAdjustment,
+    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -1.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.5, 0.6]),
+    logit_bias=st.sampled_from([(), ((2, 3.5),), ((0, -100.0), (6, 0.25))]),
+)
 
 
 @dataclass
@@ -144,6 +154,22 @@ def full_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int]) 
         logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0].float()
     logprobs = logits.log_softmax(-1)
     return np.array([logprobs[len(prompt) + i - 1, token].item() for i, token in enumerate(tokens)])
+
+
+def adjusted_logits(
+    logits: list[float], change: LogitAdjustment, prompt: list[int], response: list[int]
+) -> list[float]:
+    """The reference: ``logits`` ``[V]`` changed by the definition, one token after the other."""
+    found = []
+    for token, z in enumerate(logits):
+        z += dict(change.logit_bias).get(token, 0.0)
+        if token in prompt + response:
+            z = z / change.repetition_penalty if z > 0 else z * change.repetition_penalty
+        for index, used in enumerate(response):
+            if used == token:
+                z -= change.frequency_penalty + (change.presence_penalty if token not in response[:index] else 0.0)
+        found.append(z)
+    return found
 
 
 def full_greedy(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:

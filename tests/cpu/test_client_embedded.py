@@ -22,7 +22,7 @@ from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded import core as engine_core
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
 from skyrl_train.inference.grammar import Grammars
-from skyrl_train.inference.interface import SamplingParams, StructuredOutput
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StructuredOutput
 from skyrl_train.inference.requests import Generation, GenerationRequest
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
@@ -105,13 +105,29 @@ async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
 
 
 @pytest.mark.parametrize(
-    ("temperature", "structured"),
-    [(0.0, None), (1.0, None), (1.0, StructuredOutput("regex", "[0-9]{2}([1-4]|78){60}"))],  # no end is allowed before
+    ("temperature", "structured", "adjustment"),
+    [
+        (0.0, None, None),
+        (1.0, None, None),
+        (1.0, StructuredOutput("regex", "[0-9]{2}([1-4]|78){60}"), None),  # no end is allowed before
+        (1.0, None, LogitAdjustment(0.5, 0.4, 1.3, ((5, 1.0),))),
+    ],
 )
 async def test_the_death_of_its_engine_does_not_change_a_response(
-    world: World, temperature: float, structured: StructuredOutput | None, monkeypatch: pytest.MonkeyPatch
+    world: World,
+    temperature: float,
+    structured: StructuredOutput | None,
+    adjustment: LogitAdjustment | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    params = SamplingParams(max_tokens=60, temperature=temperature, seed=5, ignore_eos=True, structured=structured)
+    params = SamplingParams(
+        max_tokens=60,
+        temperature=temperature,
+        seed=5,
+        ignore_eos=True,
+        structured=structured,
+        adjustment=adjustment,
+    )
     expected = await world.play(params, [], "b")
     world.freeze_after(10, monkeypatch)
     got, serving = None, list[EmbeddedEngine]()

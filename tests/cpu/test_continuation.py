@@ -13,7 +13,13 @@ from test_client_fleet import fleet_of
 
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.continuation import Continuation, Segment
-from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason, TokenChunk
+from skyrl_train.inference.interface import (
+    InferenceEngineInput,
+    LogitAdjustment,
+    SamplingParams,
+    StopReason,
+    TokenChunk,
+)
 from skyrl_train.inference.response_text import ResponseText
 from skyrl_train.runtime.seeds import derive_seed, segment_seed
 
@@ -89,6 +95,32 @@ def test_a_response_with_a_grammar_begins_again_with_nothing() -> None:
     assert response.next_segment() == dataclasses.replace(first, number=3)
     assert (response.token_ids, response.logprobs, response.versions, response.top_logprobs) == ([], [], [], [])
     assert (response.segments, response.restarts) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("adjustment", "continued", "restarts"),
+    [
+        (LogitAdjustment(presence_penalty=1.0), False, 1),
+        (LogitAdjustment(frequency_penalty=1.0), False, 1),
+        (LogitAdjustment(frequency_penalty=1.0), True, 0),
+        (LogitAdjustment(repetition_penalty=2.0, logit_bias=((1, 2.0),)), False, 0),
+    ],
+)
+def test_only_penalties_that_count_begin_again_where_engines_do_not_count_on(
+    adjustment: LogitAdjustment, continued: bool, restarts: int
+) -> None:
+    params = SamplingParams(max_tokens=8, adjustment=adjustment)
+    response = Continuation([1], params, count_continuation=continued)
+    first = response.next_segment()
+    assert first is not None and first.sampling_params.adjustment == adjustment
+    response.add(TokenChunk([5, 6], [-1.0, -2.0], [0, 0], StopReason.ABORT), 1)
+    second = response.next_segment()
+    assert second is not None and response.restarts == restarts
+    if restarts:
+        assert second == dataclasses.replace(first, number=2)
+    else:
+        counted = dataclasses.replace(adjustment, continued_tokens=2)
+        assert (second.prompt_token_ids, second.sampling_params.adjustment) == ([1, 5, 6], counted)
 
 
 class MayStop:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from request_fields import Support, field_table
 
 from skyrl_train.inference.chat.requests import AssistantMessage
-from skyrl_train.inference.interface import StructuredOutput
+from skyrl_train.inference.interface import LogitAdjustment, StructuredOutput
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 
@@ -81,6 +81,17 @@ def test_every_field_arrives_in_the_chat_request() -> None:
     assert params.structured == StructuredOutput("json_schema", '{"type": "object"}')
 
 
+def test_penalties_and_biases_arrive() -> None:
+    fields = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": 2, "5": 1},
+    }
+    adjustment = openai_chat.parse({**ASK, **fields}).request.params.adjustment
+    assert adjustment == LogitAdjustment(0.5, -1.0, 1.2, ((5, 1.0), (7, 2.0)))
+
+
 def test_null_is_the_same_as_nothing() -> None:
     optional = {entry.name: None for entry in field_table(openai_chat.ChatCompletionBody) if not entry.required}
     assert openai_chat.parse({**ASK, **optional}) == openai_chat.parse(ASK)
@@ -118,9 +129,14 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -0.1}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": True}}, "logit_bias.5"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"functions": []}, "functions"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -137,7 +153,7 @@ def test_an_error_names_the_field(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "repetition_penalty": 1},
         {"logit_bias": {"7": 0}},
         {"parallel_tool_calls": True, "modalities": ["text"], "verbosity": "medium"},
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "prediction": 1},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
 import pytest
 import torch
 from embedded_models import (
+    ADJUSTMENTS,
     ARCHITECTURES,
     CACHED,
     CONTEXT,
@@ -15,6 +17,7 @@ from embedded_models import (
     TOLERANCE,
     VOCAB,
     Driver,
+    adjusted_logits,
     full_greedy,
     full_logprobs,
     tiny_model,
@@ -23,10 +26,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.errors import RequestError
+from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.engines.embedded import core as core_module
 from skyrl_train.inference.engines.embedded.cache import SlotCache
 from skyrl_train.inference.engines.embedded.runner import CachedRunner, RecomputeRunner, make_runner
-from skyrl_train.runtime.seeds import segment_seed
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StopReason, TokenChunk
+from skyrl_train.runtime.seeds import derive_seed, segment_seed
 from skyrl_train.types import PauseMode
 
 few_examples = settings(max_examples=10, suppress_health_check=list(HealthCheck))
@@ -128,6 +133,49 @@ def test_a_continued_request_draws_the_same_as_an_uninterrupted_one(sampled: int
     whole = driver.generate([3, 5, 8], max_tokens=20, seed=77).tokens
     rest = driver.generate([3, 5, 8, *whole[:sampled]], max_tokens=20 - sampled, seed=segment_seed(77, sampled)).tokens
     assert whole[:sampled] + rest == whole
+
+
+@settings(few_examples, max_examples=6)
+@given(
+    ADJUSTMENTS,
+    st.sampled_from([0.0, 0.8]),
+    st.sets(st.integers(0, 15), max_size=4),
+)
+def test_penalties_and_biases_go_on_over_interruptions_of_any_kind(
+    adjustment: LogitAdjustment, temperature: float, cuts: set[int]
+) -> None:
+    prompt, driver, params = [3, 5, 5, 8], Driver(tiny_model()), {"temperature": temperature, "adjustment": adjustment}
+    whole = driver.generate(prompt, max_tokens=16, seed=segment_seed(derive_seed(77, 0), 0), **params)
+    response = Continuation(prompt, SamplingParams(max_tokens=16, seed=77, **params), count_continuation=True)
+    for end in [*sorted(cuts), 16]:
+        segment = response.next_segment()
+        if segment is None:  # the step that admits a request samples two tokens
+            break
+        asked = {f.name: getattr(segment.sampling_params, f.name) for f in dataclasses.fields(SamplingParams)}
+        request_id = driver.add(segment.prompt_token_ids, **{**asked, "ignore_eos": True})
+        driver.add([4, 4, 4], max_tokens=5)  # leaves its slot meanwhile, so that the other moves
+        driver.step(end - len(response.token_ids))
+        driver.pause(PauseMode.RECOMPUTE if end % 2 else PauseMode.KEEP)  # frozen first, and then aborted
+        driver.collect(driver.core.abort())
+        driver.core.resume()
+        part = driver.responses[request_id]
+        response.add(
+            TokenChunk(part.tokens, part.logprobs, part.versions, StopReason(part.stop_reason)), segment.number
+        )
+    assert response.token_ids == whole.tokens
+    np.testing.assert_allclose(response.logprobs, whole.logprobs, atol=TOLERANCE)
+    # And they are of the distribution of the formulas.
+    with torch.inference_mode():
+        logits = tiny_model()(input_ids=torch.tensor([prompt + whole.tokens]), use_cache=False).logits[0].float()
+    for place, (token, logprob) in enumerate(zip(whole.tokens, whole.logprobs, strict=True)):
+        z = adjusted_logits(logits[len(prompt) + place - 1].tolist(), adjustment, prompt, whole.tokens[:place])
+        expected = (torch.tensor(z) / (temperature or 1)).log_softmax(-1)[token].item()
+        assert logprob == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_rejected() -> None:
+    with pytest.raises(RequestError, match="logit_bias has token ids outside"):
+        Driver(tiny_model()).add([3], adjustment=LogitAdjustment(logit_bias=((10_000, 1.0),)))
 
 
 def test_the_first_token_has_the_frequencies_of_the_model() -> None:

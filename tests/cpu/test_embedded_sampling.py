@@ -8,10 +8,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from embedded_models import ADJUSTMENTS, adjusted_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, SamplingRows, process, sample, uniforms
+from skyrl_train.inference.engines.embedded.sampling import (
+    SEED_MASK,
+    AdjustedRow,
+    SamplingRows,
+    process,
+    sample,
+    uniforms,
+)
+from skyrl_train.inference.interface import LogitAdjustment
 from skyrl_train.runtime.seeds import segment_seed
 
 Row = dict[str, float]
@@ -90,6 +99,25 @@ def test_the_draw_is_the_inverse_cdf_and_its_logprob_is_the_distributions(
             assert token == int(logits[index].argmax())
         else:
             assert sum(probs[:token]) - 1e-5 <= draw <= sum(probs[: token + 1]) + 1e-5
+
+
+@settings(max_examples=50)
+@given(ADJUSTMENTS, PARAMS, st.lists(st.integers(0, 6), max_size=6), st.integers(0, 6), st.integers(0, 2**31))
+def test_penalties_and_biases_change_the_distribution_by_their_formulas(
+    change: LogitAdjustment, params: Row, tokens: list[int], begun: int, seed: int
+) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(3, 7)).astype(np.float32) * 2)
+    prompt, response = [1, *tokens[:begun]], tokens[begun:]
+    used, counts = np.unique(np.array(response, np.int64), return_counts=True)
+    row = AdjustedRow(1, change, np.unique(np.array(prompt + response)), used, counts)
+    got = process(logits, dataclasses.replace(rows({}, params, {}, banned=[(1, 3)]), adjusted=[row])).exp()
+    expected = brute_force(adjusted_logits(logits[1].tolist(), change, prompt, response), params, {3})
+    # The two sides round differently, so that a token at the edge of a filter may be on another side of it.
+    filters = params["temperature"] > 0 and (params["top_p"] < 1 or params["min_p"] > 0)
+    if not filters or ((got[1] > 0).numpy() == (np.array(expected) > 0)).all():
+        np.testing.assert_allclose(got[1].numpy(), expected, atol=1e-4)
+    for other in (0, 2):
+        np.testing.assert_allclose(got[other].numpy(), brute_force(logits[other].tolist(), {}), atol=1e-5)
 
 
 def test_the_extremes_of_the_uniform_draw_tokens_that_have_mass() -> None:

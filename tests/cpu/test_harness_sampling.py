@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import NoEngineError
 from skyrl_train.generators.harness.sampling import RunSampling, SessionSampling, run_params
-from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason, StructuredOutput
+from skyrl_train.inference.interface import (
+    EngineCapabilities,
+    LogitAdjustment,
+    SamplingParams,
+    StopReason,
+    StructuredOutput,
+)
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 
 RUN = SamplingParams(max_tokens=32, temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, stop=("\n",), stop_token_ids=(3,))
@@ -183,6 +189,17 @@ async def test_a_success_does_not_hide_the_fault_of_a_request_that_ran_beside_it
         engines.answer.set()
         await slow
         assert isinstance(usage.engine_error, NoEngineError)
+
+
+@pytest.mark.parametrize("agents_choose", [False, True])
+async def test_penalties_apply_only_where_agents_choose(agents_choose: bool) -> None:
+    engines = Engines()
+    sampling = RunSampling(engines, agents_choose=agents_choose)
+    usage = sampling.sessions["s"] = SessionSampling(RUN, 5)
+    adjustment = LogitAdjustment(presence_penalty=0.5)
+    await sampling.complete(ask([1], replace(SILENT, adjustment=adjustment)))
+    kept = adjustment if agents_choose else None
+    assert (engines.requests[-1].params.adjustment, usage.overridden) == (kept, not agents_choose)
 
 
 @pytest.mark.parametrize(("agents_choose", "counted"), [(False, 1), (True, 0)])

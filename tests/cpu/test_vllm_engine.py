@@ -12,6 +12,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from embedded_models import adjusted_logits
 from vllm_engines import (
     ALPHABET,
     CONTEXT,
@@ -38,6 +39,7 @@ from skyrl_train.inference.grammar import Grammars
 from skyrl_train.inference.interface import (
     InferenceEngineInput,
     InferenceEngineOutput,
+    LogitAdjustment,
     SamplingParams,
     StructuredOutput,
 )
@@ -76,6 +78,17 @@ async def test_log_probs_are_those_of_the_distribution_sampled_from(vllm: Served
     neighbour = await greedy
     expected_greedy = reference(tiny_model(0), PROMPT, neighbour["response_ids"][0])
     assert neighbour["response_logprobs"][0] == pytest.approx(expected_greedy, abs=TOLERANCE)
+
+
+async def test_penalties_and_biases_change_the_distribution_by_their_formulas(vllm: Served) -> None:
+    change = LogitAdjustment(0.5, 0.4, 1.5, ((5, 3.0), (9, -100.0)))
+    output = await vllm.engine.generate(request(max_tokens=30, temperature=0.7, seed=5, adjustment=change))
+    tokens, logprobs = output["response_ids"][0], output["response_logprobs"][0]
+    with torch.inference_mode():
+        logits = tiny_model(0)(input_ids=torch.tensor([PROMPT + tokens]), use_cache=False).logits[0].float()
+    for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        z = adjusted_logits(logits[len(PROMPT) + place - 1].tolist(), change, PROMPT, tokens[:place])
+        assert logprob == pytest.approx((torch.tensor(z) / 0.7).log_softmax(-1)[token].item(), abs=TOLERANCE)
 
 
 def _kept(probs: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):

@@ -191,7 +191,7 @@ class Gateway:
         return request if adapter is None else replace(request, adapter=adapter)
 
     def check_params(self, params: SamplingParams, of_top_logprobs: str) -> None:
-        """Raise DialectError if the engines cannot follow a grammar, or return fewer alternatives per token than requested.
+        """Raise DialectError if the engines cannot follow a grammar, adjust logits, or return as many alternatives as requested.
 
         Args:
             of_top_logprobs: the field that asks for alternatives.
@@ -199,6 +199,9 @@ class Gateway:
         can = self.client.capabilities
         if params.structured is not None and not can.structured_output:
             raise DialectError("The engines here cannot follow a format.", "response_format", "unsupported_parameter")
+        if params.adjustment is not None and not can.logit_adjustment:
+            message = "The engines here have no penalties and no logit_bias."
+            raise DialectError(message, code="unsupported_parameter")
         if params.top_logprobs > can.max_top_logprobs:
             raise DialectError(
                 f"The engines here return at most {can.max_top_logprobs} alternatives per token.",

@@ -63,7 +63,7 @@ class HarnessGenerator(GeneratorInterface):
         max_concurrency: concurrent runs, separately for training and for evaluation.
         failure_reward: reward of a run that sampled something and then raised, timed out or exited with an error.
             None: the run fails its rollout, which is retried.
-        agents_choose_sampling: requests may set temperature, top_p, top_k, min_p and seed; otherwise the run does.
+        agents_choose_sampling: requests may set temperature, filters, penalties, logit_bias and seed; otherwise the run does.
         endpoint: settings of the endpoint (:class:`~skyrl_train.endpoint.server.settings.ServerSettings`).
         session_limits: such as ``max_turns`` (:class:`~skyrl_train.endpoint.sessions.SessionLimits`).
 

@@ -21,7 +21,7 @@ from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.runtime.seeds import derive_seed
 
-_RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p")  # the run decides these
+_RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "adjustment")  # the run decides these
 _DEFAULTS = SamplingParams()  # the values of fields that a request leaves out
 
 _RequestKey = tuple[int, int]  # digest of the prompt, number of the choice; equal for repetitions of a request
@@ -72,7 +72,7 @@ class RunSampling:
 
     | field | taken from |
     |---|---|
-    | temperature, top_p, top_k, min_p | the run |
+    | temperature, top_p, top_k, min_p, penalties, logit_bias | the run |
     | seed | the trajectory |
     | max_tokens | the smaller of both |
     | stop strings, min_tokens | the request if it has any, else the run |

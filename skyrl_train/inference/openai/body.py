@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from skyrl_train.inference.interface import SamplingParams, StructuredOutput
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StructuredOutput
 from skyrl_train.inference.openai.errors import DialectError
 
 MAX_DEPTH = 64  # of nested JSON; chat templates and JSON writers recurse
@@ -209,6 +209,7 @@ def body_schema(model: type[RequestBody]) -> dict[str, Any]:
 MAX_STOPS = 4
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024  # tokens of a request with a logit_bias
 MAX_TOKENS = 2**31 - 1  # of any response; the context is far below it
 SEED_NOTE = "the same seed samples the same tokens from the same policy version"
 StopStrings = Annotated[
@@ -218,13 +219,18 @@ StopStrings = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Whole(1, MAX_TOKENS)]
-_PENALTY = "a penalty depends on the whole response, so that it could not be continued exactly after a weight update"
 
 
-def _without_zeros(biases: Any) -> Any:
-    if not isinstance(biases, dict):
-        return biases
-    return {token: bias for token, bias in biases.items() if bias != 0 or isinstance(bias, bool)}
+def _check_tokens(biases: dict[str, float]) -> dict[str, float]:
+    unknown = next((token for token in biases if not (token.isascii() and token.isdigit() and len(token) < 10)), None)
+    if unknown is not None:
+        raise PydanticCustomError("invalid_value", "has a key that is no token id: {key}.", {"key": f"{unknown!r:.50}"})
+    return biases
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), AfterValidator(_check_tokens)
+]
 
 
 class StructuredOutputsBody(RequestBody):
@@ -248,7 +254,6 @@ _NO_MEDIA = "this endpoint takes text only"
 class ServerFields(RequestBody):
     """Fields of vLLM's server that every dialect takes without effect, so that a client of that server needs no change."""
 
-    repetition_penalty: Annotated[Any, Unsupported(_PENALTY, 1)] = None
     length_penalty: Annotated[Any, Unsupported("there is no beam search", 1)] = None
     use_beam_search: Annotated[Any, Unsupported("tokens are sampled one by one", False)] = None
     watermarking: Annotated[Any, Unsupported("it would change what is sampled", False)] = None
@@ -297,13 +302,14 @@ class GenerationBody(ServerFields):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64, description="end the response, and stay in it")
     ignore_eos: bool | None = Field(None, description="continue behind the end of sequence")
     return_token_ids: bool | None = Field(None, description="adds the skyrl objects to the response")
-    presence_penalty: Annotated[Any, Unsupported(_PENALTY, 0)] = None
-    frequency_penalty: Annotated[Any, Unsupported(_PENALTY, 0)] = None
-    logit_bias: Annotated[
-        Any,
-        Unsupported("the behaviour log-probs would not be the policy's", {}),
-        BeforeValidator(_without_zeros),
-    ] = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="of tokens that the response has; default 0")
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="for each time that the response has a token; default 0"
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="of tokens of the prompt or the response; default 1"
+    )
+    logit_bias: LogitBias | None = Field(None, description="added to the logits of tokens, by their ids as strings")
     structured_outputs: StructuredOutputsBody | None = Field(
         None, description="json, json_object, regex or choice, as vLLM takes them; where the engines can be guided"
     )
@@ -348,6 +354,12 @@ class GenerationBody(ServerFields):
             raise DialectError(
                 f"min_tokens ({min_tokens}) is above max_tokens ({limit}).", "min_tokens", "invalid_value"
             )
+        adjustment = LogitAdjustment(
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=tuple(sorted((int(token), bias) for token, bias in (self.logit_bias or {}).items() if bias)),
+        )
         return SamplingParams(
             max_tokens=limit,
             min_tokens=min_tokens,
@@ -357,6 +369,7 @@ class GenerationBody(ServerFields):
             min_p=float(self.min_p or 0.0),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            adjustment=None if adjustment == LogitAdjustment() else adjustment,
             **further,
         )
 

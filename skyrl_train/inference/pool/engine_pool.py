@@ -106,6 +106,8 @@ class EnginePool:
                 max_top_logprobs=min(c.max_top_logprobs for c in each),
                 structured_output=all(c.structured_output for c in each),
                 grammar_continuation=all(c.grammar_continuation for c in each),
+                logit_adjustment=all(c.logit_adjustment for c in each),
+                count_continuation=all(c.count_continuation for c in each),
                 priorities=all(c.priorities for c in each),
                 adapters=all(c.adapters for c in each),
             )

@@ -142,6 +142,9 @@ class EmbeddedEngineCore:
                 f"The prompt has token ids outside the model's vocabulary of {self._vocab_size}; "
                 "tokenizer and model must belong together."
             )
+        biases = () if params.adjustment is None else params.adjustment.logit_bias
+        if any(token >= self._vocab_size for token, _ in biases):
+            raise RequestError(f"logit_bias has token ids outside the model's vocabulary of {self._vocab_size}.")
         # ignore_eos concerns the model's own ids; the caller's stop tokens always count.
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
         matcher = None

@@ -123,6 +123,8 @@ class EmbeddedEngine(HostedEngine):
             max_top_logprobs=MAX_TOP_LOGPROBS,
             structured_output=True,
             grammar_continuation=True,
+            logit_adjustment=True,
+            count_continuation=True,
             chunked_streaming=True,
         )
 

@@ -1,6 +1,7 @@
 """The distribution that tokens are drawn from, and the draw, for a whole batch at once.
 
-    logits ──grammar──min_tokens──temperature──min-p──top-k──top-p──> log-probs ──inverse CDF at one uniform──> token
+    logits ──grammar──min_tokens──biases──penalties──┐
+    token <──inverse CDF at one uniform── log-probs <──top-p──top-k──min-p──temperature
 
 The order of the filters is vLLM's, so that both engines sample from the same distribution. The uniform for token ``i``
 of a segment is a pure function of ``seed + i``: a sample depends on its seed and its position, never on the batch, and
@@ -9,13 +10,32 @@ a continued request (:func:`skyrl_train.runtime.seeds.segment_seed`) draws what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from skyrl_train.inference.interface import LogitAdjustment
+
 SEED_MASK = (1 << 64) - 1  # seeds enter ``uniforms`` modulo 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustedRow:
+    """A row whose logits are changed.
+
+    Attributes:
+        seen: the tokens of its prompt and response, each once.
+        used, counts: the tokens of its response, each once, and how often it has them.
+    """
+
+    row: int
+    adjustment: LogitAdjustment
+    seen: npt.NDArray[np.int64]
+    used: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +46,7 @@ class SamplingRows:
         allowed: the rows with a grammar, and for each the tokens that may come next, as packed bits, uint8
             ``[rows, ceil(V / 8)]`` (see :mod:`skyrl_train.inference.grammar`).
         banned: (row, token) index arrays of tokens that must not be drawn: stop tokens before ``min_tokens``.
+        adjusted: the rows with penalties or biases.
         top_logprobs: the number of alternatives to return per row; None if no row asks for any.
     """
 
@@ -36,6 +57,7 @@ class SamplingRows:
     uniforms: npt.NDArray[np.float64]  # in [0, 1)
     allowed: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]] | None = None
     banned: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+    adjusted: Sequence[AdjustedRow] = ()
     top_logprobs: npt.NDArray[np.int64] | None = None
 
 
@@ -65,6 +87,10 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if rows.banned is not None:
         at = tuple(torch.from_numpy(index).to(logits.device) for index in rows.banned)
         logits = logits.index_put(at, logits.new_tensor(-torch.inf))
+    if rows.adjusted:
+        logits = logits.clone()
+        for each in rows.adjusted:
+            _adjust(logits[each.row], each)
     sampled = rows.temperature > 0
     if bool((sampled & (rows.temperature != 1)).any()):
         scale = np.where(sampled, rows.temperature, np.float32(1))
@@ -77,6 +103,21 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if bool((sampled & ((rows.top_k > 0) | (rows.top_p < 1))).any()):
         logits = logits.masked_fill(~_kept_by_rank(logits, rows, sampled), -torch.inf)
     return torch.log_softmax(logits, dim=-1)
+
+
+def _adjust(logits: torch.Tensor, row: AdjustedRow) -> None:
+    """Change the logits ``[V]`` of a row in place, by the formulas of :class:`LogitAdjustment`."""
+    adjustment = row.adjustment
+    if adjustment.logit_bias:
+        tokens, biases = zip(*adjustment.logit_bias, strict=True)
+        logits[list(tokens)] += logits.new_tensor(biases)
+    if adjustment.repetition_penalty != 1:
+        seen = torch.from_numpy(row.seen).to(logits.device)
+        penalty, old = adjustment.repetition_penalty, logits[seen]
+        logits[seen] = torch.where(old > 0, old / penalty, old * penalty)
+    if adjustment.counts:
+        used, counts = (torch.from_numpy(values).to(logits.device) for values in (row.used, row.counts))
+        logits[used] -= adjustment.frequency_penalty * counts + adjustment.presence_penalty
 
 
 def sample(

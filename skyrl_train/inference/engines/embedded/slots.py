@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, SamplingRows, uniforms
+from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, AdjustedRow, SamplingRows, uniforms
 from skyrl_train.inference.grammar import GrammarMatcher
 from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk, TopLogprobs
 
@@ -71,6 +71,7 @@ class SlotTable:
         self.top_p = np.zeros(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.guided = np.zeros(num_slots, np.bool_)  # has a grammar
+        self.adjusted = np.zeros(num_slots, np.bool_)  # has penalties or biases
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, np.int64)
 
     def place(self, sequence: Sequence) -> int:
@@ -90,6 +91,7 @@ class SlotTable:
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
         self.guided[slot] = sequence.matcher is not None
+        self.adjusted[slot] = params.adjustment is not None
         # The array is as wide as the longest list so far; NO_TOKEN fills the rest and equals no sampled token.
         missing = len(sequence.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
@@ -133,6 +135,7 @@ class SlotTable:
                 self.top_p,
                 self.min_p,
                 self.guided,
+                self.adjusted,
                 self.stop_ids,
             ):
                 per_slot[slot] = per_slot[last]
@@ -159,8 +162,18 @@ class SlotTable:
             uniforms=uniforms(self.seeds[rows], lengths - self.prompt_lengths[rows]),
             allowed=(guided, np.stack([m.mask for m in matchers if m is not None])) if matchers else None,
             banned=banned,
+            adjusted=[self._adjusted_row(rows.start, int(row)) for row in np.flatnonzero(self.adjusted[rows])],
             top_logprobs=self.top_logprobs[rows] if self.top_logprobs[rows].any() else None,
         )
+
+    def _adjusted_row(self, first: int, row: int) -> AdjustedRow:
+        slot = first + row
+        adjustment = self.sequences[slot].params.adjustment
+        assert adjustment is not None, "the slot has penalties or biases"
+        length, prompt = int(self.lengths[slot]), int(self.prompt_lengths[slot])
+        # A continued response begins in the prompt.
+        used, counts = np.unique(self.tokens[slot, prompt - adjustment.continued_tokens : length], return_counts=True)
+        return AdjustedRow(row, adjustment, np.unique(self.tokens[slot, :length]), used, counts)
 
     def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Add one sampled token to each of ``rows``."""

@@ -33,6 +33,7 @@ from skyrl_train.inference.engines.vllm.requests import (
     EngineRequest,
     InFlightRequest,
     VLLMLink,
+    adjustment_fields,
     grammar_spec,
     token_versions,
 )
@@ -221,6 +222,7 @@ class AsyncLLMAdapter(VLLMLink):
             logprobs=params.top_logprobs,
             flat_logprobs=True,
             detokenize=False,
+            **adjustment_fields(params.adjustment),
             structured_outputs=None if grammar is None else StructuredOutputsParams(json=grammar),
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         )

@@ -220,6 +220,7 @@ def capabilities(
         max_top_logprobs=int(arguments.get("max_logprobs", DEFAULT_MAX_LOGPROBS)),
         structured_output=grammars,
         grammar_continuation=grammars,
+        logit_adjustment=True,
         priorities=arguments.get("scheduling_policy", "priority") == "priority",
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,

@@ -8,7 +8,13 @@ from typing import Any
 
 from skyrl_train.errors import ConfigError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
-from skyrl_train.inference.engines.vllm.requests import STOP_REASONS, EngineRequest, Spans, grammar_spec
+from skyrl_train.inference.engines.vllm.requests import (
+    STOP_REASONS,
+    EngineRequest,
+    Spans,
+    adjustment_fields,
+    grammar_spec,
+)
 from skyrl_train.inference.interface import EngineCapabilities, StopReason, TopLogprobs
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_area import machine
@@ -79,6 +85,7 @@ class ServerInfo:
             max_top_logprobs=self.max_logprobs - 1,
             structured_output=self.structured_output,
             grammar_continuation=self.structured_output,
+            logit_adjustment=True,
             priorities=self.priorities,
         )
 
@@ -113,6 +120,7 @@ def request_body(request_id: str, request: EngineRequest, salt: str) -> dict[str
             # The server sends this many entries, of which the sampled token is one.
             "logprobs": params.top_logprobs + 1 if params.top_logprobs else 0,
             "detokenize": False,
+            **adjustment_fields(params.adjustment),
             "structured_outputs": None if grammar is None else {"json": grammar},
         },
     }

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.engines.busy_time import BusyTime
-from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StopReason, TokenChunk
 from skyrl_train.runtime.concurrency import Gate
 from skyrl_train.types import PauseMode
 
@@ -76,6 +76,18 @@ class InFlightRequest:
     submission: asyncio.Future[None] | None = None
     restart: bool = False
     delivered: int = 0
+
+
+def adjustment_fields(adjustment: LogitAdjustment | None) -> dict[str, Any]:
+    """Return the fields of vLLM's ``SamplingParams`` for penalties and biases."""
+    if adjustment is None:
+        return {}
+    return {
+        "presence_penalty": adjustment.presence_penalty,
+        "frequency_penalty": adjustment.frequency_penalty,
+        "repetition_penalty": adjustment.repetition_penalty,
+        "logit_bias": dict(adjustment.logit_bias) or None,
+    }
 
 
 def grammar_spec(request: EngineRequest) -> str | None:
