@@ -564,7 +564,7 @@ class ChatConfig:
 class GeneratorConfig:
     """The generator, its limits, and the weight sync to its engines."""
 
-    name: str = "gym"  # gym | harness | path.to.GeneratorClass
+    name: str = "gym"  # gym | harness | skyrl (one of SkyRL) | path.to.GeneratorClass
     kwargs: dict[str, Any] = field(default_factory=dict)  # for the generator's constructor
     n_samples_per_prompt: Count = 8  # size of a group
     max_turns: Count = 1  # turns of an episode in an environment

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BUILT_IN_GENERATORS = {
     "gym": "skyrl_train.generators.gym:GymGenerator",
     "harness": "skyrl_train.generators.harness.generator:HarnessGenerator",
+    "skyrl": "skyrl_train.generators.skyrl:SkyRLGenerator",
 }
 
 

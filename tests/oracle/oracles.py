@@ -74,6 +74,14 @@ def load_skyrl() -> SimpleNamespace:
     )
 
 
+def load_skyrl_generator() -> type:
+    """Return SkyRL's generator for skyrl-gym."""
+    load_skyrl()
+    _skip_initialiser("skyrl.train.generators")  # imports Tinker's server types too
+    generator: type = importlib.import_module("skyrl.train.generators.skyrl_gym_generator").SkyRLGymGenerator
+    return generator
+
+
 def _find(package: str) -> None:
     """Make the folder importable, behind everything that is installed; fail where it lacks the package."""
     if str(FOLDER) not in sys.path:

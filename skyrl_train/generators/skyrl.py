@@ -1,0 +1,321 @@
+"""Runs a generator of SkyRL unchanged: ``generator.name=skyrl``, ``generator.kwargs.cls=package.module:Class``.
+
+generate(group) ──SkyRL's arguments──> the generator ──client.generate──> our client, and a record of its responses
+                                            └──> its output, versions filled in from the record
+
+The generator gets its tokens from ``client.generate``. A token that it adds itself does not train: no policy sampled it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from numbers import Real
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from skyrl_train.config.import_path import import_name
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.errors import ConfigError, GeneratorOutputError, RolloutError
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.inference.client import RequestClient
+from skyrl_train.runtime.concurrency import gather_or_cancel
+from skyrl_train.runtime.seeds import derive_seed
+from skyrl_train.types import GeneratorInput, GeneratorOutput
+
+GYM = "skyrl.train.generators.skyrl_gym_generator:SkyRLGymGenerator"
+
+
+@dataclass(frozen=True)
+class _Response:
+    """What the client sampled in one request."""
+
+    session_id: str | None
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A running ``generate``: its responses so far, and the seed of each session."""
+
+    responses: list[_Response]
+    seeds: Mapping[str, int]
+
+    def seed(self, session: str | None) -> int | None:
+        if session is None or session not in self.seeds:
+            return None
+        return derive_seed(self.seeds[session], sum(response.session_id == session for response in self.responses))
+
+
+# Groups are generated at once by one generator. Tasks that it starts copy the context, so each request finds its group.
+_group: ContextVar[_Group] = ContextVar("group")
+
+
+class SkyRLClient:
+    """The methods of SkyRL's client that its generators call.
+
+    Attributes:
+        model_name: the folder or hub name of the policy's starting model.
+    """
+
+    def __init__(
+        self, client: RequestClient, tokenizer: Any, model_name: str, sampling_params: Mapping[str, Any]
+    ) -> None:
+        self.model_name = model_name
+        self._client = client
+        self._tokenizer = tokenizer
+        self._sampling_params = sampling_params
+
+    async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
+        """Sample one response per prompt; the fields are SkyRL's. ``model`` and ``cache_salt`` are not read.
+
+        ``responses`` have the stop string that ended them, as in SkyRL: its environments look for it.
+
+        Raises:
+            RolloutError: the caller is no task of a running ``generate``.
+        """
+        params = {**self._sampling_params, **(input_batch.get("sampling_params") or {})}
+        # vLLM's names of what holds here always.
+        for name in ("logprobs", "skip_special_tokens", "include_stop_str_in_output"):
+            params.pop(name, None)
+        prompts, conversations = input_batch.get("prompt_token_ids"), input_batch.get("prompts")
+        sessions = input_batch.get("session_ids") or [None] * len(prompts or conversations or ())
+        group = _group.get(None)
+        if group is None:
+            raise RolloutError(
+                "client.generate was called outside of generate's tasks, so its tokens belong to no group. In a thread of your "
+                "own, run it with contextvars.copy_context()."
+            )
+        results = await gather_or_cancel(
+            self._client.generate(
+                {
+                    "prompt_token_ids": None if prompts is None else [prompts[index]],
+                    "prompts": None if conversations is None else [conversations[index]],
+                    "sampling_params": {**params, "seed": group.seed(session)},
+                    "session_ids": None if session is None else [session],
+                    "detokenize": False,
+                }
+            )
+            for index, session in enumerate(sessions)
+        )
+        for session, result in zip(sessions, results, strict=True):
+            # Copies: a generator may append to the lists that it gets.
+            tokens, logprobs = list(result["response_ids"][0]), list(result["response_logprobs"][0])
+            group.responses.append(_Response(session, tokens, logprobs, list(result["response_versions"][0])))
+        token_ids = [result["response_ids"][0] for result in results]
+        return {
+            "responses": [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids],
+            "response_ids": token_ids,
+            "stop_reasons": [result["stop_reasons"][0] for result in results],
+            "response_logprobs": [result["response_logprobs"][0] for result in results],
+            "prompt_logprobs": None,
+            "rollout_expert_indices": None,
+        }
+
+    def get_endpoint_url(self) -> str:
+        """Raise: agents over HTTP are recorded by the harness.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "generator.name=skyrl has no HTTP endpoint, which would record nothing. Run agents with generator.name=harness; "
+            "see agent_harness.md."
+        )
+
+    async def finish_session(self, session_id: str) -> None:
+        """Do nothing: a session holds no capacity here."""
+
+
+class SkyRLGenerator(GeneratorInterface):
+    """A generator of SkyRL with SkyRL's constructor arguments, each that it names.
+
+    ``generator_cfg`` and ``skyrl_gym_cfg`` are SkyRL's own, from the installed package, with our values of the settings that
+    both have; ``inference_engine_client`` is a :class:`SkyRLClient`.
+
+    Args:
+        cls: the import path of its class; by default SkyRL's generator for skyrl-gym.
+        generator_cfg: further fields of SkyRL's ``GeneratorConfig`` by their dotted names.
+        kwargs: further arguments of its constructor.
+
+    Raises:
+        ConfigError: SkyRL is not installed, or has no such class or field.
+    """
+
+    def __init__(
+        self,
+        client: RequestClient,
+        tokenizer: Any,
+        generator_config: GeneratorConfig,
+        environment_config: EnvironmentConfig,
+        model_path: str,
+        cls: str = GYM,
+        generator_cfg: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        generator = import_name(cls, "generator.kwargs.cls")
+        named = inspect.signature(generator).parameters
+        sampling = dataclasses.asdict(generator_config.sampling_params)
+        offered = {
+            "inference_engine_client": SkyRLClient(client, tokenizer, model_path, sampling),
+            "tokenizer": tokenizer,
+            "model_name": model_path,
+        }
+        if "generator_cfg" in named:
+            offered["generator_cfg"] = _generator_cfg(generator_config, generator_cfg or {})
+        if "skyrl_gym_cfg" in named:
+            offered["skyrl_gym_cfg"] = _skyrl_gym_cfg(environment_config)
+        self._generator = generator(**{name: value for name, value in offered.items() if name in named}, **kwargs)
+        self._quiet = (
+            {"disable_tqdm": True} if "disable_tqdm" in inspect.signature(generator.generate).parameters else {}
+        )
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        ids = input_batch["trajectory_ids"]
+        seeds = input_batch["batch_metadata"].seeds
+        group = _Group([], dict(zip((each.to_string() for each in ids), seeds, strict=False)))
+        before = _group.set(group)
+        try:
+            output = await self._generator.generate(
+                {
+                    **input_batch,
+                    "prompts": [[dict(message) for message in prompt] for prompt in input_batch["prompts"]],
+                    "env_classes": [name.removeprefix("skyrl_gym:") for name in input_batch["env_classes"]],
+                    "env_extras": copy.deepcopy(
+                        input_batch["env_extras"]
+                    ),  # SkyRL's generator writes max_turns into it
+                    "sampling_params": {**(input_batch["sampling_params"] or {}), "logprobs": 1},
+                },
+                **self._quiet,
+            )
+        finally:
+            _group.reset(before)
+        rows = output.get("trajectory_ids") or ids
+        masks, logprobs, versions = [], [], []
+        for row, tokens in enumerate(output["response_ids"]):
+            session = rows[row].to_string()
+            mask, row_logprobs, row_versions = _take(tokens, output["loss_masks"][row], session, group.responses)
+            if any(output["loss_masks"][row]) and not any(mask):
+                raise GeneratorOutputError(
+                    f"None of the tokens of sample {session} that are to be trained came from client.generate. Text that was "
+                    "encoded again has other tokens; return the response_ids of the client."
+                )
+            masks.append(mask)
+            logprobs.append(row_logprobs)
+            versions.append(row_versions)
+        metrics = output.get("rollout_metrics") or {}
+        return {
+            "prompt_token_ids": output["prompt_token_ids"],
+            "response_ids": output["response_ids"],
+            "rewards": output["rewards"],
+            "loss_masks": masks,
+            "stop_reasons": output.get("stop_reasons"),
+            # Lengths and times are measured by the library; its metrics have other names.
+            "rollout_metrics": {
+                name: float(value)
+                for name, value in metrics.items()
+                if name.startswith("environment/") and isinstance(value, Real)
+            },
+            "rollout_logprobs": logprobs,
+            "rollout_versions": versions,
+            "trajectory_ids": output.get("trajectory_ids"),
+            "is_last_step": output.get("is_last_step"),
+        }
+
+
+def _take(
+    tokens: Sequence[int], mask: Sequence[int], session: str, responses: list[_Response]
+) -> tuple[list[int], list[float], list[int]]:
+    """Find the responses that a row consists of, and remove them from ``responses``.
+
+    A generator may have dropped the last token of a response, or cut the end of the row.
+
+    Args:
+        tokens: of the row, [T].
+        mask: 1 on tokens to train, [T].
+        session: of the row's trajectory. Responses without a session belong to any.
+        responses: in the order in which they ended.
+
+    Returns:
+        Loss mask, behaviour log-probs and versions of each token, [T] each; 0, 0.0 and -1 where no response is.
+    """
+    trained, logprobs, versions = [0] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens)
+    position = 0
+    while position < len(tokens):
+        length = 0
+        for index, response in enumerate(responses):
+            if not mask[position] or response.session_id not in (session, None):
+                continue
+            length = _common(tokens, mask, position, response.token_ids)
+            if length >= max(len(response.token_ids) - 1, 1) or position + length == len(tokens):
+                trained[position : position + length] = [1] * length
+                logprobs[position : position + length] = response.logprobs[:length]
+                versions[position : position + length] = response.versions[:length]
+                del responses[index]
+                break
+            length = 0
+        position += max(length, 1)
+    return trained, logprobs, versions
+
+
+def _common(tokens: Sequence[int], mask: Sequence[int], start: int, response: Sequence[int]) -> int:
+    length = 0
+    for token, is_trained, sampled in zip(tokens[start:], mask[start:], response, strict=False):
+        if token != sampled or not is_trained:
+            break
+        length += 1
+    return length
+
+
+def _settings() -> Any:
+    try:
+        return import_module("skyrl.train.config")
+    except ImportError as error:
+        raise ConfigError(f"generator.name=skyrl needs SkyRL's package: pip install skyrl ({error}).") from error
+
+
+def _generator_cfg(ours: GeneratorConfig, further: Mapping[str, Any]) -> Any:
+    skyrl, sampling = _settings(), ours.sampling_params
+    config = skyrl.GeneratorConfig(
+        n_samples_per_prompt=ours.n_samples_per_prompt,
+        max_turns=ours.max_turns,
+        max_input_length=ours.max_input_length,
+        chat_template_kwargs=dict(ours.chat_template_kwargs),
+        sampling_params=skyrl.SamplingParams(
+            max_generate_length=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k,
+            stop=list(sampling.stop) or None,
+        ),
+    )
+    for key, value in further.items():
+        *path, name = key.split(".")
+        section = config
+        for part in path:
+            section = getattr(section, part, None)
+        if not hasattr(section, name):
+            raise ConfigError(f"generator.kwargs.generator_cfg: SkyRL's GeneratorConfig has no {key}.")
+        setattr(section, name, value)
+    return config
+
+
+def _skyrl_gym_cfg(environment: EnvironmentConfig) -> Any:
+    config, name = _settings().SkyRLGymConfig(), environment.env_class.removeprefix("skyrl_gym:")
+    if not hasattr(config, name):
+        setattr(config, name, OmegaConf.create(dict(environment.kwargs)))
+        return config
+    for key, value in environment.kwargs.items():
+        if not hasattr(getattr(config, name), key):
+            raise ConfigError(f"environment.kwargs.{key} is unknown to SkyRL's settings of {name}.")
+        setattr(getattr(config, name), key, value)
+    return config
