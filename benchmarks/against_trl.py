@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,16 @@ SCRIPT = Path(__file__).with_name("trl_quickstart.py")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Means over the steps after the warm-up."""
+class Step:
+    """An optimizer step, or the mean of several."""
 
-    step_s: float
+    seconds: float
     reward: float
     tokens: float  # per response
+
+
+def mean(steps: Sequence[Step]) -> Step:
+    return Step(*(statistics.fmean(values) for values in zip(*map(astuple, steps), strict=True)))
 
 
 def trl_command(python: str | None) -> list[str]:
@@ -54,7 +58,7 @@ def trl_command(python: str | None) -> list[str]:
     return ["uv", "run", "--quiet", "--no-project", "--python", "3.11", "--with", TRL, "--with", TORCH, "python"]
 
 
-def run_trl(command: Sequence[str], settings: Mapping[str, Any], folder: Path, warmup: int, threads: int) -> Outcome:
+def run_trl(command: Sequence[str], settings: Mapping[str, Any], folder: Path, threads: int) -> list[Step]:
     path = folder / "settings.json"
     path.write_text(json.dumps(settings))
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
@@ -66,13 +70,12 @@ def run_trl(command: Sequence[str], settings: Mapping[str, Any], folder: Path, w
     )
     if done.returncode:
         raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"seconds"')][warmup:]
-    return Outcome(*(statistics.fmean(row[key] for row in rows) for key in ("seconds", "reward", "tokens")))
+    return [Step(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
 
 
-def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, warmup: int) -> Outcome:
+def run_ours(mode: str, settings: Mapping[str, Any], folder: Path) -> list[Step]:
     with tempfile.TemporaryDirectory(dir=folder) as run:
-        command = [sys.executable, "-m", "skyrl_train", "train", "quickstart"]
+        command = [sys.executable, "-m", "skyrl_train", "train", settings["recipe"]]
         overrides = [
             f"trainer.mode={mode}",
             f"trainer.max_steps={settings['steps']}",
@@ -87,22 +90,23 @@ def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, warmup: int) 
         if done.returncode:
             raise SystemExit(f"The {mode} run failed:\n{done.stderr[-3000:]}")
         lines = Path(run, "run", "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][warmup:]
-    keys = ("time/step", "reward/mean", "generate/response_tokens")
-    return Outcome(*(statistics.fmean(row[key] for row in rows) for key in keys))
+    rows = [json.loads(line) for line in lines]
+    return [Step(row["time/step"], row["reward/mean"], row["generate/response_tokens"]) for row in rows]
 
 
-def shared_settings(steps: int, folder: Path) -> dict[str, Any]:
-    """Return the settings of the quickstart's recipe that both sides use."""
-    config = compose("quickstart")
-    model = folder / "model"
+def shared_settings(recipe: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Return the settings of the recipe that both sides use. The model's initial weights and the prompts' order follow from
+    ``seed``."""
+    config = compose(recipe, [f"trainer.seed={seed}"])
+    model = folder / f"model-{recipe}-{seed}"
     build_model_folder(config.trainer.policy.model.build, model, config.trainer.seed)
     optimizer = config.trainer.policy.optimizer_config
     prompts = [
-        {"prompt": record.prompt[0]["content"], "answer": record.env_extras["answer"]}
+        {"prompt": record.prompt[0]["content"], "answer": record.env_extras.get("answer")}
         for record in load_dataset(config.data, config.environment)
     ]
     return {
+        "recipe": recipe,
         "model": str(model),
         "output": str(folder / "trl"),
         "prompts": prompts,
@@ -126,27 +130,28 @@ def main() -> None:
     parser.add_argument("--python", help="an interpreter that has TRL; default: uv makes an environment")
     options = parser.parse_args()
     command = trl_command(options.python)
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[Step]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = shared_settings(options.steps, folder)
+        settings = shared_settings("quickstart", options.steps, compose("quickstart").trainer.seed, folder)
         for number in range(1, options.rounds + 1):
             results = {
-                f"TRL, {threads} thread(s)": run_trl(command, settings, folder, options.warmup, threads)
+                f"TRL, {threads} thread(s)": mean(run_trl(command, settings, folder, threads)[options.warmup :])
                 for threads in options.trl_threads
             }
-            results |= {mode: run_ours(mode, settings, folder, options.warmup) for mode in ("sync", "fully_async")}
+            for mode in ("sync", "fully_async"):
+                results[mode] = mean(run_ours(mode, settings, folder)[options.warmup :])
             for label, outcome in results.items():
                 outcomes.setdefault(label, []).append(outcome)
                 print(
-                    f"round {number}  {label:<17} {outcome.step_s * 1e3:7.1f} ms per step  "
+                    f"round {number}  {label:<17} {outcome.seconds * 1e3:7.1f} ms per step  "
                     f"reward {outcome.reward:.3f}  {outcome.tokens:.1f} tokens per response",
                     flush=True,
                 )
     trl = [found for label, found in outcomes.items() if label.startswith("TRL")]
-    fastest = [min(outcome.step_s for outcome in of_round) for of_round in zip(*trl, strict=True)]
+    fastest = [min(outcome.seconds for outcome in of_round) for of_round in zip(*trl, strict=True)]
     for label, found in outcomes.items():
-        seconds = [outcome.step_s for outcome in found]
+        seconds = [outcome.seconds for outcome in found]
         ratio = statistics.median(own / other for own, other in zip(seconds, fastest, strict=True))
         print(
             f"{label:<17} {statistics.median(seconds) * 1e3:7.1f} ms, {ratio:.2f} of TRL's in the same round (medians)"

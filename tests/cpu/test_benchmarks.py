@@ -61,7 +61,10 @@ VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
     ("vllm_weight_sync --updates 2 --requests 2 --modes recompute", "recompute: 2 requests"),
 ]
 PEERS = ("against_peers --batch 4 --steps 8 --tails 2 --bounds 1", "| 2 | training-bound | 1 |")
-TRL = ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL's in the same round")
+TRL = [
+    ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL's in the same round"),
+    ("time_to_reward --python {python} --recipes quickstart --seeds 1 --steps 10 --targets 0", "| 0.0 | TRL | 10 ("),
+]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +82,9 @@ def test_a_benchmark_of_vllm_runs(tmp_path: Path, line: str, printed: str) -> No
 
 
 @pytest.mark.slow
-def test_the_benchmark_against_trl_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "printed"), TRL)
+def test_a_benchmark_against_trl_runs(tmp_path: Path, line: str, printed: str) -> None:
     pytest.importorskip("trl")
-    line, printed = TRL
     assert printed in printed_by(line.format(python=sys.executable), tmp_path)
 
 
@@ -123,5 +126,5 @@ def printed_by(line: str, folder: Path) -> str:
 
 
 def test_every_benchmark_is_started() -> None:
-    started = {line.split()[0] for line, _ in [*QUICK, *SLOW, *VLLM, PEERS, TRL]}
+    started = {line.split()[0] for line, _ in [*QUICK, *SLOW, *VLLM, PEERS, *TRL]}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == started | {"trl_quickstart"}  # started by against_trl
