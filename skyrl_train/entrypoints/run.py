@@ -56,6 +56,7 @@ from skyrl_train.observability.trackers.feed import TrackerFeed
 from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, check_environment
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
 from skyrl_train.rollout.data.prompt_limit import PromptLimit
+from skyrl_train.rollout.stages.reward import check_columns
 from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
 from skyrl_train.version import __version__
 
@@ -152,6 +153,9 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
     raise_errors(validate(config).errors)  # the checks below rely on valid sizes
     dataset = open_prompts(config)
     check_environment(dataset, config)
+    reward = config.rollout.stages.reward
+    if reward.function is not None and isinstance(dataset, PromptDataset):
+        check_columns(reward.function, reward.kwargs, dataset.records[0])
     limit = PromptLimit(config, download=download)
     if isinstance(dataset, PromptDataset):
         dataset = limit.fit_all(dataset)

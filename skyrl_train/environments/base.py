@@ -18,13 +18,19 @@ from skyrl_train.types import ConversationType
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """One row of a data set. ``env_class`` None stands for the run's ``environment.env_class``."""
+    """One row of a data set.
+
+    Attributes:
+        env_class: None stands for the run's ``environment.env_class``.
+        is_text: the row has text, from which ``prompt`` has its only message.
+    """
 
     uid: str
     prompt: ConversationType
     env_class: str | None = None
     env_extras: dict[str, Any] = field(default_factory=dict)
     data_source: str = ""
+    is_text: bool = False
 
     def own_copy(self) -> PromptRecord:
         """Return a copy for user code, which may write into the prompt and the extras that it receives.

@@ -77,6 +77,29 @@ async def async_length_reward(group: GroupToReward) -> list[float]:
     return length_reward(group)
 
 
+SEEN_BY_TRL: list[dict[str, Any]] = []
+
+
+def trl_reward(prompts: list[Any], completions: list[Any], scale: float = 1.0, **columns: Any) -> list[float]:
+    SEEN_BY_TRL.append({"prompts": prompts, "completions": completions, **columns})
+    return [scale * len(ids) for ids in columns["completion_ids"]]
+
+
+class TRLReward:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, completions: list[Any], completion_ids: list[list[int]]) -> list[float]:
+        SEEN_BY_TRL.append({"completion_ids": completion_ids})
+        return [self.scale * len(ids) for ids in completion_ids]
+
+
+async def async_trl_reward(completions: list[Any], answer: list[str]) -> list[float]:
+    await asyncio.sleep(0)
+    SEEN_BY_TRL.append({"answer": answer})
+    return [1.0, 0.0]
+
+
 class Model:
     """A reward model that is built once."""
 

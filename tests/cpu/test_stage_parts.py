@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_worlds import RECORD, Held, decode, group, sequence, work
+from stage_worlds import RECORD, SEEN_BY_TRL, Held, decode, group, sequence, work
 from training_worlds import backend, one_thread
 
 from skyrl_train.build.rollout import build_stages
@@ -89,6 +89,22 @@ def test_a_reward_function_is_a_function_with_arguments_or_a_class(
 ) -> None:
     function = load_reward_function(f"stage_worlds:{path}", kwargs)
     assert list(function(group_to_reward(RECORD, group().samples, decode))) == rewards
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+async def test_a_reward_function_of_trl_gets_lists_with_an_entry_for_each_sample(is_text: bool) -> None:
+    record = dataclasses.replace(RECORD, is_text=is_text)
+    asked = group_to_reward(record, [Sample((sequence(3, 4),)), Sample((sequence(9),))], decode)
+    prompt = RECORD.prompt[0]["content"] if is_text else RECORD.prompt
+    given = {"prompts": [prompt] * 2, "completion_ids": [[3, 4], [9]], "answer": ["3", "3"]}
+    given["completions"] = (
+        ["34", "9"] if is_text else [[{"role": "assistant", "content": text}] for text in ("34", "9")]
+    )
+    SEEN_BY_TRL.clear()
+    assert load_reward_function("stage_worlds:trl_reward", {"scale": 2.0})(asked) == [4.0, 2.0]
+    assert load_reward_function("stage_worlds:TRLReward", {"scale": 3.0})(asked) == [6.0, 3.0]
+    assert await load_reward_function("stage_worlds:async_trl_reward", {})(asked) == [1.0, 0.0]
+    assert [given, {"completion_ids": given["completion_ids"]}, {"answer": ["3", "3"]}] == SEEN_BY_TRL
 
 
 def test_a_wrong_name_in_a_setting_is_rejected_before_the_run() -> None:

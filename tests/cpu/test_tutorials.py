@@ -38,6 +38,11 @@ def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypa
     Path("sums_reward.py").write_text(rewarding)
     (command,) = (block for block in blocks("your_own_task.md", "bash") if "sums_reward.py" in block)
     assert main(["try", *command.split()[4:], *SHORT]) == 0
+    Path("trl_reward.py").write_text(
+        next(block for block in blocks("your_own_task.md", "python") if "trl_reward" in block)
+    )
+    function = ["environment.env_class=single_turn", "rollout.stages.reward.function=trl_reward.py:trl_reward"]
+    assert main(["try", "sums.yaml", *function, *SHORT]) == 0
 
 
 def test_the_page_about_generators_of_your_own_trains_as_written(

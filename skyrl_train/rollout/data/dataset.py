@@ -310,6 +310,7 @@ class RecordMaker:
             env_class=env_class,
             env_extras={name: column for name, column in value.items() if name not in (key, "uid", "env_class")},
             data_source=str(value.get("data_source") or stem),
+            is_text=isinstance(value[key], str),
         )
 
 

@@ -5,6 +5,10 @@ async def reward(group: GroupToReward) -> list[float]: ...
 class Reward:                                                   # constructed once per worker, such as a reward model
     def __init__(self, **kwargs): ...
     def __call__(self, group: GroupToReward) -> list[float]: ...
+
+A function whose first parameter is ``prompts`` or ``completions``, or that requires one of them, is a reward function
+of TRL. It gets what it names of ``prompts``, ``completions``, ``completion_ids`` and the other columns of the data row,
+each as a list with one entry per sample. Prompts and completions are text where the data set has text, else lists of messages.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ class GroupToReward:
     prompt: Sequence[Mapping[str, Any]]
     env_extras: Mapping[str, Any]  # the row's other columns, such as the correct answer
     samples: tuple[SampleToReward, ...]
+    is_text: bool = False  # the row has text, from which prompt has its only message
 
 
 def load_reward_function(path: str, kwargs: Mapping[str, Any]) -> Function:
@@ -67,15 +72,49 @@ def load_reward_function(path: str, kwargs: Mapping[str, Any]) -> Function:
         ConfigError: it cannot be imported, or does not accept ``kwargs``.
     """
     target = import_name(path, SETTING, "function")
-    if not inspect.isclass(target):
-        return functools.partial(target, **kwargs)
     try:
-        function: Any = target(**kwargs)
+        function: Any = target(**kwargs) if inspect.isclass(target) else functools.partial(target, **kwargs)
     except TypeError as error:
         raise ConfigError(
             f"{SETTING}={path!r} cannot be constructed with rollout.stages.reward.kwargs: {error}"
         ) from error
-    return function  # type: ignore[no-any-return]
+    return functools.partial(_call_with_columns, function) if _is_of_trl(target) else function
+
+
+def _signature(target: Any) -> inspect.Signature | None:
+    """Return the signature of the function, or of a class's ``__call__`` without ``self``; None if it has none (C code)."""
+    is_class = inspect.isclass(target)
+    try:
+        signature = inspect.signature(target.__call__ if is_class else target)
+    except ValueError:
+        return None
+    return signature.replace(parameters=list(signature.parameters.values())[is_class:])
+
+
+def _is_of_trl(target: Any) -> bool:
+    """Return whether the function or class has the shape of TRL's reward functions."""
+    signature = _signature(target)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    return any(
+        parameter.name in ("prompts", "completions") and (not index or parameter.default is parameter.empty)
+        for index, parameter in enumerate(parameters)
+    )
+
+
+def _call_with_columns(function: Callable[..., Any], group: GroupToReward) -> Any:
+    """Call a reward function of TRL; an ``async def`` returns its coroutine."""
+    count, texts = len(group.samples), [sample.text for sample in group.samples]
+    as_messages = [[{"role": "assistant", "content": text}] for text in texts]
+    given: dict[str, Any] = {
+        **{name: [value] * count for name, value in group.env_extras.items()},
+        "prompts": [group.prompt[0]["content"] if group.is_text else group.prompt] * count,
+        "completions": texts if group.is_text else as_messages,
+        "completion_ids": [sample.response_ids for sample in group.samples],
+    }
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    return function(**given)
 
 
 def is_async(path: str) -> bool:
@@ -91,42 +130,52 @@ def is_async(path: str) -> bool:
 
 
 def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
-    """Check that the reward function takes one group and ``kwargs``.
+    """Check that the reward function takes one group and ``kwargs``, or is one of TRL.
 
     Raises:
-        ConfigError: it takes other arguments, such as a reward function of TRL; the message shows one that fits.
+        ConfigError: it takes other arguments.
     """
     target = import_name(path, SETTING, "function")
-    is_class = inspect.isclass(target)
-    try:
-        signature = inspect.signature(target.__call__ if is_class else target)
-    except ValueError:  # a function in C has none
+    signature = _signature(target)
+    if signature is None:
         return
-    problem = ""
+    arguments = {} if inspect.isclass(target) else kwargs
     try:
-        signature.bind(*([None, None] if is_class else [None]), **({} if is_class else kwargs))
+        if _is_of_trl(target):
+            signature.bind_partial(**arguments)
+        else:
+            signature.bind(None, **arguments)
+        return
     except TypeError as error:
-        problem = f" ({error})"
-    of_trl = {"completions", "prompts"} & signature.parameters.keys()
-    # The first parameter, behind self, gets the group; others may have any name.
-    if not problem and of_trl.isdisjoint(list(signature.parameters)[: 1 + is_class]):
-        return
+        problem = error
     name = path.rpartition(":")[2].rpartition(".")[2]
-    message = (
-        f"{SETTING}={path!r} takes {signature}, and is called with the samples of a prompt, its group, and "
-        f"rollout.stages.reward.kwargs{problem}. Write "
+    raise ConfigError(
+        f"{SETTING}={path!r} takes {signature}, and is called "
+        f"with the samples of a prompt, its group, and rollout.stages.reward.kwargs ({problem}). Write "
         f"def {name}(group), which returns one number for each of group.samples; sample.text is a response, and "
-        "group.env_extras has the other columns of the data row."
+        "group.env_extras has the other columns of the data row. A reward function of TRL names completions."
     )
-    if of_trl:
-        message += (
-            " To keep a function of TRL:\n"
-            "    def reward(group):\n"
-            "        texts = [sample.text for sample in group.samples]\n"
-            "        columns = {name: [value] * len(texts) for name, value in group.env_extras.items()}\n"
-            f"        return {name}{'()' if is_class else ''}(prompts=[group.prompt] * len(texts), completions=texts, **columns)"
-        )
-    raise ConfigError(message)
+
+
+def check_columns(path: str, kwargs: Mapping[str, Any], record: PromptRecord) -> None:
+    """Check that a reward function of TRL gets all arguments that it needs from the prompt ``record``.
+
+    Raises:
+        ConfigError: it names a column that the row lacks.
+    """
+    target = import_name(path, SETTING, "function")
+    signature = _signature(target)
+    if signature is None or not _is_of_trl(target):
+        return
+    bound = () if inspect.isclass(target) else kwargs
+    known = {"prompts", "completions", "completion_ids", *record.env_extras, *bound}
+    for parameter in signature.parameters.values():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and parameter.name not in known:
+            raise ConfigError(
+                f"{SETTING}={path!r} names {parameter.name!r}, and prompt {record.uid!r} has no such column. It gets prompts, "
+                f"completions, completion_ids and the columns of its row: {', '.join(sorted(record.env_extras)) or 'none'}."
+            )
 
 
 def reward_work(path: str, kwargs: Mapping[str, Any]) -> Work:
@@ -198,6 +247,7 @@ def group_to_reward(
         data_source=record.data_source,
         prompt=record.prompt,
         env_extras=record.env_extras,
+        is_text=record.is_text,
         samples=tuple(
             SampleToReward(
                 text=decode(last.response_ids),
