@@ -139,9 +139,13 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
             known_here = key in known_keys() or in_free_section(key)
             (ours if known_here and not table.rows(table.renamed.get(key, key)) else texts).append(text)
     given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}  # ours
     for name, value in _read(library, files, texts):
         name = table.renamed.get(name, name)
         if not table.rows(name):
+            if name in known_keys() or in_free_section(name):
+                settings[name] = value
+                continue
             known = [row.name.removesuffix(".*") for row in table.settings]
             raise ConfigError(
                 f"{name} is a setting of neither {table.title} nor skyrl_train.{did_you_mean(name, known)}"
@@ -154,11 +158,15 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
 
     default = RunConfig()
     theirs = {row.name: row.default for row in table.settings if row.default is not UNSET} | given
-    settings: dict[str, Any] = {}
     mapped, without, kept = [], [], {}
     for name, value in theirs.items():
         for row in table.rows(name):
-            ours_value = row.convert(value, theirs) if row.here is not None else Without(row.note)
+            try:
+                ours_value = row.convert(value, theirs) if row.here is not None else Without(row.note)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"{name}={_text(value)} (in {table.title}'s settings) cannot be translated: {error}."
+                ) from error
             if isinstance(ours_value, Without):
                 if name in given:
                     without.append((name, ours_value.reason))
@@ -243,7 +251,9 @@ def _or_0(value: Any, theirs: Theirs) -> Any:
 def _steps(value: Any, theirs: Theirs) -> Any:
     """Steps there are batches, here minibatches."""
     if _mode(theirs) != "fully_async" and value is not None:
-        value *= max(theirs["trainer.train_batch_size"] // theirs["trainer.policy_mini_batch_size"], 1)
+        return int(value) * max(
+            theirs["trainer.train_batch_size"] // max(theirs["trainer.policy_mini_batch_size"], 1), 1
+        )
     return value
 
 
@@ -317,7 +327,7 @@ def _coefficient(use: str, name: str) -> Callable[[Any, Theirs], float]:
 
 
 def _loss(value: Any, theirs: Theirs) -> Any:
-    if value in ("dppo", "cross_entropy", "token_mean_legacy"):
+    if value in ("dppo", "cross_entropy"):
         return Without(
             f"there is no loss {value} here; algorithms.md says which losses there are, and how to write DPPO"
         )
@@ -583,7 +593,7 @@ _SKYRL: list[Setting] = [
     *_without(_VISION, "trainer.policy.language_model_only", "trainer.ref.language_model_only"),
     *_without(_MEGATRON, "trainer.policy.megatron_config.*", "trainer.ref.megatron_config.*", "trainer.mtp.*"),
     *_without(
-        "profile a step with torch's own tools",
+        "the workers have no profiler",
         "trainer.policy.record_memory",
         "trainer.policy.torch_profiler_config.*",
     ),
@@ -910,7 +920,7 @@ _SKYRL: list[Setting] = [
     ),
     *_without("prefill and decoding share an engine", f"{_SKYRL_ENGINE}.enable_pd", f"{_SKYRL_ENGINE}.num_prefill"),
     *_without("routing of experts is not replayed", f"{_SKYRL_ENGINE}.enable_return_routed_experts"),
-    *_without("the endpoint takes any model name", f"{_SKYRL_ENGINE}.served_model_name"),
+    *_without("requests name the model `policy`", f"{_SKYRL_ENGINE}.served_model_name"),
     *_without(
         "it has no counterpart",
         f"{_SKYRL_ENGINE}.async_engine",

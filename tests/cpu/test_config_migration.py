@@ -188,6 +188,7 @@ def test_a_file_with_interpolations_and_overrides_behind_it(tmp_path: Path) -> N
         "defaults: [_self_, {megatron_config: policy}]\n"
         "trainer:\n  {epochs: 3, max_prompt_length: 100, policy: {model: {path: a/b}}, "
         "ref: {model: {path: '${trainer.policy.model.path}'}}}\n"
+        "data: {seed: 5}\n"
         "generator:\n  {max_input_length: '${trainer.max_prompt_length}', "
         "inference_engine: {engine_init_kwargs: {hf_overrides: {a: 1}}}}\n"
     )
@@ -204,6 +205,7 @@ def test_a_file_with_interpolations_and_overrides_behind_it(tmp_path: Path) -> N
     assert (config.trainer.samples_per_step, config.data.sampler) == (7, "sequential"), (
         "ours alone, applied as they are"
     )
+    assert config.data.seed == 5, "ours alone in the file"
     assert [name for name, _ in migration.without] == ["trainer.ref.model.path"]
 
 
@@ -221,12 +223,18 @@ def test_a_file_with_interpolations_and_overrides_behind_it(tmp_path: Path) -> N
         (["missing.yaml"], "cannot read missing.yaml"),
         (["trainer.run_name=${nothing.there}"], "readable settings"),
         (["trainer.samples_per_step=-1", "trainer.samples_per_step=x"], "must be an integer"),
+        (["trainer.max_training_steps=many"], "trainer.max_training_steps=many .* cannot be translated"),
+        (["trainer.ckpt_path=[a]"], "trainer.ckpt_path=.* cannot be translated"),
         (["trainer.eval_interval=often"], "trainer.eval_interval=often"),
     ],
 )
 def test_mistakes_name_the_setting(arguments: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         migrate("skyrl", arguments)
+
+
+def test_a_minibatch_of_0_is_told_as_without_from() -> None:
+    assert "trainer.policy_mini_batch_size=0" in validate(skyrl("trainer.policy_mini_batch_size=0").config).errors[0]
 
 
 def test_an_unknown_library_is_told() -> None:
