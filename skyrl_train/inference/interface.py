@@ -241,8 +241,8 @@ class EngineCapabilities:
     without a cost per token. ``structured_output``: the engine follows grammars. ``grammar_continuation``: it does so with
     :mod:`skyrl_train.inference.grammar`, as the embedded engine and vLLM do. Without it, an interrupted response with a grammar
     starts over, its masks are not repeated in training, and tool calls cannot be forced. ``logit_adjustment``: the engine applies
-    penalties and biases. ``count_continuation``: with ``LogitAdjustment.continued_tokens``, so that counts go on in a continued
-    response. Without it, an interrupted response whose penalties count starts over.
+    penalties and biases. ``count_continuation``: with ``LogitAdjustment.continued_tokens``, so that counts continue with a
+    continued response. Without it, an interrupted response whose penalties count starts over.
     """
 
     pause_modes: frozenset[PauseMode]

@@ -215,6 +215,7 @@ def test_a_response_has_openais_shape_and_counts_each_token_once() -> None:
     }
     assert [entry.logprob for entry in parsed.choices[0].logprobs.content] == choice.generation.logprobs
     assert body["choices"][0]["skyrl"]["token_ids"] == choice.generation.token_ids
+    assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == (PROMPT, choice.generation.token_ids)
     assert body["choices"][0]["skyrl"]["versions"] == choice.generation.versions
     assert body["skyrl"] == {"prompt_token_ids": PROMPT, "reused_tokens": 2}
 
@@ -244,6 +245,7 @@ def test_a_stream_has_the_requested_usage_and_tokens() -> None:
     logprobs = [entry["logprob"] for c in shown if c["logprobs"] for entry in c["logprobs"]["content"]]
     assert ids == choice.generation.token_ids and logprobs == choice.generation.logprobs
     assert bodies[-2]["skyrl"] == {"prompt_token_ids": PROMPT}
+    assert bodies[-2]["prompt_token_ids"] == PROMPT and ids == [t for c in shown for t in c.get("token_ids", ())]
 
 
 def test_every_field_says_why_or_how() -> None:

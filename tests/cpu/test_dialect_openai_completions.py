@@ -113,3 +113,17 @@ def test_a_piece_of_a_character_keeps_its_exact_bytes() -> None:
     spelt = [TOKENS[token_id] for token_id in EURO]
     assert [entry.text for entry in spelt] == ["a", "�", "�", "�"]
     assert bytes(byte for entry in spelt for byte in entry.bytes) == "a€".encode()
+
+
+def test_token_ids_are_also_where_vllms_server_has_them() -> None:
+    call = openai_completions.parse({**ASK, "return_token_ids": True})
+    (choice,) = call.response([generation()], CONTEXT)["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2], EURO)
+    stream = call.stream(CONTEXT)
+    pieces = [
+        GenerationChunk(EURO[:1], [-0.25], [4], "a"),
+        GenerationChunk(EURO[1:], text="€", generation=generation()),
+    ]
+    choices = [frame.data["choices"][0] for piece in pieces for frame in stream.chunk(0, piece)]
+    assert [choice["token_ids"] for choice in choices] == [EURO[:1], EURO[1:]]
+    assert [choice.get("prompt_token_ids") for choice in choices] == [None, [1, 2]]

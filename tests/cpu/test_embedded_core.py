@@ -22,7 +22,7 @@ from embedded_models import (
     full_logprobs,
     tiny_model,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.errors import RequestError
@@ -135,12 +135,14 @@ def test_a_continued_request_draws_the_same_as_an_uninterrupted_one(sampled: int
     assert whole[:sampled] + rest == whole
 
 
-@settings(few_examples, max_examples=6)
+@settings(few_examples, max_examples=4)
 @given(
     ADJUSTMENTS,
     st.sampled_from([0.0, 0.8]),
     st.sets(st.integers(0, 15), max_size=4),
 )
+@example(LogitAdjustment(presence_penalty=2.0), 0.0, {6, 11})
+@example(LogitAdjustment(frequency_penalty=-2.0), 0.8, {7})
 def test_penalties_and_biases_go_on_over_interruptions_of_any_kind(
     adjustment: LogitAdjustment, temperature: float, cuts: set[int]
 ) -> None:

@@ -150,6 +150,7 @@ class ChatCompletionCall:
                 "finish_reason": choice.finish_reason,
             }
             if self.token_ids:
+                shown["token_ids"] = done.token_ids
                 shown["skyrl"] = training_data(done)
             choices.append(shown)
         body = {
@@ -158,6 +159,7 @@ class ChatCompletionCall:
             "usage": usage(len(result.prompt_token_ids), result.completion_tokens),
         }
         if self.token_ids:
+            body["prompt_token_ids"] = result.prompt_token_ids
             body["skyrl"] = {"prompt_token_ids": result.prompt_token_ids, "reused_tokens": result.reused_tokens}
         return body
 
@@ -204,6 +206,7 @@ class ChatCompletionStream:
                 "finish_reason": None,
             }
             if self._call.token_ids:
+                shown["token_ids"] = chunk.token_ids
                 shown["skyrl"] = {
                     "token_ids": chunk.token_ids,
                     "logprobs": chunk.logprobs,
@@ -219,7 +222,8 @@ class ChatCompletionStream:
             prompt: dict[str, Any] = {}
             if self._call.token_ids:
                 shown["skyrl"] = {"segments": done.segments, "restarts": done.restarts}
-                prompt = {"skyrl": {"prompt_token_ids": done.prompt_token_ids}}
+                ids = done.prompt_token_ids
+                prompt = {"prompt_token_ids": ids, "skyrl": {"prompt_token_ids": ids}}
             frames.append(Frame({**self._head, "choices": [shown], **prompt}))
         return frames
 

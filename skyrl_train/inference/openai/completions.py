@@ -126,6 +126,7 @@ class CompletionCall:
                 "finish_reason": str(generation.stop_reason),
             }
             if self.token_ids:
+                shown["prompt_token_ids"], shown["token_ids"] = generation.prompt_token_ids, generation.token_ids
                 shown["skyrl"] = {"prompt_token_ids": generation.prompt_token_ids, **training_data(generation)}
             choices.append(shown)
         return {**_head(self.model, context), "choices": choices, "usage": _usage(done, self.params.n)}
@@ -188,8 +189,10 @@ class CompletionStream:
             "finish_reason": None if done is None else str(done.stop_reason),
         }
         if self._call.token_ids:
+            shown["token_ids"] = chunk.token_ids
             shown["skyrl"] = {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "versions": chunk.versions}
             if done is not None:
+                shown["prompt_token_ids"] = done.prompt_token_ids
                 shown["skyrl"] |= {
                     "prompt_token_ids": done.prompt_token_ids,
                     "segments": done.segments,
