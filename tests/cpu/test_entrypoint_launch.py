@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+import skyrl_train
 from skyrl_train.config.compose import compose
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.launch import RAY_VERSION, TRACKERS
@@ -132,7 +133,7 @@ def test_what_does_not_fit_is_an_error_and_nothing_is_written(
     assert [path.name for path in here.rglob("*") if path.is_file()] == ["rows.jsonl", "big.yaml"]
 
 
-def test_the_image_has_the_extras_of_the_recipe_and_runs_it(here: Path) -> None:
+def test_the_image_has_the_extras_of_the_recipe_and_runs_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "requirements.txt").write_text("httpx\n")
     (here / "rows.jsonl").write_text('{"prompt": "07c=", "reward_spec": {"ground_truth": "ccccccc"}}\n')
     launched("docker", "quickstart", *ONE_GPU, "trainer.trackers=[wandb]", "environment.env_class=skyrl_gym:gsm8k",
@@ -147,8 +148,11 @@ def test_the_image_has_the_extras_of_the_recipe_and_runs_it(here: Path) -> None:
         if line.startswith("COPY ["):
             source, place = json.loads(line.removeprefix("COPY "))
             assert source == place and (source.endswith(".whl") or (here / source).is_file())
+    # Installed from a package index, there is no source to build a wheel from.
+    monkeypatch.setattr("skyrl_train.__file__", str(here / "site-packages/skyrl_train/__init__.py"))
     launched("docker", "quickstart", "--folder", "cpu")
-    assert "--torch-backend=cpu" in (here / "cpu" / "Dockerfile").read_text()
+    library = f"skyrl-async=={skyrl_train.__version__}"
+    assert f"--torch-backend=cpu {library} --requirement" in (here / "cpu" / "Dockerfile").read_text()
     if hadolint := shutil.which("hadolint"):
         for folder in ("gpu", "cpu"):
             assert subprocess.run([hadolint, here / folder / "Dockerfile"]).returncode == 0
