@@ -344,10 +344,11 @@ def migration_reference() -> str:
     lines = [MIGRATION]
     for name, library in LIBRARIES.items():
         lines += [f"## {library.title}\n", f"`--from {name}`; of version {library.version}.\n"]
-        lines += ["| there | default there | here | |", "|---|---|---|---|"]
+        lines += ["| there, and below it here | default there, difference or reason |", "|---|---|"]
         for row in library.settings:
-            default = "" if row.default is UNSET else f"`{json.dumps(row.default)}`"
-            lines.append(f"| `{row.name}` | {default} | {f'`{row.here}`' if row.here else ''} | {row.note} |")
+            here = "" if row.here is None else "<br>the same" if row.here == row.name else f"<br>`{row.here}`"
+            default = [] if row.default is UNSET else [f"`{json.dumps(row.default)}`"]
+            lines.append(f"| `{row.name}`{here} | {'; '.join([*default, *([row.note] if row.note else [])])} |")
         if library.renamed:
             lines += ["\nFormer names work too:\n", "| former | |", "|---|---|"]
             lines += [f"| `{former}` | `{name}` |" for former, name in library.renamed.items()]
