@@ -142,15 +142,18 @@ def launch(
         following = f"{wheel if from_source else ''}sky launch --cluster {name} {where}/sky.yaml"
     files = {relative / "recipe.yaml": f"defaults: [{BASE}, _self_]\n{to_yaml(config)}"} | files
     differing = [
-        str(path) for path, text in files.items() if path.exists() and path.read_text(encoding="utf-8") != text
+        str(path) for path, text in files.items() if path.is_file() and path.read_text(encoding="utf-8") != text
     ]
     if differing and not force:
         raise ConfigError(f"{', '.join(differing)}: there already, with another content. --force overwrites it.")
     console = Console()
     print_warnings(inputs, console, strict=False)
-    relative.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
+    try:
+        relative.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}. Name another --folder.") from error
     lines = [
         f"{name}: {nodes} node{'s' if nodes > 1 else ''}{' with Ray' if needs.actors else ''}; "
         f"{'each ' if nodes > 1 else ''}{job.cpus} CPUs, {gpus} GPUs, {job.memory_gib} GiB",

@@ -118,6 +118,7 @@ def test_what_is_written_starts_the_same_run_and_is_not_overwritten_unasked(
         (["docker", "quickstart", "data.train_data=[../rows.jsonl]"], "which is copied to the machines"),
         (["slurm", "quickstart", "--folder", "../elsewhere"], "name a folder inside of"),
         (["slurm", "quickstart", "--folder", "two words"], "letters, digits"),
+        (["slurm", "quickstart", "--folder", "big.yaml/new"], "big.yaml/new cannot be written: Not a directory"),
         (["k8s", "quickstart"], "kuberay"),
     ],
 )  # fmt: skip
