@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from skyrl_train.observability.readers.folders import read_settings
 from skyrl_train.observability.readers.incidents import run_advice
 from skyrl_train.observability.readers.series import MetricTable
 from skyrl_train.observability.readers.timeline import EventStore
+from skyrl_train.observability.report.sections import text_curve
 from skyrl_train.observability.run_folder import (
     CONFIG,
     EVALUATIONS,
@@ -155,6 +157,13 @@ class Run:
             reward = f", reward {summary.first_reward:.3f} -> {summary.last_reward:.3f}"
         state = "finished" if self.finished else "unfinished"
         return f"Run({str(self.path)!r}: {state}, {summary.steps} steps{reward})"
+
+    def _repr_html_(self) -> str:
+        """Return the run as a notebook shows it: its state, the curve of its reward, and its advice."""
+        rewards = [row["reward/mean"] for row in read_jsonl(self.path / METRICS) if row.get("reward/mean") is not None]
+        curve = f"<pre>reward by step\n{escape(text_curve(rewards, 60, 8))}</pre>" if rewards else ""
+        advice = "".join(f"<li>{escape(str(line))}</li>" for line in self.advice)
+        return f"<p><code>{escape(repr(self))}</code></p>{curve}<ul>{advice}</ul>"
 
 
 def load_run(path: str | Path) -> Run:

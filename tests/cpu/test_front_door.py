@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,9 @@ def test_a_script_trains_with_classes_and_functions_of_its_own(tmp_path: Path) -
     assert run.summary.steps == 3
     assert run.policy is not None and (run.policy / "config.json").is_file()
     assert "finished, 3 steps, reward 0.500 -> 0.500" in repr(run)
+    shown = run._repr_html_()
+    assert "finished, 3 steps, reward 0.500 -&gt; 0.500" in shown and "reward by step" in shown
+    assert all(html.escape(str(line)) in shown for line in run.advice)
 
 
 def test_a_configuration_is_as_good_as_a_recipe_and_overrides_still_apply(tmp_path: Path) -> None:
