@@ -16,7 +16,7 @@ ROOMS = {
     "dialects": ("dialect",),
     "distributed": ("distributed",),
     "embedded": ("embedded", "busy_time", "grammar"),
-    "endpoint": ("server",),
+    "endpoint": ("server", "battery"),
     "entrypoints": ("entrypoint", "front_door", "mistakes", "stopping", "extensions"),
     "environments": ("environments", "sandbox"),
     "evaluation": ("evaluation",),
