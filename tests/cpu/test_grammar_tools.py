@@ -135,11 +135,14 @@ def test_reasoning_that_the_prompt_opens_is_free_and_the_grammar_holds_behind_it
 def test_the_dialects_read_every_choice(choice: str, expected: tuple[str, str | None]) -> None:
     message, named = {"role": "user", "content": "x"}, choice == "look"
     chat = {"type": "function", "function": {"name": choice}} if named else choice
-    requests = [openai_chat.parse({"model": "m", "messages": [message], "tools": TOOLS, "tool_choice": chat}).request]
+    one = {"parallel_tool_calls": choice not in ("required", "look")}  # a forced call is the only one
+    requests = [
+        openai_chat.parse({"model": "m", **one, "messages": [message], "tools": TOOLS, "tool_choice": chat}).request
+    ]
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     item = {"type": "function", "name": choice} if named else choice
-    call = responses.parse({"model": "m", "input": "x", "tools": tools, "tool_choice": item})
-    assert call.echo["tool_choice"] == item
+    call = responses.parse({"model": "m", **one, "input": "x", "tools": tools, "tool_choice": item})
+    assert call.echo["tool_choice"] == item and call.echo["parallel_tool_calls"] == one["parallel_tool_calls"]
     requests.append(call.request)
     kind = {"required": "any", "look": "tool"}.get(choice, choice)
     block = {"type": kind, **({"name": choice} if named else {})}

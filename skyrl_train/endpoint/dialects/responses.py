@@ -291,8 +291,9 @@ class ResponsesBody(GenerationBody):
     chat_template_kwargs: JsonObject | None = Field(
         None, description="further arguments of the chat template, such as enable_thinking"
     )
-    parallel_tool_calls: Annotated[Any, Unsupported("nothing here can keep a model to one call per answer", True)] = (
-        None
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="false only with a forced call, which is one; nothing else keeps a model to one call per answer",
     )
     enable_response_messages: Annotated[Any, Unsupported("use return_token_ids", False)] = None
     previous_input_messages: Annotated[Any, Unsupported("use input")] = None
@@ -340,6 +341,12 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         for tool in read.tools or ()
     ]
     # Responses have one choice per request, so n is never set.
+    if read.parallel_tool_calls is False and read.tool_choice in (None, "auto", "none"):
+        raise DialectError(
+            "parallel_tool_calls is false: nothing here can keep a model to one call per answer, unless tool_choice forces it.",
+            "parallel_tool_calls",
+            "unsupported_parameter",
+        )
     params = read.sampling_params(
         read.max_output_tokens,
         seed=read.seed,
@@ -375,7 +382,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
             "background": False,
             "max_output_tokens": read.max_output_tokens,
             "metadata": read.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": read.parallel_tool_calls is not False,
             "reasoning": {"effort": effort, "summary": None},
             "temperature": params.temperature,
             "text": {"format": shown_format},

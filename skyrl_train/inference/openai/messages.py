@@ -87,6 +87,7 @@ class AssistantBody(RequestBody):
     reasoning_content: str | None = None
     reasoning: Any = ignored("reasoning_content is read")
     refusal: Any = ignored("a model here says it in its content")
+    provider_specific_fields: Any = ignored("litellm sends its own notes back")
     annotations: Any = ignored()
     audio: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
     function_call: Annotated[Any, Unsupported("tool_calls has taken its place")] = None
