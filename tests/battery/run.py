@@ -98,7 +98,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         ]
         lines.append(f"| {' | '.join(row)} |")
     passed = sum(result["error"] is None for result in results)
-    lines += ["", f"{passed} of {len(results)} cases pass. An empty cell is a case that the library lacks.", ""]
+    lines += ["", f"{passed} of {len(results)} cases pass. The battery does not test the cases of empty cells.", ""]
     lines += [f"- **{case}**: {meaning}" for case, meaning in MEANING.items()]
     failures = [result for result in results if result["error"]]
     if failures:

@@ -174,6 +174,19 @@ async def test_tokens_are_counted_as_a_message_would_use_them() -> None:
     assert counted.input_tokens == message.usage.input_tokens
 
 
+async def test_the_tool_runner_sends_the_whole_conversation_where_threads_are_unsupported() -> None:
+    @anthropic.beta_async_tool
+    async def look(at: str, days: float) -> str:
+        """Return the weather."""
+        return f"rain in {at}"
+
+    async with serving() as world, client_of(world) as client:
+        runner = client.beta.messages.tool_runner(model="policy", max_tokens=400, messages=START, tools=[look])
+        final = await runner.until_done()
+        assert final.content[-1].text == "It rains."
+        assert world.session.statistics().turns == 2
+
+
 async def test_errors_are_those_that_the_client_knows() -> None:
     request: dict[str, Any] = {"model": "policy", "max_tokens": 5, "messages": START}
     async with serving() as world, client_of(world) as client:

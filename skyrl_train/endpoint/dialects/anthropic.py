@@ -465,7 +465,11 @@ _NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 def error_body(error: DialectError) -> dict[str, Any]:
     """Return an error in Anthropic's format, for a response or an event of a stream."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    shown: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.param is not None and error.param.partition(".")[0] == "thread":
+        # The SDK's tool runner sends its request again without the field.
+        shown["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": shown}
 
 
 @dataclass(frozen=True, slots=True)
