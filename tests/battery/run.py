@@ -80,8 +80,9 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Client libraries",
         "",
-        "Each library in its default configuration against the endpoint with the embedded engine. Only the URL, the key",
-        "and the name of the model are set. The model follows a script, so that the answers are known.",
+        "Each library with its defaults against the endpoint with the embedded engine. The URL, the key and the name of the",
+        "model are set, tracing is off, and AutoGen gets the `model_info` that it requires of models that it does not know.",
+        "The model follows a script, so that the answers are known.",
         "",
         "| library | version | " + " | ".join(CASES) + " |",
         "|---|---|" + "---|" * len(CASES),

@@ -23,7 +23,7 @@ from skyrl_train.endpoint.sessions.store import SessionStore
 from skyrl_train.inference.chat.requests import ChatRequest
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import RequestClient
-from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams
 from skyrl_train.inference.openai.dialect import TokenTexts
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.pool.fleet import EngineState
@@ -200,8 +200,10 @@ class Gateway:
         if params.structured is not None and not can.structured_output:
             raise DialectError("The engines here cannot follow a format.", "response_format", "unsupported_parameter")
         if params.adjustment is not None and not can.logit_adjustment:
-            message = "The engines here have no penalties and no logit_bias."
-            raise DialectError(message, code="unsupported_parameter")
+            neutral = LogitAdjustment()
+            given = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+            field = next(name for name in given if getattr(params.adjustment, name) != getattr(neutral, name))
+            raise DialectError(f"The engines here have no {field}.", field, "unsupported_parameter")
         if params.top_logprobs > can.max_top_logprobs:
             raise DialectError(
                 f"The engines here return at most {can.max_top_logprobs} alternatives per token.",
