@@ -122,9 +122,11 @@ class EnvironmentFactory:
             object with its ``init``, ``step``, ``close`` and ``get_metrics``, such as skyrl-gym's ``BaseTextEnv``.
         generate_prompts: ``(count, seed)`` to prompts, or None where the environment needs data files.
         is_blocking: whether the environments need a thread.
+        takes_max_turns: whether ``extras["max_turns"]`` is ``generator.max_turns``, as SkyRL's generator sets it.
     """
 
     name: str
     make: Callable[[Mapping[str, Any]], Any]
     generate_prompts: Callable[[int, int], list[PromptRecord] | None] = lambda count, seed: None
     is_blocking: bool = True
+    takes_max_turns: bool = False

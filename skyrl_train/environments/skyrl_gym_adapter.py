@@ -1,7 +1,7 @@
 """Runs skyrl-gym's environments, and text environments of other packages with the same shape, unchanged.
 
 They are constructed as in SkyRL: ``env_config`` holds the run's ``environment.kwargs`` (as attributes and keys),
-``extras`` the columns of the data row. Prompts come from data files.
+``extras`` the columns of the data row and, as ``max_turns``, the run's ``generator.max_turns``. Prompts come from data files.
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ def skyrl_gym_environment(env_id: str, kwargs: Mapping[str, Any]) -> Environment
     return EnvironmentFactory(
         f"skyrl_gym:{env_id}",
         lambda extras: skyrl_gym.make(env_id, env_config=OmegaConf.create(dict(kwargs)), extras=dict(extras)),
+        takes_max_turns=True,
     )
 
 
 def gym_class(name: str, cls: type[Any], kwargs: Mapping[str, Any]) -> EnvironmentFactory:
     """Return the factory of a class with skyrl-gym's shape, which was found by its import path ``name``."""
-    return EnvironmentFactory(name, lambda extras: cls(env_config=OmegaConf.create(dict(kwargs)), extras=dict(extras)))
+    return EnvironmentFactory(
+        name,
+        lambda extras: cls(env_config=OmegaConf.create(dict(kwargs)), extras=dict(extras)),
+        takes_max_turns=True,
+    )

@@ -132,6 +132,8 @@ class GymGenerator(GeneratorInterface):
     ) -> _Trajectory:
         """Let policy and environment take turns until the environment, ``max_turns`` or the context ends the episode."""
         session, events = trajectory_id.to_string(), self._client.events
+        if factory.takes_max_turns:
+            extras = {**extras, "max_turns": self._config.max_turns}
         async with Episode(factory, extras, trajectory_id.instance_id, events=events, session=session) as episode:
             messages, _ = await episode.init(prompt)
             input_ids = self._renderer.render(messages)

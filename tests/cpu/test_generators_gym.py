@@ -81,6 +81,25 @@ class QuickLedger(Ledger):
     is_blocking = False
 
 
+class AsInSkyRL:
+    """Shaped like skyrl-gym's environments, which count the turns themselves."""
+
+    def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+        self.left = extras["max_turns"]
+
+    def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
+        return prompt, {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.left -= 1
+        return {"observations": [{"role": "user", "content": "+"}], "reward": self.left, "done": self.left == 0}
+
+    def close(self) -> None: ...
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"left": self.left}
+
+
 LEDGER, QUICK = f"{__name__}:Ledger", f"{__name__}:QuickLedger"
 
 
@@ -328,3 +347,12 @@ async def test_skyrl_gyms_own_environments_play_several_turns() -> None:
 def test_an_unknown_environment_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="Did you mean run_length"):
         generator(ScriptedClient(lambda text, seed: "a."), "runlength")
+
+
+async def test_an_environment_of_skyrl_knows_how_many_turns_there_are() -> None:
+    client = ScriptedClient(lambda text, seed: "1.")
+    name = f"{__name__}:AsInSkyRL"
+    extras = {"max_turns": 9}
+    output = await generator(client, name, max_turns=3).generate(batch(name, [extras]))
+    assert [reward for reward in output["rewards"][0] if reward] == [2, 1] and len(client.requests) == 3
+    assert extras == {"max_turns": 9}

@@ -482,7 +482,7 @@ def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConf
     factory = resolve_environment(config.environment if own else EnvironmentConfig(env_class=env_class))
     if factory.name.startswith("skyrl_gym:"):
         try:
-            factory.make(record.env_extras).close()
+            factory.make({**record.env_extras, "max_turns": config.generator.max_turns}).close()
         except Exception as error:  # its code may raise anything
             raise DataError(
                 f"The environment {env_class!r} is {factory.name}, and does not take prompt {record.uid!r}: "
