@@ -1,4 +1,4 @@
-"""Thirteen client libraries in their default configuration against an endpoint.
+"""Thirteen client libraries with their defaults against an endpoint.
 
     python clients.py LIBRARY URL KEY     runs the library's cases; prints ``RESULT`` and JSON per case, with its error or null
 

@@ -1,4 +1,4 @@
-"""Client libraries in their default configuration against the endpoint (``tests/battery``)."""
+"""Client libraries with their defaults against the endpoint (``tests/battery``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_works_in_its_default_configuration(library: str, url: str) -> None:
+def test_a_library_works_with_its_defaults(library: str, url: str) -> None:
     python = next((python for python in PYTHONS if has(python, library)), None)
     if python is None:
         pytest.skip(f"{library} is not installed: see tests/battery/requirements.txt")
