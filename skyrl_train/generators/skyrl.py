@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Real
 from typing import Any
@@ -43,20 +44,23 @@ class _Response:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """A running ``generate``: its responses so far, and the seed of each session."""
+class _GenerateCall:
+    """A call of ``generate`` that runs: the seed of each session, its responses and its number of requests so far."""
 
-    responses: list[_Response]
     seeds: Mapping[str, int]
+    responses: list[_Response] = field(default_factory=list)
+    requests: Counter[str] = field(default_factory=Counter)
 
-    def seed(self, session: str | None) -> int | None:
+    def next_seed(self, session: str | None) -> int | None:
+        """Return a seed for the next request of ``session``. Requests that run at once have different seeds, too."""
         if session is None or session not in self.seeds:
             return None
-        return derive_seed(self.seeds[session], sum(response.session_id == session for response in self.responses))
+        self.requests[session] += 1
+        return derive_seed(self.seeds[session], self.requests[session] - 1)
 
 
-# Groups are generated at once by one generator. Tasks that it starts copy the context, so each request finds its group.
-_group: ContextVar[_Group] = ContextVar("group")
+# One generator runs many calls at once. Tasks that a call starts copy its context, so each request finds its call.
+_call: ContextVar[_GenerateCall] = ContextVar("call")
 
 
 class SkyRLClient:
@@ -88,8 +92,8 @@ class SkyRLClient:
             params.pop(name, None)
         prompts, conversations = input_batch.get("prompt_token_ids"), input_batch.get("prompts")
         sessions = input_batch.get("session_ids") or [None] * len(prompts or conversations or ())
-        group = _group.get(None)
-        if group is None:
+        call = _call.get(None)
+        if call is None:
             raise RolloutError(
                 "client.generate was called outside of generate's tasks, so its tokens belong to no group. In a thread of your "
                 "own, run it with contextvars.copy_context()."
@@ -99,7 +103,7 @@ class SkyRLClient:
                 {
                     "prompt_token_ids": None if prompts is None else [prompts[index]],
                     "prompts": None if conversations is None else [conversations[index]],
-                    "sampling_params": {**params, "seed": group.seed(session)},
+                    "sampling_params": {**params, "seed": call.next_seed(session)},
                     "session_ids": None if session is None else [session],
                     "detokenize": False,
                 }
@@ -109,7 +113,7 @@ class SkyRLClient:
         for session, result in zip(sessions, results, strict=True):
             # Copies: a generator may append to the lists that it gets.
             tokens, logprobs = list(result["response_ids"][0]), list(result["response_logprobs"][0])
-            group.responses.append(_Response(session, tokens, logprobs, list(result["response_versions"][0])))
+            call.responses.append(_Response(session, tokens, logprobs, list(result["response_versions"][0])))
         token_ids = [result["response_ids"][0] for result in results]
         return {
             "responses": [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids],
@@ -181,28 +185,27 @@ class SkyRLGenerator(GeneratorInterface):
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         ids = input_batch["trajectory_ids"]
         seeds = input_batch["batch_metadata"].seeds
-        group = _Group([], dict(zip((each.to_string() for each in ids), seeds, strict=False)))
-        before = _group.set(group)
+        call = _GenerateCall(dict(zip((each.to_string() for each in ids), seeds, strict=False)))
+        before = _call.set(call)
         try:
             output = await self._generator.generate(
                 {
                     **input_batch,
                     "prompts": [[dict(message) for message in prompt] for prompt in input_batch["prompts"]],
                     "env_classes": [name.removeprefix("skyrl_gym:") for name in input_batch["env_classes"]],
-                    "env_extras": copy.deepcopy(
-                        input_batch["env_extras"]
-                    ),  # SkyRL's generator writes max_turns into it
+                    # SkyRL's generator writes max_turns into it.
+                    "env_extras": copy.deepcopy(input_batch["env_extras"]),
                     "sampling_params": {**(input_batch["sampling_params"] or {}), "logprobs": 1},
                 },
                 **self._quiet,
             )
         finally:
-            _group.reset(before)
+            _call.reset(before)
         rows = output.get("trajectory_ids") or ids
         masks, logprobs, versions = [], [], []
         for row, tokens in enumerate(output["response_ids"]):
             session = rows[row].to_string()
-            mask, row_logprobs, row_versions = _take(tokens, output["loss_masks"][row], session, group.responses)
+            mask, row_logprobs, row_versions = _take(tokens, output["loss_masks"][row], session, call.responses)
             if any(output["loss_masks"][row]) and not any(mask):
                 raise GeneratorOutputError(
                     f"None of the tokens of sample {session} that are to be trained came from client.generate. Text that was "

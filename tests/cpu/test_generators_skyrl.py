@@ -74,6 +74,18 @@ class TwoTurns:
         return {**output, "stop_reasons": ["stop", "length"], "rollout_metrics": metrics, "rollout_logprobs": None}
 
 
+class TwoAnswersAtOnce(TwoTurns):
+    async def generate(self, input_batch: Any) -> dict[str, Any]:
+        session = input_batch["trajectory_ids"][0].to_string()
+        got = await self.client.generate({"prompt_token_ids": [[1], [1]], "session_ids": [session, session]})
+        return {
+            "prompt_token_ids": [[1]],
+            "response_ids": got["response_ids"][:1],
+            "rewards": [0.0],
+            "loss_masks": [[1] * 3],
+        }
+
+
 class OverHttp:
     def __init__(self, inference_engine_client: SkyRLClient) -> None:
         inference_engine_client.get_endpoint_url()
@@ -105,6 +117,13 @@ async def test_versions_and_logprobs_come_from_what_the_client_sampled() -> None
     assert len(to_samples(output, expected=2)) == 2
     assert len({request["sampling_params"]["seed"] for request in client.requests}) == 4, "one per turn and sample"
     assert client.requests[0]["sampling_params"]["max_tokens"] == GeneratorConfig().sampling_params.max_tokens
+
+
+async def test_requests_of_a_session_that_run_at_once_have_different_seeds() -> None:
+    client = ScriptedClient()
+    await build(client, "TwoAnswersAtOnce").generate(group())
+    first, second = (request["sampling_params"]["seed"] for request in client.requests)
+    assert first != second
 
 
 async def test_a_dropped_last_token_and_a_token_that_was_added() -> None:
