@@ -58,22 +58,15 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
     evaluation_engines = derive.num_evaluation_engines(config)
     engines = engine.num_engines + evaluation_engines
     actors, devices, local_engines = [], [], 0
-    if trainer.strategy is TrainingStrategy.fsdp2:
-        fsdp = trainer.fsdp
-        actors.append(
-            RayActors("ranks of the policy", fsdp.num_workers, fsdp.ray_num_cpus, derive.fsdp_num_gpus(trainer))
-        )
-    else:
-        devices.append(trainer.device)
+    trained = [("ranks of the policy", trainer)]
     if derive.needs_critic(trainer.algorithm) and not derive.critic_is_colocated(trainer):
-        critic = derive.critic_trainer(trainer)
-        if trainer.strategy is TrainingStrategy.fsdp2:
-            fsdp = critic.fsdp
-            actors.append(
-                RayActors("ranks of the critic", fsdp.num_workers, fsdp.ray_num_cpus, derive.fsdp_num_gpus(critic))
-            )
+        trained.append(("ranks of the critic", derive.critic_trainer(trainer)))
+    for role, each in trained:
+        if each.strategy is TrainingStrategy.fsdp2:
+            fsdp = each.fsdp
+            actors.append(RayActors(role, fsdp.num_workers, fsdp.ray_num_cpus, derive.fsdp_num_gpus(each)))
         else:
-            devices.append(critic.device)
+            devices.append(each.device)
     reference = rollout.stages.reference
     if derive.reference_is_local(config):
         devices.append(derive.reference_device(config))

@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-import skyrl_train
 from skyrl_train.config.cluster import ClusterNeeds, cluster_needs, node_cpus, node_memory, nodes_for
 from skyrl_train.config.compose import BASE, compose, to_yaml
 from skyrl_train.config.import_path import forget_files
@@ -27,6 +26,7 @@ from skyrl_train.entrypoints.run import load_inputs, print_warnings
 from skyrl_train.errors import ConfigError
 from skyrl_train.version import __version__
 
+SOURCE = Path(__file__).parents[2]  # the checkout, or the folder of the installed packages
 WHEEL = f"skyrl_async-{__version__}-py3-none-any.whl"
 RAY_VERSION = "2.60.0"  # as in pyproject.toml
 PYTHON = "3.12"
@@ -104,8 +104,7 @@ def launch(
     needs = cluster_needs(config)
     nodes, gpus = _nodes(needs, nodes, gpus_per_node)
     _check_target(target, config, needs, nodes, image)
-    source = Path(skyrl_train.__file__).parents[1]
-    from_source = (source / "pyproject.toml").is_file()  # otherwise it was installed from a package index
+    from_source = (SOURCE / "pyproject.toml").is_file()  # otherwise it was installed from a package index
     relative = folder.relative_to(here)
     job = Job(
         name=name,
@@ -120,7 +119,7 @@ def launch(
         requirements=_requirements(config, needs, f"./{relative / WHEEL}" if from_source else None),
     )
     image, where = image or name, shlex.quote(str(relative))
-    wheel = f"{shlex.quote(str(source / 'uvw'))} build --wheel --out-dir {where} {shlex.quote(str(source))} && "
+    wheel = f"{shlex.quote(str(SOURCE / 'uvw'))} build --wheel --out-dir {where} {shlex.quote(str(SOURCE))} && "
     build = f"{wheel if from_source else ''}docker build --file {where}/Dockerfile --tag {image} ."
     not_copied = f"{NOT_COPIED}{job.runs}\n"
     dockerfile = {relative / "Dockerfile": _dockerfile(job), relative / "Dockerfile.dockerignore": not_copied}

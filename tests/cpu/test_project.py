@@ -83,12 +83,14 @@ def imported(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skyrl_train."):
             yield node.module or ""
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("skyrl_train."))
+        elif isinstance(node, ast.ImportFrom) and node.module == "skyrl_train":
+            yield from (f"skyrl_train.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "skyrl_train")
 
 
 def level_of(module: str) -> int:
-    part = module.split(".")[1]
+    part = module.partition(".")[2].partition(".")[0]  # empty for the package itself, which has all levels
     levels = [index for index, parts in enumerate(LEVELS) if part in parts]
     assert levels, f"{module} has no level in LEVELS; say where it belongs"
     return levels[0]
