@@ -107,6 +107,12 @@ async def test_a_reward_function_of_trl_gets_lists_with_an_entry_for_each_sample
     assert [given, {"completion_ids": given["completion_ids"]}, {"answer": ["3", "3"]}] == SEEN_BY_TRL
 
 
+def test_a_setting_of_a_reward_function_of_trl_wins_over_a_column_of_its_name() -> None:
+    record = dataclasses.replace(RECORD, env_extras={"answer": "3", "scale": "large"})
+    asked = group_to_reward(record, [Sample((sequence(3, 4),)), Sample((sequence(9),))], decode)
+    assert load_reward_function("stage_worlds:trl_reward", {"scale": 2.0})(asked) == [4.0, 2.0]
+
+
 def test_a_wrong_name_in_a_setting_is_rejected_before_the_run() -> None:
     assert [
         is_async(f"stage_worlds:{name}") for name in ("length_reward", "async_length_reward", "Model", "AsyncModel")

@@ -8,7 +8,8 @@ class Reward:                                                   # constructed on
 
 A function whose first parameter is ``prompts`` or ``completions``, or that requires one of them, is a reward function
 of TRL. It gets what it names of ``prompts``, ``completions``, ``completion_ids`` and the other columns of the data row,
-each as a list with one entry per sample. Prompts and completions are text where the data set has text, else lists of messages.
+each as a list with one entry per sample; a setting in ``kwargs`` wins over a column of its name. Prompts and
+completions are text where the data set has text, else lists of messages.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def _call_with_columns(function: Callable[..., Any], group: GroupToReward) -> An
     as_messages = [[{"role": "assistant", "content": text}] for text in texts]
     given: dict[str, Any] = {
         **{name: [value] * count for name, value in group.env_extras.items()},
+        **(function.keywords if isinstance(function, functools.partial) else {}),  # the setting wins over a column
         "prompts": [group.prompt[0]["content"] if group.is_text else group.prompt] * count,
         "completions": texts if group.is_text else as_messages,
         "completion_ids": [sample.response_ids for sample in group.samples],
