@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +22,8 @@ from typing import Any
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import ray
+from ray._common.utils import get_ray_address_file
+from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -34,6 +37,7 @@ from skyrl_train.workers.messages import Call, Message
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 600.0  # default limit of a start, waiting for the cluster's resources included
+CONNECT_LIMIT_S = 5.0  # for a TCP connection to a recorded cluster
 STOP_LIMIT_S = 10.0  # time for an object to clean up before its actor is killed
 
 _connecting = threading.Lock()  # several engines may start at once, each in its own thread
@@ -83,6 +87,18 @@ def connect() -> None:
     with _connecting:
         if ray.is_initialized():
             return
+        # `ray start` records its cluster, and a head that is killed leaves the record behind. Ray would try it for minutes.
+        recorded = None if os.environ.get("RAY_ADDRESS") else read_ray_address()
+        host, _, port = (recorded or "").rpartition(":")
+        if host:
+            try:
+                socket.create_connection((host.strip("[]"), port), CONNECT_LIMIT_S).close()
+            except OSError as error:
+                file = get_ray_address_file(None)
+                raise ConfigError(
+                    f"{file} names a Ray cluster at {recorded}, which does not answer: {error}. If it has ended, delete the file "
+                    "(ray stop does, and ends all of Ray on this machine). Or set RAY_ADDRESS to another cluster, or to local."
+                ) from error
         try:
             # Ray's C++ library installs a SIGTERM handler that prints a stack trace, and the kernel ends the processes
             # that Ray starts on this machine together with the thread that has started them.

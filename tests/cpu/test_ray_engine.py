@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -504,6 +505,28 @@ def test_without_a_cluster_the_error_names_the_remedy(monkeypatch: pytest.Monkey
     monkeypatch.setattr("ray.init", unreachable)
     with pytest.raises(ConfigError, match=r"nobody there\. Check RAY_ADDRESS"):
         connect()
+
+
+def test_a_recorded_cluster_that_has_ended_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(workers_ray, "ray", SimpleNamespace(is_initialized=lambda: False, init=lambda: calls.append(1)))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    record = tmp_path / "ray" / "ray_current_cluster"  # as `ray start` writes it
+    record.parent.mkdir()
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        record.write_text(address)
+        with pytest.raises(ConfigError, match=f"{record} names a Ray cluster at {address}.*delete the file"):
+            connect()
+        assert calls == []
+        monkeypatch.setenv("RAY_ADDRESS", "local")  # the record is not used
+        connect()
+        monkeypatch.delenv("RAY_ADDRESS")
+        head.listen()
+        connect()
+    assert calls == [1, 1]
 
 
 def children_of(pid: int) -> list[int]:
