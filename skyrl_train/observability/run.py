@@ -163,7 +163,7 @@ class Run:
         rewards = [row["reward/mean"] for row in read_jsonl(self.path / METRICS) if row.get("reward/mean") is not None]
         curve = f"<pre>reward by step\n{escape(text_curve(rewards, 60, 8))}</pre>" if rewards else ""
         advice = "".join(f"<li>{escape(str(line))}</li>" for line in self.advice)
-        return f"<p><code>{escape(repr(self))}</code></p>{curve}<ul>{advice}</ul>"
+        return f"<p><code>{escape(repr(self))}</code></p>{curve}{advice and f'<ul>{advice}</ul>'}"
 
 
 def load_run(path: str | Path) -> Run:
