@@ -23,6 +23,10 @@ from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, s
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError, first_line
 
+_OTHER_FILES = (
+    "hydra's other files are not read: {}. Write all settings into one file; "
+    "the script of the other library prints them with `--cfg job --resolve`"
+)
 UNSET: Any = object()  # no default; as a converted value: our default stays
 Theirs = Mapping[str, Any]  # settings of the other library by their names, with its defaults
 
@@ -140,7 +144,11 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
             (ours if known_here and not table.rows(table.renamed.get(key, key)) else texts).append(text)
     given: dict[str, Any] = {}
     settings: dict[str, Any] = {}  # ours
-    for name, value in _read(library, files, texts):
+    without: list[tuple[str, str]] = []
+    read = _read(library, files, texts)
+    if other_files := [entry for entry in _list(read.pop("defaults", None), {}) if entry != "_self_"]:
+        without.append(("defaults", _OTHER_FILES.format(", ".join(map(_text, other_files)))))
+    for name, value in _leaves(read):
         name = table.renamed.get(name, name)
         if not table.rows(name):
             if name in known_keys() or in_free_section(name):
@@ -158,7 +166,7 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
 
     default = RunConfig()
     theirs = {row.name: row.default for row in table.settings if row.default is not UNSET} | given
-    mapped, without, kept = [], [], {}
+    mapped, kept = [], {}
     for name, value in theirs.items():
         for row in table.rows(name):
             try:
@@ -192,8 +200,8 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
     )
 
 
-def _read(library: str, files: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each setting in ``files`` and ``overrides``, interpolations resolved."""
+def _read(library: str, files: Sequence[str], overrides: Sequence[str]) -> dict[Any, Any]:
+    """Return the sections and settings in ``files`` and ``overrides``, interpolations resolved."""
     for text in overrides:
         if text.startswith("~"):
             raise ConfigError(f"Cannot read the override {text!r}: leave the setting out instead.")
@@ -208,8 +216,7 @@ def _read(library: str, files: Sequence[str], overrides: Sequence[str]) -> Itera
         raise ConfigError(f"--from {library}: {place} does not hold readable settings: {first_line(error)}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--from {library}: {place} is not a mapping of settings.")
-    settings.pop("defaults", None)  # hydra's list of other files
-    yield from _leaves(settings)
+    return settings
 
 
 def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -149,11 +149,12 @@ def try_(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Also list every token with its log-prob and reward.")
     ] = False,
+    library: Library = None,
 ) -> int:
     """Generate one group, show all of it (tokens, rewards, the traceback of code that fails), and train nothing."""
     from skyrl_train.entrypoints.try_group import try_group
 
-    try_group(recipe, overrides or (), config_dir, samples=samples, prompt=prompt, tokens=tokens)
+    try_group(recipe, overrides or (), config_dir, samples=samples, prompt=prompt, tokens=tokens, library=library)
     return 0
 
 
@@ -206,6 +207,7 @@ def launch(
         bool, typer.Option("--force", help="Overwrite files that are there with another content.")
     ] = False,
     config_dir: ConfigDir = None,
+    library: Library = None,
 ) -> int:
     """Write the files that train a recipe in a container, on Slurm, on Kubernetes or in a cloud; start nothing.
 
@@ -223,6 +225,7 @@ def launch(
         gpus_per_node=gpus_per_node,
         image=image,
         force=force,
+        library=library,
     )
 
 

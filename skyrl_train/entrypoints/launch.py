@@ -19,10 +19,11 @@ import yaml
 from rich.console import Console
 
 from skyrl_train.config.cluster import ClusterNeeds, cluster_needs, node_cpus, node_memory, nodes_for
-from skyrl_train.config.compose import BASE, compose, to_yaml
+from skyrl_train.config.compose import BASE, to_yaml
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.entrypoints.run import load_inputs, print_warnings
+from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError
 from skyrl_train.version import __version__
 
@@ -73,6 +74,7 @@ def launch(
     gpus_per_node: int | None,
     image: str | None,
     force: bool,
+    library: str | None,
 ) -> int:
     """Write the files of ``target``, print their paths and the next command, and return the exit code.
 
@@ -83,13 +85,15 @@ def launch(
         gpus_per_node: None: all that the recipe needs, up to 8.
         image: the name of the image; None: the name of the run.
         force: overwrite files that differ.
+        library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
         ConfigError: a setting cannot work, the recipe does not fit the target or the nodes, or a file would be overwritten.
         DataError: a data file is missing or broken.
     """
+    console = Console()
     forget_files()
-    inputs = load_inputs(compose(recipe, overrides, config_dir), download=False)
+    inputs = load_inputs(read_settings(recipe, overrides, config_dir, library, console), download=False)
     config, memory, here = inputs.config, inputs.plan.memory, Path.cwd()
     name = re.sub(r"[^a-z0-9]+", "-", config.trainer.run_name.lower())[:MAX_NAME].strip("-") or "run"
     if config.trainer.run_dir is None:
@@ -145,7 +149,6 @@ def launch(
     ]
     if differing and not force:
         raise ConfigError(f"{', '.join(differing)}: there already, with another content. --force overwrites it.")
-    console = Console()
     print_warnings(inputs, console, strict=False)
     try:
         relative.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
-from skyrl_train.config.migration import migrate
-from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.run import check_implementations, load_inputs, print_warnings, train
+from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
-from skyrl_train.errors import ConfigError
 from skyrl_train.observability.advice import CONSTANT_STEPS
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.screen import final_line, train_command
@@ -30,14 +27,14 @@ def print_plan(
     """Print the resolved plan and what is suspicious about it, after checks that need no started process.
 
     Args:
-        library: the settings are of this one; see :func:`skyrl_train.config.migration.migrate`.
+        library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
         SkyRLError: a setting or an input cannot work; with ``strict``, also one without effect, or too little memory.
     """
     console = Console()
     forget_files()
-    config = _config(recipe, overrides, config_dir, library, console, strict=strict)
+    config = read_settings(recipe, overrides, config_dir, library, console, strict=strict)
     inputs = load_inputs(config, download=False)
     console.print(inputs.plan.describe(), markup=False, highlight=False, soft_wrap=True)
     check_implementations(config)
@@ -48,37 +45,13 @@ def print_plan(
     print_warnings(inputs, console, strict=strict)
 
 
-def _config(
-    recipe: str,
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    library: str | None,
-    console: Console,
-    *,
-    strict: bool,
-) -> RunConfig:
-    if library is None:
-        return compose(recipe, overrides, config_dir)
-    if config_dir is not None:
-        raise ConfigError(
-            f"--config-dir is for recipes, and --from {library} takes a file of {library}. Give one of them."
-        )
-    migration = migrate(library, [recipe, *overrides])
-    console.print(migration.describe(), markup=False, highlight=False, soft_wrap=True)
-    if strict and migration.without:
-        raise ConfigError(
-            f"{len(migration.without)} settings of {migration.title} have no counterpart, and --strict is given."
-        )
-    return migration.config
-
-
 def train_recipe(
     recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool, library: str | None = None
 ) -> int:
     """Train, print alarms or advice and the final line, and return the exit code.
 
     Args:
-        library: see :func:`print_plan`.
+        library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the run failed.
@@ -87,7 +60,7 @@ def train_recipe(
     console = Console()
     forget_files()
     try:
-        inputs = load_inputs(_config(recipe, overrides, config_dir, library, console, strict=strict))
+        inputs = load_inputs(read_settings(recipe, overrides, config_dir, library, console, strict=strict))
         print_warnings(inputs, console, strict=strict)
         with sigterm_as_ctrl_c():
             result = train(inputs, console, started=started)

@@ -19,11 +19,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
+from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.observability.screen import visible
 from skyrl_train.rollout.data.dataset import check_template
@@ -46,6 +46,7 @@ def try_group(
     samples: int | None = None,
     prompt: int = 0,
     tokens: bool = False,
+    library: str | None = None,
 ) -> None:
     """Generate one group of a recipe and print it.
 
@@ -53,13 +54,14 @@ def try_group(
         samples: of the prompt; None: as the recipe says.
         prompt: its place in the order of the run, from 0.
         tokens: whether to list every token.
+        library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the group failed; then the traceback of the code that failed is printed.
     """
     console = Console()
     forget_files()
-    config = compose(recipe, overrides, config_dir)
+    config = read_settings(recipe, overrides, config_dir, library, console)
     check_implementations(config)
     inputs = load_inputs(config)
     print_warnings(inputs, console, strict=False)

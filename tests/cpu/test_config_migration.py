@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from skyrl_train.config.compose import compose
 from skyrl_train.config.keys import in_free_section, known_keys, setting
 from skyrl_train.config.migration import LIBRARIES, UNSET, Migration, migrate
 from skyrl_train.config.schema import RejectionConfig, RejectionLevel, RunConfig, TrainingStrategy
@@ -206,7 +208,14 @@ def test_a_file_with_interpolations_and_overrides_behind_it(tmp_path: Path) -> N
         "ours alone, applied as they are"
     )
     assert config.data.seed == 5, "ours alone in the file"
-    assert [name for name, _ in migration.without] == ["trainer.ref.model.path"]
+    assert [name for name, _ in migration.without] == ["defaults", "trainer.ref.model.path"]
+    assert '{"megatron_config": "policy"}' in migration.without[0][1] and "--cfg job" in migration.without[0][1]
+
+
+def test_hydras_defaults_without_other_files_are_not_named(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("defaults: [_self_]\ntrainer: {epochs: 3}\n")
+    assert migrate("skyrl", [str(file)]).without == []
 
 
 @pytest.mark.parametrize(
@@ -319,6 +328,14 @@ def test_plan_prints_the_names_that_change_the_defaults_and_the_rest(capsys: pyt
     assert "trainer.policy.optimizer_config.weight_decay=0.01" in printed
     assert "generator.batched: engines batch" in printed
     assert main(["plan", "--strict", "--from", "skyrl", *SMALL]) == 2
+
+
+def test_launch_writes_the_translated_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "docker", "--from", "skyrl", "--folder", "job", *SMALL]) == 0
+    translated, written = skyrl(*SMALL).config, compose("job/recipe.yaml")
+    run_dir = written.trainer.run_dir
+    assert written == replace(translated, trainer=replace(translated.trainer, run_dir=run_dir))
 
 
 def test_a_folder_of_recipes_and_another_library_exclude_each_other(
