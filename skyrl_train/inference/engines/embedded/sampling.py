@@ -27,15 +27,14 @@ class AdjustedRow:
     """A row whose logits are changed.
 
     Attributes:
-        seen: the tokens of its prompt and response, each once.
-        used, counts: the tokens of its response, each once, and how often it has them.
+        tokens: the tokens of its prompt and response.
+        response: the tokens of its response.
     """
 
     row: int
     adjustment: LogitAdjustment
-    seen: npt.NDArray[np.int64]
-    used: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    response: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +111,13 @@ def _adjust(logits: torch.Tensor, row: AdjustedRow) -> None:
         tokens, biases = zip(*adjustment.logit_bias, strict=True)
         logits[list(tokens)] += logits.new_tensor(biases)
     if adjustment.repetition_penalty != 1:
-        seen = torch.from_numpy(row.seen).to(logits.device)
+        seen = torch.from_numpy(row.tokens).to(logits.device)
         penalty, old = adjustment.repetition_penalty, logits[seen]
+        # A token that occurs twice is written twice with the same value.
         logits[seen] = torch.where(old > 0, old / penalty, old * penalty)
     if adjustment.counts:
-        used, counts = (torch.from_numpy(values).to(logits.device) for values in (row.used, row.counts))
+        unique = np.unique(row.response, return_counts=True)
+        used, counts = (torch.from_numpy(values).to(logits.device) for values in unique)
         logits[used] -= adjustment.frequency_penalty * counts + adjustment.presence_penalty
 
 

@@ -170,10 +170,9 @@ class SlotTable:
         slot = first + row
         adjustment = self.sequences[slot].params.adjustment
         assert adjustment is not None, "the slot has penalties or biases"
-        length, prompt = int(self.lengths[slot]), int(self.prompt_lengths[slot])
+        tokens = self.tokens[slot, : self.lengths[slot]]
         # A continued response begins in the prompt.
-        used, counts = np.unique(self.tokens[slot, prompt - adjustment.continued_tokens : length], return_counts=True)
-        return AdjustedRow(row, adjustment, np.unique(self.tokens[slot, :length]), used, counts)
+        return AdjustedRow(row, adjustment, tokens, tokens[self.prompt_lengths[slot] - adjustment.continued_tokens :])
 
     def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Add one sampled token to each of ``rows``."""
