@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, get_type_hints
 
 import pytest
@@ -135,6 +136,9 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+        ({"logit_bias": {"5": math.nan}}, "logit_bias.5"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty"),
         ({"logit_bias": {"5": True}}, "logit_bias.5"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"modalities": ["audio"]}, "modalities"),

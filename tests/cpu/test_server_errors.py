@@ -92,6 +92,22 @@ async def test_more_top_logprobs_than_the_engines_support_are_rejected(monkeypat
         told(await world.http.post("/v1/completions", json=asked), 400, "unsupported_parameter", "logprobs")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_bias_of_a_token_that_the_model_lacks_is_rejected(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        WatchedEngine, "capabilities", dataclasses.replace(WatchedEngine().capabilities, logit_adjustment=True)
+    )
+    async with endpoint() as world:
+        asked = {"model": "policy", "stream": streamed, "logit_bias": {str(10**6): 1}}
+        for path, fields in [(CHAT, ASK), ("/v1/completions", {"prompt": "0"}), ("/v1/responses", {"input": "0"})]:
+            told(await world.http.post(path, json={**fields, **asked}), 400, "invalid_value", "logit_bias")
+        answer = await world.http.post("/v1/messages", json={**ASK, "max_tokens": 1, **asked})
+        assert answer.status_code == 400 and "logit_bias: 1000000" in answer.json()["error"]["message"]
+        assert world.engine.requests == []
+
+
 async def test_a_prompt_beyond_the_context_is_rejected() -> None:
     async with endpoint(WatchedEngine(max_model_len=16, free_running=True)) as world:
         long = {"model": "policy", "messages": [{"role": "user", "content": "0" * 16}]}

@@ -191,7 +191,7 @@ class Gateway:
         return request if adapter is None else replace(request, adapter=adapter)
 
     def check_params(self, params: SamplingParams, of_top_logprobs: str) -> None:
-        """Raise DialectError if the engines cannot follow a grammar, adjust logits, or return as many alternatives as requested.
+        """Raise DialectError if the engines cannot follow a grammar, adjust these logits, or return as many alternatives.
 
         Args:
             of_top_logprobs: the field that asks for alternatives.
@@ -204,6 +204,12 @@ class Gateway:
             given = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
             field = next(name for name in given if getattr(params.adjustment, name) != getattr(neutral, name))
             raise DialectError(f"The engines here have no {field}.", field, "unsupported_parameter")
+        biases, tokens = () if params.adjustment is None else params.adjustment.logit_bias, len(self.client.tokenizer)
+        unknown = next((token for token, _ in biases if token >= tokens), None)
+        if unknown is not None:
+            raise DialectError(
+                f"logit_bias: {unknown} is not a token of the model, which has {tokens}.", "logit_bias", "invalid_value"
+            )
         if params.top_logprobs > can.max_top_logprobs:
             raise DialectError(
                 f"The engines here return at most {can.max_top_logprobs} alternatives per token.",

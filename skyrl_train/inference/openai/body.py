@@ -7,6 +7,7 @@ the docs are compared with it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -222,7 +223,8 @@ TokenCount = Annotated[int, Whole(1, MAX_TOKENS)]
 
 
 def _check_tokens(biases: dict[str, float]) -> dict[str, float]:
-    unknown = next((token for token in biases if not (token.isascii() and token.isdigit() and len(token) < 10)), None)
+    # "07" would be a second bias of token 7.
+    unknown = next((token for token in biases if not re.fullmatch("0|[1-9][0-9]{0,8}", token)), None)
     if unknown is not None:
         raise PydanticCustomError("invalid_value", "has a key that is no token id: {key}.", {"key": f"{unknown!r:.50}"})
     return biases
