@@ -41,7 +41,13 @@ from skyrl_train.inference.openai.body import (
 )
 from skyrl_train.inference.openai.dialect import ResponseContext
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.messages import FORCED_NOTE, TEXT_OR_NAMED, function_tool
+from skyrl_train.inference.openai.messages import (
+    FORCED_NOTE,
+    PARALLEL_NOTE,
+    TEXT_OR_NAMED,
+    check_parallel_calls,
+    function_tool,
+)
 
 MAX_RESPONSES = 256  # stored per session; the oldest is dropped first
 
@@ -291,10 +297,7 @@ class ResponsesBody(GenerationBody):
     chat_template_kwargs: JsonObject | None = Field(
         None, description="further arguments of the chat template, such as enable_thinking"
     )
-    parallel_tool_calls: bool | None = Field(
-        None,
-        description="false only with a forced call, which is one; nothing else keeps a model to one call per answer",
-    )
+    parallel_tool_calls: bool | None = Field(None, description=PARALLEL_NOTE)
     enable_response_messages: Annotated[Any, Unsupported("use return_token_ids", False)] = None
     previous_input_messages: Annotated[Any, Unsupported("use input")] = None
     truncation: Annotated[Any, Unsupported("history is never rewritten here", "disabled")] = None
@@ -341,12 +344,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         for tool in read.tools or ()
     ]
     # Responses have one choice per request, so n is never set.
-    if read.parallel_tool_calls is False and read.tool_choice in (None, "auto", "none"):
-        raise DialectError(
-            "parallel_tool_calls is false: nothing here can keep a model to one call per answer, unless tool_choice forces it.",
-            "parallel_tool_calls",
-            "unsupported_parameter",
-        )
+    check_parallel_calls(read.parallel_tool_calls, read.tool_choice)
     params = read.sampling_params(
         read.max_output_tokens,
         seed=read.seed,

@@ -28,10 +28,12 @@ from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTe
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 from skyrl_train.inference.openai.messages import (
     FORCED_NOTE,
+    PARALLEL_NOTE,
     Messages,
     NamedTool,
     ToolChoice,
     Tools,
+    check_parallel_calls,
     plain_messages,
     plain_tools,
 )
@@ -62,10 +64,7 @@ class ChatCompletionBody(OpenAIBody):
     chat_template_kwargs: JsonObject | None = Field(
         None, description="further arguments of the chat template, such as enable_thinking"
     )
-    parallel_tool_calls: bool | None = Field(
-        None,
-        description="false only with a forced call, which is one; nothing else keeps a model to one call per answer",
-    )
+    parallel_tool_calls: bool | None = Field(None, description=PARALLEL_NOTE)
     echo: Annotated[Any, Unsupported("the messages already have it", False)] = None
     add_generation_prompt: Annotated[Any, Unsupported("a response is always a new message", True)] = None
     continue_final_message: Annotated[Any, Unsupported("a response is always a new message", False)] = None
@@ -102,12 +101,7 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         raise DialectError("max_tokens and max_completion_tokens contradict each other.", "max_tokens", "invalid_value")
     if read.top_logprobs and not read.logprobs:
         raise DialectError("top_logprobs is only allowed with logprobs: true.", "top_logprobs", "invalid_value")
-    if read.parallel_tool_calls is False and read.tool_choice in (None, "auto", "none"):
-        raise DialectError(
-            "parallel_tool_calls is false: nothing here can keep a model to one call per answer, unless tool_choice forces it.",
-            "parallel_tool_calls",
-            "unsupported_parameter",
-        )
+    check_parallel_calls(read.parallel_tool_calls, read.tool_choice)
     params = read.sampling_params(
         max_tokens,
         n=read.n or 1,
