@@ -1,7 +1,7 @@
-"""Run the client libraries of ``clients.py`` against an endpoint, and write the table of the documentation.
+"""Run the client libraries of ``battery_clients.py`` against an endpoint, and write the table of the documentation.
 
-    python tests/battery/run.py PYTHON [PYTHON ...]              prints the failures
-    python tests/battery/run.py PYTHON [PYTHON ...] --write      also writes docs/reference/client_libraries.md
+    python tests/battery/run_battery.py PYTHON [PYTHON ...]              prints the failures
+    python tests/battery/run_battery.py PYTHON [PYTHON ...] --write      also writes docs/reference/client_libraries.md
 
 Each PYTHON is an interpreter whose environment has some of the libraries (requirements.txt, requirements_openai2.txt).
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clients import CASES, PACKAGES
-from model import CONTEXT, build
+from battery_clients import CASES, PACKAGES
+from battery_model import CONTEXT, build
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "client_libraries.md"
@@ -33,13 +33,11 @@ MEANING = {
     "forced": "a call that must happen (`required`, `any`, or a named tool), or structured output by such a call",
     "schema": "structured output by a JSON schema",
 }
-# (library, case) -> why it cannot pass here. Any other failure fails the test.
-KNOWN: dict[tuple[str, str], str] = {}
 
 
 @contextmanager
 def endpoint(backend: str) -> Iterator[str]:
-    """Serve the model of ``model.py`` in another process; yield the base URL."""
+    """Serve the model of ``battery_model.py`` in another process; yield the base URL."""
     with tempfile.TemporaryDirectory(prefix="skyrl-battery-") as folder:
         build(Path(folder))
         command = [sys.executable, "-m", "skyrl_train", "serve", folder, "--port", "0", "--backend", backend]
@@ -65,7 +63,7 @@ def has(python: str, library: str) -> bool:
 def run_library(python: str, library: str, url: str) -> list[dict[str, Any]]:
     """Run the library's cases; return ``{library, version, case, error}`` of each."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, str(Path(__file__).with_name("clients.py")), library, url, KEY]
+    command = [python, str(Path(__file__).with_name("battery_clients.py")), library, url, KEY]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     results = [
         json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
@@ -76,7 +74,7 @@ def run_library(python: str, library: str, url: str) -> list[dict[str, Any]]:
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
-    """Return the page: one row per library, a reason for each failure."""
+    """Return the page: one row per library, the error of each failure."""
     lines = [
         "# Client libraries",
         "",
@@ -103,14 +101,13 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     lines += [f"- **{case}**: {meaning}" for case, meaning in MEANING.items()]
     failures = [result for result in results if result["error"]]
     if failures:
-        lines += ["", "| failure | reason |", "|---|---|"]
+        lines += ["", "| failure | error |", "|---|---|"]
     for result in failures:
-        key = (result["library"], result["case"])
-        reason = KNOWN.get(key) or result["error"].splitlines()[0].replace("|", "\\|")[:300]
+        reason = result["error"].splitlines()[0].replace("|", "\\|")[:300]
         lines.append(f"| {result['library']}, {result['case']} | {reason} |")
     lines += [
         "",
-        "This file is generated: `python tests/battery/run.py PYTHON ... --write`, where each PYTHON has some of the libraries",
+        "This file is generated: `python tests/battery/run_battery.py PYTHON ... --write`. Each PYTHON has some of the libraries",
         "([versions](../../tests/battery/requirements.txt), [for openai 2](../../tests/battery/requirements_openai2.txt)).",
         "",
     ]

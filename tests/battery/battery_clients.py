@@ -1,9 +1,9 @@
 """Thirteen client libraries with their defaults against an endpoint.
 
-    python clients.py LIBRARY URL KEY     runs the library's cases; prints ``RESULT`` and JSON per case, with its error or null
+    python battery_clients.py LIBRARY URL KEY    runs the library's cases; prints ``RESULT`` and JSON per case, with error or null
 
 It runs in an environment that has the library, and imports nothing of this project. The model behind the URL
-(``model.py``) calls ``get_weather`` if it is given, then says ``ANSWER``.
+(``battery_model.py``) calls ``get_weather`` if it is given, then says ``ANSWER``.
 """
 
 from __future__ import annotations
