@@ -1,7 +1,7 @@
 """Writes the references that are derived from code: ``python docs/generate.py``.
 
 config/schema.py ────────────> docs/reference/settings.md
-config/migration.py ─────────> docs/reference/migration.md
+config/migration/ ───────────> docs/reference/migration.md
 observability/metrics.py ────> docs/reference/metrics.md
 events/kinds.py ─────────────> docs/reference/events.md
 entrypoints/command_line.py ─> docs/reference/command_line.md
@@ -27,7 +27,8 @@ from annotated_types import Ge, Gt, Interval
 from typer.models import ArgumentInfo
 
 from skyrl_train.config import schema
-from skyrl_train.config.migration import LIBRARIES, UNSET
+from skyrl_train.config.migration.table import UNSET
+from skyrl_train.config.migration.translate import LIBRARIES
 from skyrl_train.endpoint.server.app import openapi_schema
 from skyrl_train.entrypoints.command_line import app
 from skyrl_train.events.kinds import COMMON, KINDS, SPANS, EventField
@@ -335,7 +336,7 @@ With `--from LIBRARY`, `skyrl-train` `plan`, `try`, `train` and `launch` transla
 is left out, and the command prints the reason. A default is listed where a run from that library keeps it. `section.*` stands
 for all settings in a section.
 
-This file is generated: change `skyrl_train/config/migration.py` and run `python docs/generate.py`.
+This file is generated: change `skyrl_train/config/migration/` and run `python docs/generate.py`.
 """
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from skyrl_train.config.compose import compose
-from skyrl_train.config.migration import migrate
+from skyrl_train.config.migration.translate import migrate
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 
@@ -26,7 +26,7 @@ def read_settings(
 
     Args:
         library: None: a recipe. Otherwise ``recipe`` is a file or a setting of this library; see
-            :func:`skyrl_train.config.migration.migrate`.
+            :func:`skyrl_train.config.migration.translate.migrate`.
         strict: a setting without a counterpart is an error.
 
     Raises:

@@ -9,7 +9,8 @@ import pytest
 
 from skyrl_train.config.compose import compose
 from skyrl_train.config.keys import in_free_section, known_keys, setting
-from skyrl_train.config.migration import LIBRARIES, UNSET, Migration, migrate
+from skyrl_train.config.migration.table import UNSET
+from skyrl_train.config.migration.translate import LIBRARIES, Migration, migrate
 from skyrl_train.config.schema import RejectionConfig, RejectionLevel, RunConfig, TrainingStrategy
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.command_line import main

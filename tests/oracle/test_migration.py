@@ -13,7 +13,8 @@ from batches import CLOSE, assert_equal, our_loss, random_batch, settings
 from test_skyrl import skyrl_loss
 
 from skyrl_train.config.compare import changes
-from skyrl_train.config.migration import LIBRARIES, UNSET, migrate
+from skyrl_train.config.migration.table import UNSET
+from skyrl_train.config.migration.translate import LIBRARIES, migrate
 
 pytestmark = pytest.mark.oracle
 

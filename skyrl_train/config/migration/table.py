@@ -1,0 +1,84 @@
+"""A library's table of settings, and conversions that several tables use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+UNSET: Any = object()  # no default; as a converted value: our default stays
+Theirs = Mapping[str, Any]  # settings of the other library by their names, with its defaults
+
+
+@dataclass(frozen=True)
+class Without:
+    """A value that has no counterpart, though its setting has one."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of another library.
+
+    Attributes:
+        name: its name there. ``section.*`` stands for all settings in a section.
+        here: our setting, or ``section.*``; None: it has no counterpart.
+        note: the difference; without a counterpart, the reason.
+        default: there, if a run from that library keeps it. The settings of one name have it once.
+        convert: (value, all settings there) -> our value, UNSET to leave ours, or Without.
+    """
+
+    name: str
+    here: str | None
+    note: str = ""
+    default: Any = UNSET
+    convert: Callable[[Any, Theirs], Any] = lambda value, theirs: value
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library, the version that its table describes, its settings, and former names of some of them."""
+
+    title: str
+    version: str
+    settings: Sequence[Setting]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def rows(self, name: str) -> list[Setting]:
+        """Return the rows named ``name``, else the rows of the nearest section around it."""
+        exact = [row for row in self.settings if row.name == name]
+        inside = [row for row in self.settings if row.name.endswith(".*") and name.startswith(row.name[:-1])]
+        longest = max((len(row.name) for row in inside), default=0)
+        return exact or [row for row in inside if len(row.name) == longest]
+
+
+def without(reason: str, *names: str) -> list[Setting]:
+    """Return settings that have no counterpart, for one reason."""
+    return [Setting(name, None, reason) for name in names]
+
+
+def as_list(value: Any, theirs: Theirs) -> list[Any]:
+    """Convert None to an empty list, and a single value to a list of it."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def data_files(value: Any, theirs: Theirs) -> list[str]:
+    """Convert a path or paths to a list, with ``~`` expanded."""
+    return [str(Path(path).expanduser()) if str(path).startswith("~") else path for path in as_list(value, theirs)]
+
+
+def trackers(value: Any, theirs: Theirs) -> list[Any]:
+    """Convert a list of loggers. ``console`` is no tracker here."""
+    return [name for name in as_list(value, theirs) if name != "console"]
+
+
+def other_names(section: str, names: Mapping[str, str]) -> list[Setting]:
+    """Return settings below ``section`` that differ from ours in the name alone."""
+    return [Setting(f"{section}{name}", here) for name, here in names.items()]
+
+
+def mapped_values(values: Mapping[Any, Any]) -> Callable[[Any, Theirs], Any]:
+    """Return a conversion of the values in ``values``. Other values stay."""
+    return lambda value, theirs: values.get(value, value)
