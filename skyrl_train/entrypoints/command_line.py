@@ -109,6 +109,7 @@ def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Also check the needs of this recipe.")] = None,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
+    library: Library = None,
 ) -> int:
     """Check this machine: versions, GPUs, shared memory, disk, ports, sandbox, Ray; and a recipe's data, model and template.
 
@@ -116,7 +117,7 @@ def doctor(
     """
     from skyrl_train.entrypoints.doctor import doctor
 
-    return doctor(recipe, overrides or (), config_dir)
+    return doctor(recipe, overrides or (), config_dir, library=library)
 
 
 @app.command(cls=VerbWithSettings, rich_help_panel=START)
@@ -181,11 +182,12 @@ def sweep(
     folder: Annotated[Path | None, typer.Option(help="Of the sweep's runs; default: runs/RECIPE-sweep.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
     config_dir: ConfigDir = None,
+    library: Library = None,
 ) -> int:
     """Train every combination of the listed values, and print a table. The same command continues a sweep that was stopped."""
     from skyrl_train.entrypoints.sweep import sweep
 
-    return sweep(recipe, overrides, config_dir, folder, jobs)
+    return sweep(recipe, overrides, config_dir, folder, jobs, library=library)
 
 
 @app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
@@ -246,9 +248,10 @@ def eval_(
         str | None, typer.Option(help="The recipe whose trainer.eval says how a model is evaluated.")
     ] = None,
     config_dir: ConfigDir = None,
+    library: Library = None,
 ) -> int:
     """Evaluate a checkpoint or a model as trainer.eval says: pass@k, rewards and lengths. Nothing is trained or written."""
     from skyrl_train.entrypoints.evaluate import evaluate
 
-    evaluate(policy, recipe, overrides or (), config_dir)
+    evaluate(policy, recipe, overrides or (), config_dir, library=library)
     return 0

@@ -16,10 +16,10 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
-from skyrl_train.config.compose import compose
 from skyrl_train.config.memory import this_machine
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.page import DEFAULT_PORT
+from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.environments.sandbox import ISOLATIONS, why_unavailable
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.runtime.listening import bind
@@ -33,17 +33,22 @@ CONNECT_LIMIT_S = 2.0
 Finding = tuple[str, str, str]  # name of the check, result, and remedy: empty if the check has passed
 
 
-def doctor(recipe: str | None, overrides: Sequence[str], config_dir: Path | None) -> int:
+def doctor(recipe: str | None, overrides: Sequence[str], config_dir: Path | None, *, library: str | None = None) -> int:
     """Check this machine, and with ``recipe`` also its inputs; print a line per check, and return the exit code.
 
+    Args:
+        library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
+
     Raises:
-        ConfigError: the recipe or an override cannot be read.
+        ConfigError: the recipe or an override cannot be read, or ``library`` is given without its settings.
     """
-    config = compose(recipe or "base", overrides, config_dir)
+    if library is not None and recipe is None:
+        raise ConfigError(f"--from {library} needs a file or settings of {library}: doctor --from {library} FILE.")
+    console, failed = Console(), 0
+    config = read_settings(recipe or "base", overrides, config_dir, library, console)
     checks: list[Callable[[RunConfig], Iterator[Finding]]] = [packages, devices, memory, folders, network, sandbox]
     if recipe is not None:
         checks += [inputs, chat_template]
-    console, failed = Console(), 0
     for check in checks:
         for name, found, remedy in check(config):
             mark = Text("OK    ", style="green") if not remedy else Text("MEND  ", style="bold red")

@@ -11,30 +11,38 @@ from pathlib import Path
 
 from rich.console import Console
 
-from skyrl_train.config.compose import compose, with_overrides
+from skyrl_train.config.compose import with_overrides
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
+from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult
 from skyrl_train.observability.run import split_checkpoint
 from skyrl_train.observability.run_folder import CONFIG, read_config
 
 
-def evaluate(policy: str, recipe: str | None, overrides: Sequence[str], config_dir: Path | None) -> EvaluationResult:
+def evaluate(
+    policy: str, recipe: str | None, overrides: Sequence[str], config_dir: Path | None, *, library: str | None = None
+) -> EvaluationResult:
     """Evaluate a policy as the settings ``trainer.eval`` say, print the scores, and return them.
 
     Args:
         policy: ``RUN``, ``RUN:STEP`` or ``RUN:best``, whose settings apply; with ``recipe``, a model folder or a hub name.
+        library: of the settings in ``recipe``; see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the engines failed.
     """
+    if library is not None and recipe is None:
+        raise ConfigError(
+            f"--from {library} needs a file of {library}: --recipe FILE. Without it, a run's settings apply."
+        )
     console = Console()
     forget_files()
     with tempfile.TemporaryDirectory() as folder:
         if recipe is not None:
-            config = compose(recipe, overrides, config_dir)
+            config = read_settings(recipe, overrides, config_dir, library, console)
         else:
             from skyrl_train.build.export import export_checkpoint  # imports torch
 

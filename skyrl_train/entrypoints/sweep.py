@@ -23,10 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from skyrl_train.config.compare import LENGTH, changes, explain
-from skyrl_train.config.compose import compose
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.entrypoints.run import check_implementations, load_inputs
+from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.entrypoints.train import NOTHING_LEARNED, program
 from skyrl_train.errors import ConfigError
@@ -47,7 +47,15 @@ class SweepRun:
     overrides: tuple[str, ...]
 
 
-def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder: Path | None, jobs: int) -> int:
+def sweep(
+    recipe: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    folder: Path | None,
+    jobs: int,
+    *,
+    library: str | None = None,
+) -> int:
     """Train every combination of the values that ``overrides`` list; print a table of results; return the exit code.
 
     A run that has finished is not trained again, and one that was stopped resumes. A run that fails does not end the others.
@@ -56,16 +64,21 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
         overrides: ``key=a,b`` lists values, ``key=0..2`` lists 0, 1 and 2; every other one applies to all runs.
         folder: of the sweep; None: ``runs_dir/RECIPE-sweep``.
         jobs: runs at once.
+        library: see :func:`skyrl_train.entrypoints.settings.read_settings`; ``recipe`` is then a file, which names the folder.
 
     Raises:
         ConfigError: no setting has several values, a setting cannot work, or a folder has another run.
     """
-    console = Console()
+    if library is not None and "=" in recipe:
+        raise ConfigError(f"sweep --from {library} takes a yaml file of {library} before the settings, not {recipe}.")
+    console, quiet = Console(), Console(quiet=True)
     forget_files()
     fixed, swept = split(overrides)
     if not swept:
         raise ConfigError("No setting has several values. List them: trainer.seed=0..2 or key=a,b.")
-    folder = folder or Path(compose(recipe, fixed, config_dir).trainer.runs_dir) / f"{Path(recipe).stem}-sweep"
+    if folder is None:
+        config = read_settings(recipe, fixed, config_dir, library, quiet)
+        folder = Path(config.trainer.runs_dir) / f"{Path(recipe).stem}-sweep"
     runs: list[SweepRun] = []
     for values in itertools.product(*swept.values()):
         given = [f"{key}={value}" for key, value in zip(swept, values, strict=True)]
@@ -77,7 +90,8 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
         runs.append(SweepRun(name, folder / name, (*fixed, *given, f"trainer.run_dir={quoted}")))
     # All are checked before the first one trains, which may be hours before the last one.
     for run in runs:
-        config = compose(recipe, run.overrides, config_dir)
+        # The runs' translations differ in the listed values only, so one is printed.
+        config = read_settings(recipe, run.overrides, config_dir, library, console if run is runs[0] else quiet)
         raise_errors(validate(config).errors)
         if (run.folder / CONFIG).is_file() and has_begun(run.folder):
             # A finished run would not get its new length.
@@ -88,6 +102,7 @@ def sweep(recipe: str, overrides: Sequence[str], config_dir: Path | None, folder
             load_inputs(config)
             check_implementations(config)
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    options += ["--from", library] if library else []
     processes: list[subprocess.Popen[bytes]] = []
     stopping = threading.Event()
     starting = threading.Lock()  # held while a run begins, so that a stop finds its process

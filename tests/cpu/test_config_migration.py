@@ -344,3 +344,61 @@ def test_a_folder_of_recipes_and_another_library_exclude_each_other(
 ) -> None:
     assert main(["plan", "--from", "skyrl", "--config-dir", str(tmp_path), "trainer.epochs=1"]) == 2
     assert "Give one of them" in capsys.readouterr().err
+
+
+def test_a_sweep_translates_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text("trainer: {epochs: 1}\n")
+    commands: list[list[str]] = []
+
+    class Ended:
+        def __init__(self, command: list[str], **_: object) -> None:
+            commands.append(command)
+
+        def wait(self) -> int:
+            return 1
+
+    monkeypatch.setattr("skyrl_train.entrypoints.sweep.subprocess.Popen", Ended)
+    assert (
+        main(["sweep", "--from", "skyrl", "theirs.yaml", *SMALL, "trainer.policy.optimizer_config.lr=1e-5,1e-6"]) == 1
+    )
+    rates = []
+    for _, _, _, verb, *arguments, option, library in commands:
+        assert (verb, option, library) == ("train", "--from", "skyrl")
+        rates.append(skyrl(*arguments).config.trainer.policy.optimizer_config.lr)
+    assert rates == [1e-5, 1e-6]
+
+
+def test_doctor_checks_the_translated_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[RunConfig] = []
+
+    def check(config: RunConfig) -> list[tuple[str, str, str]]:
+        checked.append(config)
+        return []
+
+    for name in ("packages", "devices", "memory", "folders", "network", "sandbox", "inputs", "chat_template"):
+        monkeypatch.setattr(f"skyrl_train.entrypoints.doctor.{name}", check)
+    assert main(["doctor", "--from", "skyrl", *SMALL]) == 0
+    assert checked == [skyrl(*SMALL).config] * 8
+
+
+def test_eval_reads_the_settings_of_another_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("trainer: {eval_intervall: 1}\n")
+    assert main(["eval", "model", "--from", "skyrl", "--recipe", str(file)]) == 2
+    assert "trainer.eval_intervall is a setting of neither SkyRL nor skyrl_train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["doctor", "--from", "skyrl"], "doctor --from skyrl FILE"),
+        (["eval", "runs/mine", "--from", "skyrl"], "--recipe FILE"),
+        (["sweep", "--from", "skyrl", "trainer.epochs=1", "trainer.seed=0..2"], "takes a yaml file of skyrl"),
+    ],
+)
+def test_a_library_without_its_file_is_an_error(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
