@@ -575,7 +575,7 @@ def _colocation(config: RunConfig) -> Errors:
     if derive.needs_reference(trainer.algorithm) and reference == shared != "cpu":
         yield (
             f"{key} with a reference policy on {shared}: it keeps memory that engines and trainer need in turns. Set "
-            f"{REFERENCE}.device=cpu, or another GPU."
+            f"{REFERENCE}.device to another GPU, or to cpu (slow for a large model), or train without a KL term."
         )
     if derive.num_evaluation_engines(config):
         yield (

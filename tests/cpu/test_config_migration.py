@@ -130,6 +130,15 @@ def test_defaults_of_skyrl_are_kept_and_named() -> None:
     assert "trainer.epochs" not in kept and "trainer.algorithm.gamma" not in kept, "given, and the same here"
 
 
+def test_our_names_in_a_file_win_over_the_defaults_of_skyrl(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("trainer: {device: cpu}\nrollout: {stages: {reference: {device: 'cuda:1'}}}\n")
+    migration = skyrl(str(file))
+    assert migration.config.trainer.device == "cpu"
+    assert migration.config.rollout.stages.reference.device == "cuda:1"
+    assert not {"trainer.device", "rollout.stages.reference.device"} & dict(migration.defaults).keys()
+
+
 def test_steps_count_batches_there_and_minibatches_here() -> None:
     trainer = skyrl(
         "trainer.train_batch_size=1024", "trainer.policy_mini_batch_size=256", "trainer.ckpt_interval=3"
