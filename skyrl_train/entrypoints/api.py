@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +28,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import Run, load_run
 
 if TYPE_CHECKING:
+    import datasets
+    import pandas
+
     from skyrl_train.generators.base import GeneratorInterface
     from skyrl_train.trainer import PPOTrainer
 
@@ -36,6 +41,8 @@ def train(
     recipe_or_config: str | Path | RunConfig = "quickstart",
     *,
     overrides: Overrides = (),
+    dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | pandas.DataFrame | None = None,
+    eval_dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | pandas.DataFrame | None = None,
     trainer_cls: type[PPOTrainer] | None = None,
     generator: type[GeneratorInterface] | Callable[..., GeneratorInterface] | None = None,
     reward_fn: Callable[..., Any] | None = None,
@@ -51,6 +58,10 @@ def train(
     Args:
         recipe_or_config: a recipe's name, the path of a yaml file, or a configuration from ``compose``.
         overrides: settings, as ``["trainer.max_steps=10"]`` or as ``{"trainer.max_steps": 10}``; a mapping may be nested.
+        dataset: the prompts: rows as dictionaries, a ``datasets.Dataset`` or a pandas frame. Sets ``data.train_data`` to a file
+            with the rows, ``trainer.runs_dir/datasets/DIGEST.jsonl``: equal rows have the same file, so an equal call continues
+            the run.
+        eval_dataset: the same for evaluation; sets ``trainer.eval.eval_data``.
         trainer_cls: a subclass of a trainer; sets ``trainer.mode``.
         generator: a generator's class, or a function that returns one; sets ``generator.name``. It is called with the
             arguments that it names: ``client``, ``tokenizer``, ``generator_config``, ``environment_config``, ``model_path``.
@@ -70,6 +81,13 @@ def train(
     # After the overrides: an argument of this call is the more explicit choice.
     settings = dict(_classes(trainer_cls, generator, reward_fn))
     config = _compose(recipe_or_config, [*_as_list(overrides), *_as_list(settings)], config_dir)
+    for argument, rows, key in (
+        ("dataset", dataset, "data.train_data"),
+        ("eval_dataset", eval_dataset, "trainer.eval.eval_data"),
+    ):
+        if rows is not None:
+            path = write_rows(argument, rows, Path(config.trainer.runs_dir) / "datasets")
+            config = with_overrides(config, _as_list({key: [path]}))
     console = Console(quiet=quiet)
     inputs = load_inputs(config)
     print_warnings(inputs, console, strict=strict)
@@ -120,6 +138,59 @@ def _classes(
         if not (inspect.isfunction(reward_fn) or inspect.isclass(reward_fn)):
             raise ConfigError(f"reward_fn must be a function, or a class with a __call__ method, got {reward_fn!r}.")
         yield "rollout.stages.reward.function", import_path_of(reward_fn)
+
+
+def write_rows(argument: str, dataset: Any, folder: Path) -> Path:
+    """Write the rows of ``dataset`` as JSON lines, unless they are there; return the file, which is named after its content.
+
+    Raises:
+        ConfigError: ``dataset`` is of another kind, it is empty, or a value is not JSON.
+    """
+    rows: Iterable[Any]
+    if isinstance(dataset, Sequence) and not isinstance(dataset, str | bytes):
+        rows = dataset
+    else:
+        import datasets
+        import pandas
+
+        if isinstance(dataset, datasets.DatasetDict):
+            raise ConfigError(f"{argument} has several splits: {', '.join(map(str, dataset))}. Give one of them.")
+        if isinstance(dataset, datasets.Dataset):
+            rows = dataset
+        elif isinstance(dataset, pandas.DataFrame):
+            rows = dataset.to_dict("records")
+        else:
+            raise ConfigError(
+                f"{argument} must be a list of rows, a datasets.Dataset or a pandas.DataFrame, got "
+                f"{type(dataset).__name__}. Name files, folders or data sets on the hub in data.train_data."
+            )
+
+    def without_numpy(value: object) -> Any:
+        # Frames hold lists as arrays, and numbers as numpy's.
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise TypeError(f"{value!r:.100}, a {type(value).__name__}")
+
+    lines = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{argument}[{number}] must be a dictionary of columns, got {row!r:.100}.")
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, default=without_numpy).encode() + b"\n")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{argument}[{number}] has a value that is not text, a number, true or false, a list or a mapping: {error}."
+            ) from error
+    if not lines:
+        raise ConfigError(f"{argument} has no rows.")
+    content = b"".join(lines)
+    path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{threading.get_native_id()}.partial")
+        partial.write_bytes(content)
+        partial.replace(path)  # a reader never sees half of it
+    return path
 
 
 def _compose(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import html
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy
+import pandas
 import pytest
 
 import skyrl_train
 from skyrl_train.config.memory import Machine
+from skyrl_train.entrypoints.api import write_rows
 from skyrl_train.entrypoints.run import StopRequest, load_inputs
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.errors import ConfigError
@@ -70,6 +75,40 @@ def test_a_script_trains_with_classes_and_functions_of_its_own(tmp_path: Path) -
     shown = run._repr_html_()
     assert "finished, 3 steps, reward 0.500 -&gt; 0.500" in shown and "reward by step" in shown
     assert all(html.escape(str(line)) in shown for line in run.advice)
+
+
+ROWS = [{"prompt": f"{count:02d}c=", "answer": "c" * count} for count in range(1, 9)]
+
+
+def test_rows_train_with_a_reward_function_of_trl(tmp_path: Path) -> None:
+    seen = set()
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        seen.update(answer)
+        return [float(index) for index, _ in enumerate(completions)]
+
+    overrides = {"environment.env_class": "single_turn", "trainer.max_steps": 1, "trainer.eval.interval": 1}
+    run = train(tmp_path, dataset=ROWS, eval_dataset=ROWS[:2], reward_fn=reward, overrides=overrides)
+    assert seen and seen <= {row["answer"] for row in ROWS}
+    (path,) = run.config.data.train_data
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS
+    assert Path(path).parent == tmp_path / "datasets"
+    (eval_path,) = run.config.trainer.eval.eval_data
+    assert [json.loads(line) for line in Path(eval_path).read_text().splitlines()] == ROWS[:2]
+    assert [path.suffix for path in (tmp_path / "datasets").iterdir()] == [".jsonl", ".jsonl"]
+
+
+@pytest.mark.parametrize("kind", [datasets.Dataset.from_list, pandas.DataFrame, tuple])
+def test_equal_rows_have_one_file_whatever_holds_them(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    rows = [{"prompt": "a", "tries": 3, "scores": [0.5, 1.0]}, {"prompt": "\u00fc\n", "tries": 4, "scores": [0.25]}]
+    path = write_rows("dataset", rows, tmp_path)
+    assert write_rows("dataset", kind(rows), tmp_path) == path
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == rows
+
+
+def test_a_frame_of_arrays_is_written_as_lists(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"prompt": ["a"], "scores": [numpy.array([1, 2])]})
+    assert json.loads(write_rows("dataset", frame, tmp_path).read_text()) == {"prompt": "a", "scores": [1, 2]}
 
 
 def test_a_configuration_is_as_good_as_a_recipe_and_overrides_still_apply(tmp_path: Path) -> None:
@@ -172,6 +211,16 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own(tmp_path: Path) 
         ({"generator": int}, "generator must be a subclass of GeneratorInterface"),
         ({"generator": 3}, "generator must be a class, or a function that returns a generator"),
         ({"reward_fn": "file.py:reward"}, "reward_fn must be a function"),
+        (
+            {"dataset": "rows.jsonl"},
+            "dataset must be a list of rows, a datasets.Dataset or a pandas.DataFrame, got str",
+        ),
+        ({"dataset": iter([])}, "Name files, folders or data sets on the hub in data.train_data"),
+        ({"dataset": datasets.DatasetDict(test=datasets.Dataset.from_list(ROWS))}, "dataset has several splits: test"),
+        ({"dataset": ["01c="]}, "dataset[0] must be a dictionary of columns, got '01c='"),
+        ({"dataset": [ROWS[0], {"prompt": object()}]}, "dataset[1] has a value that is not text, a number"),
+        ({"dataset": [{"prompt": "\ud800"}]}, "dataset[0] has a value that is not text"),
+        ({"eval_dataset": []}, "eval_dataset has no rows"),
     ],
 )
 def test_a_wrong_argument_is_an_error_that_names_it(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:

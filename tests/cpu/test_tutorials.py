@@ -43,6 +43,10 @@ def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypa
     )
     function = ["environment.env_class=single_turn", "rollout.stages.reward.function=trl_reward.py:trl_reward"]
     assert main(["try", "sums.yaml", *function, *SHORT]) == 0
+    script = next(block for block in blocks("your_own_task.md", "python") if "dataset=rows" in block)
+    shortened = script.replace("settings = {", 'settings = {"trainer.max_steps": 2, ')
+    exec(compile(shortened, "rows.py", "exec"), names := {"__name__": "rows"})
+    assert names["run"].summary.steps == 2
 
 
 def test_the_page_about_generators_of_your_own_trains_as_written(
