@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import Run, load_run
+from skyrl_train.observability.run_folder import replace_file
 
 if TYPE_CHECKING:
     import datasets
@@ -144,7 +146,8 @@ def write_rows(argument: str, dataset: Any, folder: Path) -> Path:
     """Write the rows of ``dataset`` as JSON lines, unless they are there; return the file, which is named after its content.
 
     Raises:
-        ConfigError: ``dataset`` is of another kind, it is empty, or a value is not JSON.
+        ConfigError: ``dataset`` is of another kind, it is empty, a value is not JSON, or ``folder`` cannot be made.
+        SkyRLError: the disk is full or gone.
     """
     rows: Iterable[Any]
     if isinstance(dataset, Sequence) and not isinstance(dataset, str | bytes):
@@ -171,25 +174,30 @@ def write_rows(argument: str, dataset: Any, folder: Path) -> Path:
             return value.tolist()
         raise TypeError(f"{value!r:.100}, a {type(value).__name__}")
 
-    lines = []
+    lines, digest = [], hashlib.sha256()
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{argument}[{number}] must be a dictionary of columns, got {row!r:.100}.")
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, default=without_numpy).encode() + b"\n")
+            line = json.dumps(dict(row), ensure_ascii=False, default=without_numpy) + "\n"
+            digest.update(line.encode())
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{argument}[{number}] has a value that is not text, a number, true or false, a list or a mapping: {error}."
             ) from error
+        lines.append(line)
     if not lines:
         raise ConfigError(f"{argument} has no rows.")
-    content = b"".join(lines)
-    path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    path = folder / f"{digest.hexdigest()[:16]}.jsonl"
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{threading.get_native_id()}.partial")
-        partial.write_bytes(content)
-        partial.replace(path)  # a reader never sees half of it
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made: {error.strerror}. Correct trainer.runs_dir.") from error
+        # Several processes may write equal rows at once, each under a name of its own.
+        own = path.with_name(f".{uuid.uuid4().hex}.jsonl")
+        replace_file(own, "".join(lines))
+        own.replace(path)
     return path
 
 

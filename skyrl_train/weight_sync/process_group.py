@@ -293,6 +293,9 @@ class _WeightServer:
         control.send({"num_bytes": staging.numel()})
         for bucket in staging.split(self._bucket_bytes):
             group.send([bucket], ENGINE_RANK, 0).wait()
+        if staging.is_cuda:
+            # With NCCL, wait() makes the current stream wait, not this thread.
+            torch.cuda.current_stream(staging.device).synchronize()
         # The area may have been overwritten while its bytes were sent. Then the engine must discard them.
         with self._lock:
             overwritten = self._offers.get(area) is not offer
@@ -426,7 +429,8 @@ class _ControlConnection:
 def _join_pair(backend: str, store: Any, name: str, rank: int, own_address: str, timeout_s: float) -> Any:
     """Join the group of two called ``name`` and return it when both have joined.
 
-    The group's ``send`` and ``recv`` start a transfer; ``wait()`` of their result returns when it has ended.
+    The group's ``send`` and ``recv`` start a transfer. ``wait()`` of their result returns when it has ended; with NCCL the
+    current CUDA stream waits for its end instead.
 
     Raises:
         RuntimeError: the other one did not join in time.

@@ -111,6 +111,12 @@ def test_a_frame_of_arrays_is_written_as_lists(tmp_path: Path) -> None:
     assert json.loads(write_rows("dataset", frame, tmp_path).read_text()) == {"prompt": "a", "scores": [1, 2]}
 
 
+def test_a_folder_of_runs_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/datasets cannot be made: .* Correct trainer\.runs_dir"):
+        train(tmp_path / "file", dataset=ROWS)
+
+
 def test_a_configuration_is_as_good_as_a_recipe_and_overrides_still_apply(tmp_path: Path) -> None:
     config = skyrl_train.compose("quickstart", ["trainer.algorithm.eps_clip_high=0.31", "trainer.seed=7"])
     run = train(tmp_path, config, overrides={"trainer.max_steps": 1})
