@@ -487,6 +487,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             segments=response.segments,
             restarts=response.restarts,
             grammar=grammar,
+            cached_tokens=response.cached_tokens,
         )
 
     async def _sample(

@@ -46,6 +46,7 @@ class Continuation:
     Attributes:
         loses_grammar: whether the engines follow the grammar of the response without telling where it is in it.
         segments: requests that were sent to engines.
+        cached_tokens: prompt tokens that the engine had cached when the response began; later segments do not count.
         may_restart: whether an interruption discards the tokens so far; then no token may be shown before the end.
     """
 
@@ -80,6 +81,8 @@ class Continuation:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.top_logprobs: TopLogprobs | None = [] if self.params.top_logprobs else None
+        self.cached_tokens = 0
+        self._first_segment = 0
         self.text = self._make_text() if self._make_text is not None else None
 
     def next_segment(self) -> Segment | None:
@@ -100,6 +103,8 @@ class Continuation:
             sampled = 0
         self._number += 1
         self.segments += 1
+        if not sampled:
+            self._first_segment = self._number
         # Budgets shrink by the sampled tokens. The seed depends on the position, so that no part of the random stream is
         # used twice. The client matches stop strings itself, across segments.
         structured, adjustment = self.params.structured, self.params.adjustment
@@ -149,6 +154,8 @@ class Continuation:
             raise EngineError("an engine returned more tokens than max_tokens")
         if self.top_logprobs is not None and len(chunk.top_logprobs or ()) != len(chunk.token_ids):
             raise EngineError("an engine did not return the top_logprobs that it was asked for")
+        if segment == self._first_segment:
+            self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         kept = len(chunk.token_ids)
         if self.text is not None:
             # The engine does not know stop strings, so a chunk may reach beyond one: decode up to it.

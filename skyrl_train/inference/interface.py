@@ -189,6 +189,7 @@ class InferenceEngineOutput(TypedDict):
     response_logprobs: list[list[float]]
     response_versions: list[list[int]]
     response_top_logprobs: NotRequired[list[TopLogprobs]]  # only if ``top_logprobs`` > 0
+    cached_tokens: NotRequired[list[int]]  # see :class:`TokenChunk`; only from engines that cache prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,8 @@ class TokenChunk:
     A token that ends the response (end of sequence, a stop token) must come in the chunk that has the stop reason: only
     the engine knows all such tokens, and if it dies after an earlier chunk, the client would continue a finished response.
     ``top_logprobs`` is aligned with the tokens if ``top_logprobs`` > 0, else None; an empty chunk may have None.
+    ``cached_tokens`` is the number of prompt tokens that were not computed, because the engine had cached them. At least one
+    chunk of a response has it; 0: none, or the engine does not know.
     """
 
     token_ids: list[int]
@@ -205,6 +208,7 @@ class TokenChunk:
     versions: list[int]
     stop_reason: StopReason | None = None
     top_logprobs: TopLogprobs | None = None
+    cached_tokens: int = 0
 
 
 def output_of(chunks: Sequence[TokenChunk], texts: Sequence[str] | None = None) -> InferenceEngineOutput:
@@ -218,6 +222,8 @@ def output_of(chunks: Sequence[TokenChunk], texts: Sequence[str] | None = None) 
     )
     if any(chunk.top_logprobs is not None for chunk in chunks):
         output["response_top_logprobs"] = [chunk.top_logprobs or [] for chunk in chunks]
+    if any(chunk.cached_tokens for chunk in chunks):
+        output["cached_tokens"] = [chunk.cached_tokens for chunk in chunks]
     return output
 
 
@@ -230,6 +236,7 @@ def only_chunk(output: InferenceEngineOutput) -> TokenChunk:
         output["response_versions"][0],
         StopReason(output["stop_reasons"][0]),
         None if top_logprobs is None else top_logprobs[0],
+        output.get("cached_tokens", [0])[0],
     )
 
 

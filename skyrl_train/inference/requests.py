@@ -42,6 +42,7 @@ class Generation:
     """A finished response. Each list has one entry per sampled token.
 
     ``text`` has no special tokens and ends before the stop string; ``token_ids`` keeps the tokens of the stop string.
+    ``cached_tokens`` of the prompt were not computed, because the engine had cached them; 0 also where it does not know.
     ``segments`` counts the engine requests, ``restarts`` those that started over. ``grammar`` covers the whole response; None
     without one, or where the trainer cannot mask the same tokens (``EngineCapabilities.grammar_continuation``).
     """
@@ -57,6 +58,7 @@ class Generation:
     segments: int = 1
     restarts: int = 0
     grammar: GrammarSpan | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

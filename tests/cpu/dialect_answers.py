@@ -55,6 +55,7 @@ def choice_of(
         stop_reason=StopReason.LENGTH if finish_reason == "length" else StopReason.STOP,
         text=spelt,
         stop_string=stop_string,
+        cached_tokens=1,
     )
     reason: FinishReason = finish_reason or ("tool_calls" if message.tool_calls else "stop")
     return ChatChoice(0, message, reason, generation)

@@ -46,6 +46,7 @@ def hashed_token(tokens: Sequence[int], seed: int, vocab: int = 50) -> int:
 class _Running:
     tokens: list[int]
     params: SamplingParams
+    cached_tokens: int
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -59,6 +60,7 @@ class _Running:
             stop_reasons=[str(self.stop_reason)],
             response_logprobs=[self.logprobs],
             response_versions=[self.versions],
+            cached_tokens=[self.cached_tokens],
         )
         if self.params.top_logprobs:
             output["response_top_logprobs"] = [self.top_logprobs(slice(None))]
@@ -97,6 +99,7 @@ class ScriptedEngine(InferenceEngineInterface):
         self.fail: dict[str, BaseException] = {}  # phase -> what it raises
         self.hang: set[str] = set()  # phases that never end
         self.ignores_abort = False
+        self.cached_tokens = 0  # of the prompts of requests from now on
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -134,7 +137,7 @@ class ScriptedEngine(InferenceEngineInterface):
         (prompt,) = prompts
         if not prompt or len(prompt) >= self._max_model_len:
             raise RequestError(f"a prompt of {len(prompt)} tokens does not fit")
-        request = _Running(list(prompt), SamplingParams.parse(engine_input["sampling_params"]))
+        request = _Running(list(prompt), SamplingParams.parse(engine_input["sampling_params"]), self.cached_tokens)
         self.running.append(request)
         if self._free_running and (self._ticker is None or self._ticker.done()):
             self._ticker = asyncio.create_task(self._run_free())
@@ -169,6 +172,7 @@ class ScriptedEngine(InferenceEngineInterface):
                         request.versions[new],
                         done,
                         request.top_logprobs(new) if request.params.top_logprobs else None,
+                        request.cached_tokens,
                     )
                 if done is not None:
                     return

@@ -123,6 +123,26 @@ def test_only_penalties_that_count_begin_again_where_engines_do_not_count_on(
         assert (second.prompt_token_ids, second.sampling_params.adjustment) == ([1, 5, 6], counted)
 
 
+def test_cached_tokens_are_those_of_the_segment_that_begins_the_response() -> None:
+    response = Continuation([1] * 40, SamplingParams(max_tokens=8, adjustment=LogitAdjustment(presence_penalty=1.0)))
+    response.next_segment()
+    response.add(TokenChunk([], [], [], StopReason.ABORT, cached_tokens=16), 1)
+    response.next_segment()
+    response.add(TokenChunk([5], [-1.0], [0], cached_tokens=32), 2)
+    response.add(TokenChunk([6], [-1.0], [0], StopReason.ABORT), 2)
+    assert response.cached_tokens == 32
+    response.next_segment()  # starts over: the penalties count
+    response.add(TokenChunk([5], [-1.0], [0], StopReason.ABORT), 3)
+    assert response.cached_tokens == 0
+
+    continued = Continuation([1] * 40, SamplingParams(max_tokens=8))
+    continued.next_segment()
+    continued.add(TokenChunk([5], [-1.0], [0], StopReason.ABORT), 1)
+    continued.next_segment()
+    continued.add(TokenChunk([6], [-1.0], [0], cached_tokens=32), 2)
+    assert continued.cached_tokens == 0, "the prompt was computed once already"
+
+
 class MayStop:
     """A text that notes which tokens may complete a stop string; ``last`` completes one."""
 

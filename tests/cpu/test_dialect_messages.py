@@ -216,8 +216,8 @@ def test_a_message_has_its_blocks_in_order_and_its_usage() -> None:
     body = parse().response(result_of(choice), context())
     assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use"]
     assert body["content"][2] == {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "sky"}}
-    assert body["usage"]["input_tokens"] == 3
-    assert body["usage"]["output_tokens"] == len(choice.generation.token_ids)
+    usage = {"input_tokens": 2, "cache_read_input_tokens": 1, "cache_creation_input_tokens": 0}
+    assert body["usage"] == {**usage, "output_tokens": len(choice.generation.token_ids)}
     assert "skyrl" not in body
 
 
@@ -238,6 +238,7 @@ def test_requested_token_ids_are_returned_streamed_or_not() -> None:
     frames = [frame for event in events_of(choice, []) for frame in call.stream(context()).event(event)]
     streamed = next(frame.data for frame in frames if frame.event == "message_delta")
     assert streamed["skyrl"] == {name: value for name, value in skyrl.items() if name != "reused_tokens"}
+    assert (streamed["usage"]["input_tokens"], streamed["usage"]["cache_read_input_tokens"]) == (2, 1)
 
 
 NO_OBJECT = [

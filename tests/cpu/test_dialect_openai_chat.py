@@ -216,6 +216,7 @@ def test_a_response_has_openais_shape_and_counts_each_token_once() -> None:
         "prompt_tokens": len(PROMPT),
         "completion_tokens": sampled,
         "total_tokens": len(PROMPT) + sampled,
+        "prompt_tokens_details": {"cached_tokens": 1},
     }
     assert [entry.logprob for entry in parsed.choices[0].logprobs.content] == choice.generation.logprobs
     assert body["choices"][0]["skyrl"]["token_ids"] == choice.generation.token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any, get_type_hints
 
 import pytest
@@ -80,13 +81,15 @@ def test_no_body_raises_anything_else(body: dict[str, Any]) -> None:
 def test_a_response_has_openais_shape() -> None:
     completion = pytest.importorskip("openai.types").Completion
     call = openai_completions.parse({**ASK, "prompt": ["a", "b"], "n": 2, "logprobs": 1})
-    body = call.response([generation()] * 4, CONTEXT)
+    cached = [0, 2, 1, 2]  # the second response to a prompt finds what the first one has cached
+    body = call.response([dataclasses.replace(generation(), cached_tokens=tokens) for tokens in cached], CONTEXT)
     parsed = completion.model_validate(body)
     assert [choice.index for choice in parsed.choices] == [0, 1, 2, 3]
     assert body["usage"] == {
         "prompt_tokens": 4,
         "completion_tokens": 16,
         "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 0 + 1},
     }  # two prompts, four responses
     shown = body["choices"][0]["logprobs"]
     assert shown["token_logprobs"] == [-0.25] * 4 and len(shown["tokens"]) == 4

@@ -165,6 +165,7 @@ def test_a_response_repeats_the_request_and_counts_tokens() -> None:
     assert body["metadata"] == {"task": "7"} and body["tools"] == [TOOL] and body["instructions"] == "Be brief."
     assert body["text"] == {"format": RICH["text"]["format"]} and body["previous_response_id"] == "resp_1"
     assert body["usage"]["input_tokens"] == 3
+    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 1, "cache_write_tokens": 0}
     assert body["usage"]["total_tokens"] == 3 + len(choice.generation.token_ids)
     assert body["skyrl"]["token_ids"] == choice.generation.token_ids and body["skyrl"]["reused_tokens"] == 2
 

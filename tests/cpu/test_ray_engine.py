@@ -80,10 +80,10 @@ def test_joining_keeps_every_token_in_order_and_one_chunk_per_stream(drawn: list
 
 
 def test_a_joined_chunk_ends_the_stream_and_keeps_its_alternatives() -> None:
-    first = TokenChunk([1], [-1.0], [0], None, [[(1, -1.0)]])
+    first = TokenChunk([1], [-1.0], [0], None, [[(1, -1.0)]], 16)
     last = TokenChunk([2], [-2.0], [1], "stop", [[(2, -2.0)]])
     (item,) = join_items([Item(1, first), Item(1, last)], EngineHost())
-    assert item == Item(1, TokenChunk([1, 2], [-1.0, -2.0], [0, 1], "stop", [[(1, -1.0)], [(2, -2.0)]]))
+    assert item == Item(1, TokenChunk([1, 2], [-1.0, -2.0], [0, 1], "stop", [[(1, -1.0)], [(2, -2.0)]], 16))
 
 
 class Noting(Hosted):

@@ -44,6 +44,7 @@ async def test_a_chat_completion_has_the_sampled_tokens() -> None:
 
 async def test_a_stream_joined_is_the_whole_response() -> None:
     async with endpoint() as world:
+        world.engine.cached_tokens = 2
         whole = await world.openai.chat.completions.create(**ASK, max_tokens=20, seed=3)
         stream = await world.openai.chat.completions.create(
             **ASK, max_tokens=20, seed=3, stream=True, stream_options={"include_usage": True}
@@ -55,6 +56,7 @@ async def test_a_stream_joined_is_the_whole_response() -> None:
         reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
         assert reasons == [whole.choices[0].finish_reason]
         assert chunks[-1].usage == whole.usage
+        assert whole.usage.prompt_tokens_details.cached_tokens == 2
 
 
 async def test_equal_seeds_repeat_and_others_do_not() -> None:

@@ -185,6 +185,8 @@ async def test_within_a_version_prefixes_are_cached_until_they_are_to_be_forgott
     prompt = [4 + i % 30 for i in range(300)]
     assert await computed(vllm, prompt) == 300
     assert await computed(vllm, prompt) == 300 - 256
+    assert (await vllm.engine.generate(request(prompt)))["cached_tokens"] == [256]
+    assert max([chunk.cached_tokens async for chunk in vllm.engine.stream(request(prompt))]) == 256
     await vllm.engine.reset_prefix_cache()
     assert await computed(vllm, prompt) == 300
 

@@ -459,7 +459,12 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+_NO_USAGE = {
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "input_tokens": 0,
+    "output_tokens": 0,
+}
 
 
 def error_body(error: DialectError) -> dict[str, Any]:
@@ -519,8 +524,7 @@ class MessagesStream:
 
     def opened(self) -> list[Frame]:
         """Return message_start. The number of prompt tokens is known only at the end, in message_delta."""
-        usage = {**_NO_CACHE, "input_tokens": 0, "output_tokens": 0}
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _NO_USAGE}
         return [_frame("message_start", message=message)]
 
     def event(self, event: ChatEvent) -> list[Frame]:
@@ -596,5 +600,10 @@ def _ending(choice: ChatChoice) -> dict[str, Any]:
 
 
 def _usage(generation: Generation) -> dict[str, int]:
-    tokens = {"input_tokens": len(generation.prompt_token_ids), "output_tokens": len(generation.token_ids)}
-    return {**_NO_CACHE, **tokens}
+    cached = generation.cached_tokens
+    return {
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "input_tokens": len(generation.prompt_token_ids) - cached,  # Anthropic counts cached tokens apart
+        "output_tokens": len(generation.token_ids),
+    }

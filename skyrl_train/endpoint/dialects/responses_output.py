@@ -114,7 +114,7 @@ class ResponseBody:
         body["incomplete_details"] = {"reason": "max_output_tokens"} if incomplete else None
         body["usage"] = {
             "input_tokens": input_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": input_tokens + output_tokens,

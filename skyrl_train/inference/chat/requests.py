@@ -131,6 +131,11 @@ class ChatResult:
         """The number of sampled tokens of all choices."""
         return sum(len(choice.generation.token_ids) for choice in self.choices)
 
+    @property
+    def cached_tokens(self) -> int:
+        """The prompt tokens that the engines had cached; what one choice cached for another does not count."""
+        return min(choice.generation.cached_tokens for choice in self.choices)
+
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:

@@ -223,6 +223,7 @@ class EngineHost(Hosted):
             first.versions + second.versions,
             second.stop_reason,
             top,
+            max(first.cached_tokens, second.cached_tokens),
         )
 
     async def stop(self) -> None:

@@ -157,7 +157,7 @@ class ChatCompletionCall:
         body = {
             **_head(self.model, context, "chat.completion"),
             "choices": choices,
-            "usage": usage(len(result.prompt_token_ids), result.completion_tokens),
+            "usage": usage(len(result.prompt_token_ids), result.completion_tokens, result.cached_tokens),
         }
         if self.token_ids:
             body["prompt_token_ids"] = result.prompt_token_ids
@@ -184,8 +184,7 @@ class ChatCompletionStream:
         self._head = _head(call.model, context, "chat.completion.chunk")
         if call.include_usage:
             self._head["usage"] = None
-        self._prompt_tokens = 0
-        self._completion_tokens = 0
+        self._done: list[Generation] = []  # the choices that have ended
         # Pieces without text, log-probs or ids are not sent.
         self._shows_tokens = call.request.logprobs or call.token_ids
 
@@ -217,8 +216,7 @@ class ChatCompletionStream:
         if choice is not None:
             # The finish reason comes in a separate chunk after the last piece.
             done = choice.generation
-            self._prompt_tokens = len(done.prompt_token_ids)
-            self._completion_tokens += len(done.token_ids)
+            self._done.append(done)
             shown = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
             prompt: dict[str, Any] = {}
             if self._call.token_ids:
@@ -232,7 +230,9 @@ class ChatCompletionStream:
         """Return the usage if requested, and [DONE]."""
         if not self._call.include_usage:
             return [DONE]
-        total = usage(self._prompt_tokens, self._completion_tokens)
+        sampled = sum(len(done.token_ids) for done in self._done)
+        cached = min(done.cached_tokens for done in self._done)
+        total = usage(len(self._done[0].prompt_token_ids), sampled, cached)
         return [Frame({**self._head, "choices": [], "usage": total}), DONE]
 
     def failed(self, error: DialectError) -> list[Frame]:

@@ -212,9 +212,11 @@ class CompletionStream:
         return [Frame(openai_error(error))]
 
 
-def _usage(done: Sequence[Generation], n: int) -> dict[str, int]:
+def _usage(done: Sequence[Generation], n: int) -> dict[str, Any]:
     prompts = sum(len(generation.prompt_token_ids) for generation in done[::n])
-    return usage(prompts, sum(len(generation.token_ids) for generation in done))
+    # What one response cached for another one to the same prompt does not count.
+    cached = sum(min(generation.cached_tokens for generation in done[at : at + n]) for at in range(0, len(done), n))
+    return usage(prompts, sum(len(generation.token_ids) for generation in done), cached)
 
 
 def _head(model: str, context: ResponseContext) -> dict[str, Any]:

@@ -239,7 +239,7 @@ class AsyncLLMAdapter(VLLMLink):
         # Counted once, at the end; cached prefixes were not computed.
         if output.finished and output.num_cached_tokens is not None:
             self.prefill_tokens += len(output.prompt_token_ids) - output.num_cached_tokens
-        return completion_chunk(in_flight, output.outputs[0])
+        return completion_chunk(in_flight, output.outputs[0], output.num_cached_tokens or 0)
 
     async def finish(self, in_flight: InFlightRequest, ended: bool) -> None:
         """See :class:`VLLMLink`."""
@@ -365,8 +365,11 @@ def lora_request(name: str, number: int, path: str) -> Any:
     return LoRARequest(lora_name=f"{name}#{number}", lora_int_id=number, lora_path=path)
 
 
-def completion_chunk(in_flight: InFlightRequest, completion: Any) -> TokenChunk:
+def completion_chunk(in_flight: InFlightRequest, completion: Any, cached_tokens: int) -> TokenChunk:
     """Return the tokens that are new in ``completion`` (vLLM's ``CompletionOutput``) and count them as delivered.
+
+    Args:
+        cached_tokens: of the prompt.
 
     Raises:
         GrammarError: the grammar cannot be followed.
@@ -384,7 +387,8 @@ def completion_chunk(in_flight: InFlightRequest, completion: Any) -> TokenChunk:
     # By position in the response: an update during this chunk splits its tokens.
     versions = token_versions(in_flight.spans, in_flight.delivered, len(token_ids))
     in_flight.delivered += len(token_ids)
-    return TokenChunk(token_ids, logprobs, versions, None if reason is None else STOP_REASONS[reason], top)
+    stop_reason = None if reason is None else STOP_REASONS[reason]
+    return TokenChunk(token_ids, logprobs, versions, stop_reason, top, cached_tokens)
 
 
 def _logprobs(
