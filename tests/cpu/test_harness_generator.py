@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -184,6 +185,17 @@ async def test_a_program_in_any_language_is_an_agent() -> None:
 
 async def never_asks(**_: Any) -> float:
     return 1.0
+
+
+@pytest.mark.parametrize("public", ["http://localhost:{port}", "http://localhost:{port}/"])
+async def test_an_agent_is_given_the_public_url(public: str) -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        assert re.fullmatch(r"http://localhost:\d+/v1", base_url)
+        return await one_turn(prompt, base_url, api_key)
+
+    async with harness(endpoint={"public_url": public}) as it:
+        [sample] = await it.samples(run)
+    assert sample.response_ids
 
 
 async def gives_no_reward(prompt: Messages, base_url: str, api_key: str, **_: Any) -> None:

@@ -330,9 +330,17 @@ async def connect(world: World) -> tuple[asyncio.StreamReader, asyncio.StreamWri
         ({"host": "example.org"}, "admin key"),
         ({"admin_key": "short"}, "16"),
         ({"model_names": ()}, "model name"),
+        ({"public_url": "10.0.0.7:8000", "port": 8000}, "must be a URL"),
+        ({"public_url": "http://:8000", "port": 8000}, "must be a URL"),
+        ({"public_url": "http://host:port", "port": 8000}, "must be a URL"),
+        ({"public_url": "http://host:{Port}"}, "must be a URL"),
+        ({"public_url": "http://user@host:{port}"}, "must be a URL"),
+        ({"public_url": "http://host:{port}/?a=b"}, "must be a URL"),
+        ({"public_url": "http://host:{port}/v1/"}, "/v1"),
+        ({"public_url": "http://host:8000"}, "set the port"),
     ],
 )
-def test_an_endpoint_that_anybody_could_use_is_rejected(settings: dict[str, Any], words: str) -> None:
+def test_an_endpoint_that_anybody_could_use_or_nobody_could_reach_is_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServerSettings(**settings)
 

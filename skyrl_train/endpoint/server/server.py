@@ -50,13 +50,15 @@ class EndpointServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen, and return the base URL for OpenAI clients (it ends in ``/v1``).
+        """Listen, and return the base URL for OpenAI clients (it ends in ``/v1``): the public one, if there is one.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
         settings = self._gateway.settings
         listener, url = bind(settings.host, settings.port, PORT_SETTING)
+        if settings.public_url is not None:
+            url = settings.public_url.replace("{port}", str(listener.getsockname()[1])).rstrip("/")
         # Headers that reveal the server or trust a proxy are off; logging belongs to the trainer.
         config = uvicorn.Config(
             self._app,

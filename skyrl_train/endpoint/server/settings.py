@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from skyrl_train.errors import ConfigError
 
@@ -17,6 +19,9 @@ class ServerSettings:
     Args:
         host: address to listen on. Anything but loopback requires ``admin_key``.
         port: 0 takes a free port.
+        public_url: the endpoint's URL for agents that reach it by another address than ``host`` and ``port``: in containers, on
+            other machines, behind a proxy. Without ``/v1``; ``{port}`` stands for the port that it listens on. None: the
+            address that it listens on.
         model_names: names of the policy in requests. All are equivalent; GET /v1/models lists them in this order.
         admin_key: key of the administrator, who opens sessions and may generate without one. None: no administrator,
             unless ``open``.
@@ -34,6 +39,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 0
+    public_url: str | None = None
     model_names: tuple[str, ...] = ("policy",)
     admin_key: str | None = field(default=None, repr=False)
     open: bool = False
@@ -52,6 +58,8 @@ class ServerSettings:
             raise ConfigError("the endpoint needs at least one model name")
         if self.admin_key is not None and len(self.admin_key) < MIN_ADMIN_KEY:
             raise ConfigError(f"the endpoint's admin key must have at least {MIN_ADMIN_KEY} characters")
+        if self.public_url is not None:
+            _check_public_url(self.public_url, self.port)
         # Other machines can reach every other address, so an endpoint there needs a key.
         if is_loopback(self.host):
             return
@@ -61,6 +69,26 @@ class ServerSettings:
             )
         if self.admin_key is None:
             raise ConfigError(f"an endpoint that listens on {self.host} needs an admin key")
+
+
+def _check_public_url(url: str, port: int) -> None:
+    try:
+        parts = urlsplit(url.replace("{port}", "1"))
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # not a port, or not an address in brackets
+        usable = False
+    if not usable or parts.username is not None or parts.query or parts.fragment or re.search(r"[{}\s]", parts.geturl()):
+        raise ConfigError(
+            f"the endpoint's public_url must be a URL such as http://10.0.0.7:8000 or http://host.docker.internal:{{port}}, got "
+            f"{url!r}"
+        )
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"the endpoint's public_url must not end in /v1, which agents are given with it; got {url!r}")
+    if port == 0 and "{port}" not in url:
+        raise ConfigError(
+            f"the endpoint's public_url is {url!r}, and its port a free one: set the port, or write {{port}} in the URL where it "
+            "belongs"
+        )
 
 
 def is_loopback(host: str) -> bool:
