@@ -194,8 +194,8 @@ async def test_an_agent_is_given_the_public_url(public: str) -> None:
         return await one_turn(prompt, base_url, api_key)
 
     async with harness(endpoint={"public_url": public}) as it:
-        [sample] = await it.samples(run)
-    assert sample.response_ids
+        output = await it.play(run)
+    assert len(output["response_ids"]) == 1
 
 
 async def gives_no_reward(prompt: Messages, base_url: str, api_key: str, **_: Any) -> None:
