@@ -340,7 +340,9 @@ async def connect(world: World) -> tuple[asyncio.StreamReader, asyncio.StreamWri
         ({"public_url": "http://host:8000"}, "set the port"),
     ],
 )
-def test_an_endpoint_that_anybody_could_use_or_nobody_could_reach_is_rejected(settings: dict[str, Any], words: str) -> None:
+def test_an_endpoint_that_anybody_could_use_or_nobody_could_reach_is_rejected(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         ServerSettings(**settings)
 

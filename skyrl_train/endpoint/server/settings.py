@@ -75,14 +75,17 @@ def _check_public_url(url: str, port: int) -> None:
     try:
         parts = urlsplit(url.replace("{port}", "1"))
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable &= parts.username is None and not parts.query and not parts.fragment
+        usable &= not re.search(r"[{}\s]", parts.geturl())
+        path = parts.path
     except ValueError:  # not a port, or not an address in brackets
-        usable = False
-    if not usable or parts.username is not None or parts.query or parts.fragment or re.search(r"[{}\s]", parts.geturl()):
+        usable, path = False, ""
+    if not usable:
         raise ConfigError(
             f"the endpoint's public_url must be a URL such as http://10.0.0.7:8000 or http://host.docker.internal:{{port}}, got "
             f"{url!r}"
         )
-    if parts.path.rstrip("/").endswith("/v1"):
+    if path.rstrip("/").endswith("/v1"):
         raise ConfigError(f"the endpoint's public_url must not end in /v1, which agents are given with it; got {url!r}")
     if port == 0 and "{port}" not in url:
         raise ConfigError(
