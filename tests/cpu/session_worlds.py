@@ -29,8 +29,9 @@ class ReadableRenderer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> list[int]:
-        return [TOOLS] * len(tools) + self._messages(messages)
+        return [TOOLS] * len(tools) + self._messages(messages, continue_final)
 
     def extend(
         self,
@@ -39,20 +40,21 @@ class ReadableRenderer:
         new_messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> list[int]:
         if not self.extends:
             raise ConfigError("this template rewrites earlier answers")
-        return [*prompt_token_ids, *response_ids, END, *self._messages(new_messages)]
+        return [*prompt_token_ids, *response_ids, END, *self._messages(new_messages, continue_final)]
 
     def retokenise(self, token_ids: Sequence[int]) -> list[int]:
         return [token - SAMPLED if token >= SAMPLED else token for token in token_ids]
 
-    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _messages(self, messages: Sequence[Mapping[str, Any]], continue_final: bool) -> list[int]:
         self.rendered_messages += len(messages)
         tokens: list[int] = []
         for message in messages:
             tokens += [ROLES[message["role"]], *text_tokens(str(message.get("content") or "")), END]
-        return [*tokens, ROLES["assistant"]]
+        return tokens[:-1] if continue_final else [*tokens, ROLES["assistant"]]
 
 
 def text_tokens(text: str) -> list[int]:

@@ -141,6 +141,54 @@ def test_no_new_message_is_a_new_turn_of_the_assistant() -> None:
     assert extended == [5, *tokens(tokenizer, "7<|im_end|>\n<|im_start|>assistant\n")]
 
 
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [
+        ("characters", "It is"),
+        ("no template", "It is"),
+        ("chatml", "<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\nIt is"),
+    ],
+)
+def test_a_prefill_ends_the_prompt_rendered_at_once_or_turn_by_turn(kind: str, ending: str) -> None:
+    tokenizer, prefill = TOKENIZERS[kind], {"role": "assistant", "content": "It is"}
+    renderer = ChatRenderer(tokenizer, "")
+    rendered = renderer.render([*ASK, prefill], continue_final=True)
+    if kind != "no template":
+        arguments = {"continue_final_message": True, "return_dict": False}
+        assert rendered == tokenizer.apply_chat_template([*ASK, prefill], **arguments)
+    assert rendered[-5:] == tokens(tokenizer, "It is")
+    prompt, response = renderer.render(ASK), tokens(tokenizer, "7")
+    extended = renderer.extend(prompt, response, [*MORE, prefill], continue_final=True)
+    added = ending if kind == "chatml" else f"Try again.{ending}"
+    assert extended == prompt + response + tokens(tokenizer, added)
+
+
+def test_a_family_continues_a_message_with_the_tokenizers_template_or_not_at_all() -> None:
+    conversation = [*ASK, {"role": "assistant", "content": "It is"}]
+    tokenizer = make_tokenizer(CHATML, QWEN_MARKS)
+    renderer = ChatRenderer(tokenizer, "Qwen/Qwen3-0.6B")
+    assert renderer.render(conversation, continue_final=True) == [
+        *renderer.render(ASK),
+        *tokens(tokenizer, "It is"),
+    ]
+    with pytest.raises(ConfigError, match="has no chat template"):
+        ChatRenderer(make_tokenizer(None, QWEN_MARKS), "Qwen/Qwen3-0.6B").render(conversation, continue_final=True)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "reasoning", "content"),
+    [("So", None, "hm</think>ok"), ("<think>So", "hm", "ok"), ("<think>So</think>", None, "hm</think>ok")],
+)
+def test_a_prefill_may_open_reasoning(prefill: str, reasoning: str | None, content: str) -> None:
+    tokenizer = make_tokenizer(CHATML, QWEN_MARKS)
+    renderer = ChatRenderer(tokenizer, "Qwen/Qwen3-0.6B")
+    prompt = renderer.render([*ASK, {"role": "assistant", "content": prefill}], continue_final=True)
+    parser = renderer.parser(prompt, (), prefill)
+    parser.feed(tokens(tokenizer, "hm</think>ok<|im_end|>"))
+    message = parser.finish()[1]
+    assert (message.reasoning_content, message.content) == (reasoning, content)
+
+
 def test_a_known_family_is_rendered_by_its_own_renderer_and_keeps_its_reasoning() -> None:
     tokenizer = make_tokenizer(None, QWEN_MARKS)
     renderer = ChatRenderer(tokenizer, "Qwen/Qwen3-0.6B")

@@ -102,7 +102,7 @@ class Recorder:
     room: int = 1000  # responses
     asked_room: list[tuple[int, int]] = field(default_factory=list)
 
-    def plan(self, messages: Any, tools: Any, template_kwargs: Any) -> Any:
+    def plan(self, messages: Any, tools: Any, template_kwargs: Any, continue_final: bool) -> Any:
         self.planned.append((messages, tools, template_kwargs))
 
         @dataclass

@@ -147,7 +147,17 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
             "messages[0].content[0].type",
             "no tool_use blocks",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": "The"}]}, "messages[1].role", "prefill"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1]", "no text to continue"),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+                ]
+            },
+            "messages[1]",
+            "tool calls cannot be continued",
+        ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, USER]},
             "messages[0].content[0].type",

@@ -130,6 +130,22 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"continue_final_message": True}, "messages[0]"),
+        ({"continue_final_message": True, "messages": [{"role": "assistant", "content": " "}]}, "messages[0]"),
+        (
+            {
+                "continue_final_message": True,
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                    }
+                ],
+            },
+            "messages[0]",
+        ),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),

@@ -139,6 +139,21 @@ async def test_tools_are_called_in_openais_shape(streamed: bool, monkeypatch: py
         assert content.strip() == "Let me see."
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_prefill_that_opens_reasoning_is_closed_by_the_response(streamed: bool) -> None:
+    tokenizer = byte_tokenizer(["<|im_start|>", "<|im_end|>"], ["<think>", "</think>"], "<|im_end|>", HERMES)
+    engine = WatchedEngine(saying(tokenizer, "hm</think>ok"), free_running=True, eos=tokenizer.eos_token_id)
+    messages = [*ASK["messages"], {"role": "assistant", "content": "<think>So"}]
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    async with endpoint(engine, tokenizer=tokenizer) as world:
+        answer = await world.openai.chat.completions.create(
+            model="policy", messages=messages, stream=streamed, extra_body=body
+        )
+        parts = [chunk.choices[0].delta async for chunk in answer] if streamed else [answer.choices[0].message]
+        assert "".join(part.content or "" for part in parts) == "ok"
+        assert "".join(part.model_extra.get("reasoning_content") or "" for part in parts) == "hm"
+
+
 async def test_a_weight_update_in_the_middle_of_a_stream_is_invisible_to_the_client() -> None:
     def no_end(tokens: Sequence[int], seed: int) -> int:
         return max(3, hashed_token(tokens, seed))

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from endpoint_worlds import ADMIN_KEY, ASK, WatchedEngine, World, endpoint
+from endpoint_worlds import ADMIN_KEY, ASK, TOKENIZER, WatchedEngine, World, endpoint
 
 from skyrl_train.endpoint.sessions import SessionLimits
 
@@ -52,6 +52,28 @@ async def test_a_session_becomes_training_data() -> None:
         assert deleted.json()["deleted"]
         assert (await world.http.get(f"/v1/sessions/{name}")).status_code == 404
         assert (await world.http.post(CHAT, json=ASK, headers=bearer(key))).status_code == 401
+
+
+async def test_a_prefill_is_continued_in_both_apis_and_recorded_as_prompt() -> None:
+    conversation = [*ASK["messages"], {"role": "assistant", "content": "45"}]
+    async with endpoint() as world:
+        name, key = await opened(world)
+        rendered = [*TOKENIZER("0123")["input_ids"], *TOKENIZER("45")["input_ids"]]
+        body = {"model": "policy", "messages": conversation, "max_tokens": 6, "seed": 3, "return_token_ids": True}
+        chat = {**body, "continue_final_message": True, "add_generation_prompt": False}
+        openais = (await world.http.post(CHAT, json=chat, headers=bearer(key))).json()
+        anthropics = (await world.http.post("/v1/messages", json=body, headers=bearer(key))).json()
+        assert openais["prompt_token_ids"] == anthropics["skyrl"]["prompt_token_ids"] == rendered
+        [choice] = openais["choices"]
+        assert choice["token_ids"] == anthropics["skyrl"]["token_ids"]
+        assert choice["message"]["content"] == anthropics["content"][0]["text"]
+        count = {"model": "policy", "messages": conversation}
+        counted = await world.http.post("/v1/messages/count_tokens", json=count, headers=bearer(key))
+        assert counted.json() == {"input_tokens": 6}
+        await world.http.post(f"/v1/sessions/{name}/finish", json={}, headers=bearer(key))
+        exported = (await world.http.get(f"/v1/sessions/{name}/sequences", headers=bearer(key))).json()["sequences"]
+        assert [sequence["prompt_token_ids"] for sequence in exported] == [rendered] * 2
+        assert [sequence["loss_mask"] for sequence in exported] == [[1] * 6] * 2
 
 
 async def test_the_header_names_a_session_for_the_administrator_alone() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from session_worlds import (
     END,
+    ROLES,
     SAMPLED,
     ReadableRenderer,
     ask,
@@ -20,9 +22,10 @@ from session_worlds import (
     user,
 )
 
-from skyrl_train.endpoint.sessions import Session, SessionLimits
+from skyrl_train.endpoint.sessions import Session, SessionLimits, TurnPlan
 from skyrl_train.errors import EngineError, SessionError
 from skyrl_train.inference.chat.requests import ToolCall
+from skyrl_train.inference.interface import StopReason
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
@@ -292,6 +295,54 @@ def test_chat_and_completions_continue_each_other_where_the_tokens_agree() -> No
     assert (completion.parent, completion.reused_tokens) == (0, len(so_far))
     assert session.record_completion(completion, generation(completion.prompt_token_ids, [SAMPLED])) == 1
     assert session.plan([user("hi"), assistant("yo"), user("more")]).parent == 0
+
+
+def prefilled(session: Session, messages: list[dict[str, Any]], answer: str, **options: Any) -> TurnPlan:
+    plan = session.plan(messages, continue_final=True)
+    session.record(plan, choice(plan, answer, **options))
+    return plan
+
+
+def test_a_prefill_is_prompt_and_the_whole_message_continues() -> None:
+    session = new_session()
+    first = prefilled(session, [user("hi"), assistant("It ")], "is.")
+    assert first.prompt_token_ids == [ROLES["user"], *text_tokens("hi"), END, ROLES["assistant"], *text_tokens("It ")]
+    history = [user("hi"), assistant("It is."), user("more"), assistant("As")]
+    second = prefilled(session, history, " well.")
+    sampled = [*first.prompt_token_ids, *sampled_tokens("is.")]
+    assert second.prompt_token_ids[: second.reused_tokens] == sampled
+    assert second.prompt_token_ids[-2:] == text_tokens("As")
+    third = ask(session, [*history[:-1], assistant("As well."), user("end")], "ok")
+    assert third.parent == 1 and session.statistics().drifted_turns == 0
+    session.finish()
+    [sequence] = session.sequences()
+    trained = [
+        token for token, mask in zip(sequence.response_ids, sequence.loss_mask, strict=True) if mask
+    ]  # what the program wrote is prompt
+    assert trained == [*sampled_tokens("is."), *sampled_tokens(" well."), *sampled_tokens("ok")]
+    assert sequence.prompt_token_ids == first.prompt_token_ids
+
+
+def test_an_answer_that_was_cut_off_continues_with_its_own_tokens() -> None:
+    session = new_session()
+    plan = session.plan([user("hi")])
+    cut = choice(plan, "It ")
+    cut = replace(cut, generation=replace(cut.generation, stop_reason=StopReason.LENGTH))
+    session.record(plan, cut)
+    again = prefilled(session, [user("hi"), assistant("It")], "is.")
+    assert again.prompt_token_ids == [*plan.prompt_token_ids, *sampled_tokens("It ")]
+    assert (again.reused_tokens, again.parent) == (len(again.prompt_token_ids), 0)
+    following = ask(session, [user("hi"), assistant("Itis."), user("more")], "ok")
+    assert following.parent == 1 and session.statistics().drifted_turns == 0
+    assert session.statistics().branches == 1
+
+
+def test_an_answer_that_had_ended_is_rendered_as_a_prefill_and_counted() -> None:
+    session = new_session()
+    ask(session, [user("hi")], "yo")
+    again = prefilled(session, [user("hi"), assistant("yo")], "!")
+    assert again.prompt_token_ids[-2:] == text_tokens("yo") and again.parent is None
+    assert session.statistics().drifted_turns == 1
 
 
 def test_the_oldest_version_is_the_oldest_of_all_turns() -> None:

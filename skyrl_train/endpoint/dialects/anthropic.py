@@ -41,7 +41,7 @@ from skyrl_train.inference.openai.body import (
 )
 from skyrl_train.inference.openai.dialect import Frame, ResponseContext, training_data
 from skyrl_train.inference.openai.errors import DialectError
-from skyrl_train.inference.openai.messages import function_tool
+from skyrl_train.inference.openai.messages import check_prefill, function_tool
 from skyrl_train.inference.requests import Generation
 
 # SDKs send a thinking block back only with a signature. Nothing is signed here: the block is compared with the sampled one.
@@ -215,7 +215,7 @@ class CountTokensBody(RequestBody):
 
     model: NonEmpty = Field(description="a name that GET /v1/models lists")
     messages: Annotated[list[Message], Field(min_length=1)] = Field(
-        description="text, tool_use, tool_result and thinking blocks; the last message is not the assistant's"
+        description="text, tool_use, tool_result and thinking blocks; a last message of the assistant is continued"
     )
     system: TextOrBlocks | None = Field(None, description="text blocks are joined")
     tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = Field(
@@ -258,21 +258,26 @@ class CountTokensBody(RequestBody):
         """Return the request in the form that the chat service takes.
 
         Raises:
-            DialectError: a block that its role cannot have, or a last message of the assistant.
+            DialectError: a block that its role cannot have, or a last message that cannot be continued.
         """
+        messages = chat_messages(self.system, self.messages)
+        continue_final = self.messages[-1].role == "assistant"
+        if continue_final:
+            check_prefill(messages[-1], f"messages[{len(self.messages) - 1}]")
         # Chat templates take effort and thinking as arguments; the client's own arguments come last and win.
         effort = None if self.output_config is None else self.output_config.effort
         thinking = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             thinking = {"enable_thinking": self.thinking.type == "enabled"}
         return ChatRequest(
-            messages=tuple(chat_messages(self.system, self.messages)),
+            messages=tuple(messages),
             params=params,
             max_tokens=max_tokens,
             tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()),
             tool_choice=_TOOL_CHOICES["auto" if self.tool_choice is None else self.tool_choice.type],
             forced_tool=self.tool_choice.name if isinstance(self.tool_choice, ToolChoiceTool) else None,
             template_kwargs=template_arguments(effort, {**thinking, **(self.chat_template_kwargs or {})}),
+            continue_final=continue_final,
         )
 
 
@@ -351,7 +356,7 @@ def chat_messages(system: str | list[TextBlock] | None, messages: list[Message])
     """Convert a validated conversation into OpenAI's chat messages.
 
     Raises:
-        DialectError: a block that its role cannot have, or a last message of the assistant.
+        DialectError: a block that its role cannot have.
     """
     chat: list[dict[str, Any]] = [] if not system else [{"role": "system", "content": _joined(system)}]
     for index, message in enumerate(messages):
@@ -369,14 +374,6 @@ def chat_messages(system: str | list[TextBlock] | None, messages: list[Message])
             chat.append({"role": "system", "content": _joined(blocks)})
         else:
             chat += _user(blocks)
-    # A prefill would continue a message whose tokens were not sampled.
-    if messages[-1].role == "assistant":
-        raise DialectError(
-            "The last message must not be the assistant's: a response always starts a new message here, there is no "
-            "prefill.",
-            f"messages[{len(messages) - 1}].role",
-            "unsupported_parameter",
-        )
     return chat
 
 

@@ -19,10 +19,11 @@ from typing import Any
 from skyrl_train.endpoint.sessions.deduplicator import CompletedRequests, RequestDeduplicator
 from skyrl_train.endpoint.sessions.export import SessionSequence, to_sequences
 from skyrl_train.endpoint.sessions.messages import CanonicalMessage, MessageTree, canonical_messages, setting_digest
-from skyrl_train.endpoint.sessions.turns import TurnTree, differing_tokens, token_list
+from skyrl_train.endpoint.sessions.turns import Turn, TurnTree, differing_tokens, token_list
 from skyrl_train.errors import ConfigError, SessionError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.requests import ChatChoice
+from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.requests import Generation
 
 _EXPORT_IN_THREAD_TOKENS = 50_000  # fewer are exported on the event loop, within a millisecond or two
@@ -98,13 +99,17 @@ class _MessagePosition:
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """The prompt of a request. Its first ``reused_tokens`` are tokens of earlier turns, exactly as sampled."""
+    """The prompt of a request. Its first ``reused_tokens`` are tokens of earlier turns, exactly as sampled.
+
+    ``prefill`` is the message that the response continues; its tokens are part of the prompt.
+    """
 
     prompt_token_ids: list[int]
     reused_tokens: int = 0
     parent: int | None = field(default=None, repr=False)  # the turn that is extended
     position: _MessagePosition | None = field(default=None, repr=False)  # None for a prompt of tokens
     drifted: bool = field(default=False, repr=False)
+    prefill: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 class _SessionState(Enum):
@@ -172,11 +177,16 @@ class Session:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> TurnPlan:
         """Return the prompt for a conversation in OpenAI's chat format.
 
         Extends the longest recorded conversation that is a prefix of ``messages``, token by token. If there is none, or
         the template cannot be extended, renders everything, and the turn starts a new branch.
+
+        Args:
+            continue_final: the response continues the last message. If that is an answer of this session that was cut off, its
+                tokens are reused as sampled.
 
         Raises:
             SessionError: the session has ended, or has no room for a response (see :meth:`check_room`).
@@ -188,26 +198,35 @@ class Session:
         setting, canonical = setting_digest(tools, kwargs), canonical_messages(messages)
         # First choice: messages continue a recorded turn, whose tokens are reused as sampled.
         # Tools and template arguments are part of the match: with others the template renders another prompt.
-        match = self._messages.match(setting, canonical)
-        prompt = None
-        if match.turn is not None:
-            prompt = self._extend(match.turn, messages[match.length :], tools, kwargs)
-        if match.turn is not None and prompt is not None:
-            position = _MessagePosition(setting, match.node, canonical[match.length :])
-            reused = self._turns.turns[match.turn].end
-            plan = TurnPlan(prompt, reused, match.turn, position, match.rewritten > 0)
+        # A prefill is the beginning of the answer, not a part of the history.
+        history = canonical[:-1] if continue_final else canonical
+        prefill = messages[-1] if continue_final else None
+        match = self._messages.match(setting, history)
+        cut_off = self._cut_off_turn(setting, canonical) if continue_final else None
+        rewritten = match.rewritten
+        parent = prompt = None
+        if cut_off is not None:
+            parent, prompt = cut_off, [*self._turns.prompt(cut_off.index), *token_list(cut_off.response)]
         else:
-            prompt = self._renderer.render(messages, tools=tools, template_kwargs=kwargs)
+            rewritten += self._messages.count_answers(canonical[len(history) :])
+            if match.turn is not None:
+                parent = self._turns.turns[match.turn]
+                prompt = self._extend(match.turn, messages[match.length :], tools, kwargs, continue_final)
+        if parent is not None and prompt is not None:
+            position = _MessagePosition(setting, match.node, history[match.length :])
+            plan = TurnPlan(prompt, parent.end, parent.index, position, rewritten > 0, prefill)
+        else:
+            prompt = self._renderer.render(messages, tools=tools, template_kwargs=kwargs, continue_final=continue_final)
             # Tokens decide which turn is extended: the rendering may start with exactly what was sampled.
             parent = self._turns.longest_prefix(prompt)
             # Repeated answers beyond the turns on the extended path were not reused: the request has drifted.
-            lost = self._messages.count_answers(canonical[: match.length]) + match.rewritten
-            position = _MessagePosition(setting, None, canonical)
+            lost = self._messages.count_answers(history[: match.length]) + rewritten
+            position = _MessagePosition(setting, None, history)
             if parent is None:
-                plan = TurnPlan(prompt, 0, None, position, lost > 0)
+                plan = TurnPlan(prompt, 0, None, position, lost > 0, prefill)
             else:
                 drifted = lost > len(self._turns.path(parent.index))
-                plan = TurnPlan(prompt, parent.end, parent.index, position, drifted)
+                plan = TurnPlan(prompt, parent.end, parent.index, position, drifted, prefill)
         self.check_room(plan=plan)
         return plan
 
@@ -270,7 +289,12 @@ class Session:
         """
         turn = self.record_completion(plan, choice.generation)
         if plan.position is not None:
-            [answer] = canonical_messages([choice.message.to_openai()])
+            message = choice.message.to_openai()
+            if plan.prefill is not None:  # programs send the whole message back
+                message["content"] = f"{plan.prefill['content']}{message['content'] or ''}"
+                if (reasoning := plan.prefill.get("reasoning_content")) is not None:
+                    message["reasoning_content"] = reasoning
+            [answer] = canonical_messages([message])
             position = plan.position
             self._messages.add(position.setting, position.after, position.messages, answer, turn)
         return turn
@@ -294,17 +318,33 @@ class Session:
         self.last_used = self._clock()
         return turn.index
 
+    def _cut_off_turn(self, setting: bytes, canonical: Sequence[CanonicalMessage]) -> Turn | None:
+        """Return the turn whose answer is the last of these messages, if it ended at a token limit."""
+        match = self._messages.match(setting, canonical)
+        if match.turn is None or match.length < len(canonical):
+            return None
+        turn = self._turns.turns[match.turn]
+        return turn if turn.stop_reason == StopReason.LENGTH else None
+
     def _extend(
         self,
         turn: int,
         new_messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
+        continue_final: bool,
     ) -> list[int] | None:
         """Return the prompt that continues a turn, or None if the template cannot be extended."""
         before, response = self._turns.prompt(turn), token_list(self._turns.turns[turn].response)
         try:
-            prompt = self._renderer.extend(before, response, new_messages, tools=tools, template_kwargs=template_kwargs)
+            prompt = self._renderer.extend(
+                before,
+                response,
+                new_messages,
+                tools=tools,
+                template_kwargs=template_kwargs,
+                continue_final=continue_final,
+            )
         except ConfigError:
             return None
         # Some templates rewrite earlier turns; such a prompt would not continue the sampled tokens.

@@ -118,7 +118,11 @@ class ChatRenderer:
     # Messages to tokens -------------------------------------------------------------------------------------------
 
     def render(
-        self, messages: Messages, tools: Messages = (), template_kwargs: Mapping[str, Any] = _NO_KWARGS
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+        continue_final: bool = False,
     ) -> list[int]:
         """Return the tokens of ``messages`` and the generation prompt.
 
@@ -126,18 +130,21 @@ class ChatRenderer:
             messages: in OpenAI's chat shape.
             tools: OpenAI tool specifications, shown to the model.
             template_kwargs: further arguments of the chat template.
+            continue_final: the response continues the last message, which is the assistant's: instead of a generation prompt, the
+                prompt ends with the last character of that message, as transformers' ``continue_final_message`` has it.
 
         Raises:
-            ConfigError: a message is malformed, the template rejects the messages, or nothing is left to encode.
+            ConfigError: a message is malformed, the template rejects the messages, nothing is left to encode, or the chat format
+                of a family cannot continue a message because the tokenizer has no chat template.
         """
         if not messages:
             raise ConfigError("messages is empty; a conversation needs at least one message.")
-        key = _json([self.normalize(messages), list(tools), self._checked(template_kwargs)])
+        key = _json([self.normalize(messages), list(tools), self._checked(template_kwargs), continue_final])
         return list(self._render(key))
 
     def _render_json(self, key: str) -> array[int]:
-        messages, tools, template_kwargs = json.loads(key)
-        if self._family is not None:
+        messages, tools, template_kwargs, continue_final = json.loads(key)
+        if self._family is not None and not continue_final:
             renderer = self._family.renderer(template_kwargs)
             try:
                 ids = list(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
@@ -147,7 +154,12 @@ class ChatRenderer:
                     f"{_roles(messages)}: {error}"
                 ) from error
         elif self._template:
-            ids = self.encode(self._apply(messages, tools, template_kwargs, add_generation_prompt=True))
+            ids = self.encode(self._apply(messages, tools, template_kwargs, _end(continue_final)))
+        elif self._family is not None:
+            raise ConfigError(
+                f"The chat format {self._family.name!r} of {self._name!r} cannot continue a message of the assistant: the "
+                "tokenizer has no chat template. End the conversation with another message."
+            )
         else:
             ids = list(self._tokenizer(_contents(messages), add_special_tokens=True)["input_ids"])
             if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id:
@@ -163,8 +175,12 @@ class ChatRenderer:
         new_messages: Messages,
         tools: Messages = (),
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+        continue_final: bool = False,
     ) -> list[int]:
         """Return the next turn's prompt, which begins with ``prompt_token_ids + response_ids``.
+
+        Args:
+            continue_final: as for :meth:`render`.
 
         Raises:
             ConfigError: a message is malformed, or the template rejects the messages or rewrites answers so that it
@@ -175,7 +191,7 @@ class ChatRenderer:
         previous = [*prompt_token_ids, *response_ids]
         new = self.normalize(new_messages)
         arguments = self._checked(template_kwargs)
-        if self._family is not None:
+        if self._family is not None and not continue_final:
             bridged = self._family.renderer(arguments).bridge_to_next_turn(
                 list(prompt_token_ids),
                 list(response_ids),
@@ -192,7 +208,7 @@ class ChatRenderer:
                 )
             return previous + self._encode_after_answer(_contents(new))
         # The response may have sampled the beginning of what closes its turn (its end token, usually): do not repeat it.
-        following = self._encode_after_answer(self._after_answer(new, tools, arguments, add_generation_prompt=True))
+        following = self._encode_after_answer(self._after_answer(new, tools, arguments, _end(continue_final)))
         closing = self._closing(_json([list(tools), arguments]))
         repeated = next(
             (
@@ -207,13 +223,13 @@ class ChatRenderer:
     def _render_closing(self, key: str) -> list[int]:
         """Return the tokens that end the assistant's turn."""
         tools, arguments = json.loads(key)
-        return self._encode_after_answer(self._after_answer((), tools, arguments, add_generation_prompt=False))
+        return self._encode_after_answer(self._after_answer((), tools, arguments, {"add_generation_prompt": False}))
 
     def _after_answer(
-        self, new: Messages, tools: Messages, template_kwargs: Mapping[str, Any], *, add_generation_prompt: bool
+        self, new: Messages, tools: Messages, template_kwargs: Mapping[str, Any], end: Mapping[str, Any]
     ) -> str:
         dummy = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        text = self._apply([*dummy, *new], tools, template_kwargs, add_generation_prompt=add_generation_prompt)
+        text = self._apply([*dummy, *new], tools, template_kwargs, end)
         _, found, rest = text.partition(_ANSWER)
         # Without the placeholder in its output, nothing tells where the answer ends.
         if not found:
@@ -224,7 +240,7 @@ class ChatRenderer:
         return rest
 
     def _apply(
-        self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any], *, add_generation_prompt: bool
+        self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any], end: Mapping[str, Any]
     ) -> str:
         from jinja2 import TemplateError
 
@@ -235,8 +251,8 @@ class ChatRenderer:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **end,
                 **template_kwargs,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -293,19 +309,25 @@ class ChatRenderer:
         end = self._tokenizer.eos_token_id
         return () if end is None else (int(end),)
 
-    def parser(self, prompt_token_ids: Sequence[int], tools: Messages = ()) -> ResponseParser:
-        """Return a parser for one response to ``prompt_token_ids``. Without ``tools``, tool calls are content."""
+    def parser(self, prompt_token_ids: Sequence[int], tools: Messages = (), prefill: str = "") -> ResponseParser:
+        """Return a parser for one response to ``prompt_token_ids``. Without ``tools``, tool calls are content.
+
+        Args:
+            prefill: the text of the assistant's message that the response continues.
+        """
         if self._format is None and self._family is not None:
             return WholeParser(self._family.renderer({}), self._tokenizer, prompt_token_ids, tools)
         form = self._format or MessageFormat()
         reader = PieceReader(self._vocabulary, form.marks(with_tools=bool(tools)), frozenset(self.stop_token_ids))
-        opened = self._reasoning_open(form, prompt_token_ids)
+        opened = self._reasoning_open(form, prompt_token_ids, prefill)
         return StreamParser(reader, MessageBuilder(form, tools, prompt_token_ids, reasoning_open=opened))
 
-    def _reasoning_open(self, form: MessageFormat, prompt_token_ids: Sequence[int]) -> bool:
-        """Return whether the generation prompt opens reasoning; then the response has only the closing mark."""
+    def _reasoning_open(self, form: MessageFormat, prompt_token_ids: Sequence[int], prefill: str) -> bool:
+        """Return whether generation prompt or prefill open reasoning; then the response has only the closing mark."""
         if form.reasoning is None:
             return False
+        if prefill:
+            return prefill.rfind(form.reasoning[0]) > prefill.rfind(form.reasoning[1])
         tail = list(prompt_token_ids[-_REASONING_MARK_TOKENS:])
         return str(self._tokenizer.decode(tail, skip_special_tokens=False)).rstrip().endswith(form.reasoning[0])
 
@@ -323,10 +345,12 @@ class ChatRenderer:
             )
         return StructuredOutput("grammar", form.grammar(tools, self._token_ids))
 
-    def guided(self, structured: StructuredOutput, prompt_token_ids: Sequence[int]) -> StructuredOutput:
+    def guided(
+        self, structured: StructuredOutput, prompt_token_ids: Sequence[int], prefill: str = ""
+    ) -> StructuredOutput:
         """Return the grammar of a response: free reasoning, where the prompt has opened it, and then ``structured``."""
         form = self._format or MessageFormat()
-        if form.reasoning is None or not self._reasoning_open(form, prompt_token_ids):
+        if form.reasoning is None or not self._reasoning_open(form, prompt_token_ids, prefill):
             return structured
         closing = form.reasoning[1]
         return after_reasoning(structured, closing, self._token_ids.get(closing))
@@ -359,6 +383,11 @@ def _cached(function: Callable[[str], T]) -> Callable[[str], T]:
     """Cache the latest results of ``function`` for keys that are not too long."""
     cached = lru_cache(maxsize=_CACHED_CONVERSATIONS)(function)
     return lambda key: (cached if len(key) <= _CACHED_CHARACTERS else function)(key)
+
+
+def _end(continue_final: bool) -> dict[str, Any]:
+    """Return the arguments of transformers for the end of a prompt."""
+    return {"continue_final_message": True} if continue_final else {"add_generation_prompt": True}
 
 
 def _json(value: object) -> str:

@@ -84,6 +84,7 @@ class ChatRequest:
         forced_tool: the tool that "required" forces; None: any of ``tools``.
         adapter: a LoRA adapter by name; None: the policy.
         template_kwargs: further arguments of the chat template (``enable_thinking``).
+        continue_final: the response continues the last message, which is the assistant's and has text, instead of beginning one.
         logprobs: whether the dialect shows log-probs (they are recorded in any case).
         session_id: keeps requests on one engine if there is no recording session.
     """
@@ -96,8 +97,14 @@ class ChatRequest:
     forced_tool: str | None = None
     adapter: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final: bool = False
     logprobs: bool = False
     session_id: str | None = None
+
+    @property
+    def prefill(self) -> str:
+        """The text that the response continues; empty for a new message."""
+        return str(self.messages[-1]["content"]) if self.continue_final else ""
 
 
 @dataclass(frozen=True, slots=True)

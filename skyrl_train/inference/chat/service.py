@@ -54,7 +54,9 @@ class RecordingSession(Protocol):
     @property
     def oldest_version(self) -> int | None: ...
 
-    def plan(self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any]) -> Any: ...
+    def plan(
+        self, messages: Messages, tools: Messages, template_kwargs: Mapping[str, Any], continue_final: bool
+    ) -> Any: ...
 
     def plan_completion(self, prompt_token_ids: Sequence[int]) -> Any: ...
 
@@ -71,6 +73,7 @@ class _PlannedTurn:
 
     plan: Any  # the session's, which takes it back with each response; a PromptPlan without a session
     tools: Messages
+    prefill: str
     requests: list[GenerationRequest]
 
 
@@ -132,13 +135,17 @@ class ChatService:
         return plan.prompt_token_ids, plan.reused_tokens
 
     async def render(
-        self, messages: Messages, tools: Messages = (), template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> list[int]:
         """Return the tokens of a conversation. A long one is rendered in a thread."""
         arguments = template_kwargs or {}
         if self._count_characters(messages, tools) > LONG_TEXT:
-            return await asyncio.to_thread(self.renderer.render, messages, tools, arguments)
-        return self.renderer.render(messages, tools, arguments)
+            return await asyncio.to_thread(self.renderer.render, messages, tools, arguments, continue_final)
+        return self.renderer.render(messages, tools, arguments, continue_final)
 
     async def _plan_prompt(self, request: ChatRequest, session: RecordingSession | None) -> tuple[Any, Messages]:
         """Return the plan of the prompt, and the tools that it shows."""
@@ -148,9 +155,10 @@ class ChatService:
             messages = await asyncio.to_thread(self._normalized, request.messages, with_answers=session is not None)
         else:
             messages = self.renderer.normalize(request.messages)
+        arguments, continue_final = request.template_kwargs, request.continue_final
         if session is None:
-            return PromptPlan(await self.render(messages, tools, request.template_kwargs)), tools
-        return session.plan(messages, tools, request.template_kwargs), tools
+            return PromptPlan(await self.render(messages, tools, arguments, continue_final)), tools
+        return session.plan(messages, tools, arguments, continue_final), tools
 
     def _count_characters(self, messages: Messages, tools: Messages) -> int:
         """Count characters, at least up to ``LONG_TEXT``; reject text that no tokenizer fits into the context."""
@@ -225,7 +233,7 @@ class ChatService:
             )
             for index in range(request.params.n)
         ]
-        return _PlannedTurn(plan, tools, requests)
+        return _PlannedTurn(plan, tools, request.prefill, requests)
 
     async def _guided(self, request: ChatRequest, prompt_token_ids: Sequence[int]) -> SamplingParams:
         """Return the sampling parameters with the grammar of the whole response.
@@ -249,13 +257,13 @@ class ChatService:
             structured = self.renderer.forced_call(chosen)
         if structured is None or not ours:
             return params
-        structured = self.renderer.guided(structured, prompt_token_ids)
+        structured = self.renderer.guided(structured, prompt_token_ids, request.prefill)
         await check_grammar(structured)
         return dataclasses.replace(params, structured=structured)
 
     async def _choice(self, turn: _PlannedTurn, index: int) -> ChatChoice:
         generation = await self.generation.complete(turn.requests[index])
-        parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools)
+        parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools, turn.prefill)
         # Text from the stop string on is not part of the message.
         visible = None if generation.stop_string is None else len(generation.text)
         for start in range(0, len(generation.token_ids), _SLICE_TOKENS):
@@ -267,7 +275,7 @@ class ChatService:
 
     async def _choice_events(self, turn: _PlannedTurn, index: int) -> AsyncGenerator[ChatEvent, None]:
         request = turn.requests[index]
-        parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools)
+        parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools, turn.prefill)
         chunks = self.generation.stream(request)
         shown = 0
         try:

@@ -34,6 +34,7 @@ from skyrl_train.inference.openai.messages import (
     ToolChoice,
     Tools,
     check_parallel_calls,
+    check_prefill,
     plain_messages,
     plain_tools,
 )
@@ -65,9 +66,11 @@ class ChatCompletionBody(OpenAIBody):
         None, description="further arguments of the chat template, such as enable_thinking"
     )
     parallel_tool_calls: bool | None = Field(None, description=PARALLEL_NOTE)
+    continue_final_message: bool | None = Field(
+        None, description="the response continues the last message, which is the assistant's"
+    )
+    add_generation_prompt: bool | None = Field(None, description="false with continue_final_message, and only with it")
     echo: Annotated[Any, Unsupported("the messages already have it", False)] = None
-    add_generation_prompt: Annotated[Any, Unsupported("a response is always a new message", True)] = None
-    continue_final_message: Annotated[Any, Unsupported("a response is always a new message", False)] = None
     add_special_tokens: Annotated[Any, Unsupported("the chat template writes them", False)] = None
     documents: Annotated[Any, Unsupported("use chat_template_kwargs", [])] = None
     chat_template: Annotated[Any, Unsupported("the model's own is used")] = None
@@ -102,6 +105,16 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
     if read.top_logprobs and not read.logprobs:
         raise DialectError("top_logprobs is only allowed with logprobs: true.", "top_logprobs", "invalid_value")
     check_parallel_calls(read.parallel_tool_calls, read.tool_choice)
+    continue_final = bool(read.continue_final_message)
+    if read.add_generation_prompt is not None and read.add_generation_prompt == continue_final:
+        raise DialectError(
+            "add_generation_prompt must be false with continue_final_message: true, and true without it.",
+            "add_generation_prompt",
+            "invalid_value",
+        )
+    messages = plain_messages(read.messages)
+    if continue_final:
+        check_prefill(messages[-1], f"messages[{len(messages) - 1}]")
     params = read.sampling_params(
         max_tokens,
         n=read.n or 1,
@@ -111,13 +124,14 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         structured=read.grammar,
     )
     request = ChatRequest(
-        messages=plain_messages(read.messages),
+        messages=messages,
         params=params,
         max_tokens=max_tokens,
         tools=plain_tools(read.tools),
         tool_choice="required" if isinstance(read.tool_choice, NamedTool) else read.tool_choice or "auto",
         forced_tool=read.tool_choice.function.name if isinstance(read.tool_choice, NamedTool) else None,
         template_kwargs=template_arguments(read.reasoning_effort, read.chat_template_kwargs),
+        continue_final=continue_final,
         logprobs=bool(read.logprobs),
     )
     return ChatCompletionCall(

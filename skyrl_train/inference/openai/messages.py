@@ -133,6 +133,19 @@ def plain_messages(messages: list[Any]) -> tuple[dict[str, Any], ...]:
     return tuple(plain)
 
 
+def check_prefill(message: dict[str, Any], param: str) -> None:
+    """Raise DialectError if no response can continue ``message``, the last one of a conversation."""
+    problem = ""
+    if message["role"] != "assistant":
+        problem = f"{param}: only a message of the assistant can be continued, this one is the {message['role']}'s."
+    elif message.get("tool_calls"):
+        problem = f"{param}: a message with tool calls cannot be continued; send the results of the calls after it."
+    elif not str(message.get("content") or "").strip():
+        problem = f"{param}: the message has no text to continue; leave it out."
+    if problem:
+        raise DialectError(problem, param, "invalid_value")
+
+
 def _function_name(name: Any) -> Any:
     if isinstance(name, str) and not (0 < len(name) <= 64 and set(name) <= _NAME_CHARACTERS):
         raise PydanticCustomError("invalid_value", "must be 1 to 64 letters, digits, '_', '-' or '.'.")
