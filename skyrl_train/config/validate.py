@@ -417,6 +417,11 @@ def _engines(config: RunConfig) -> Errors:
         )
     if engine.backend == "vllm":
         yield from _engine_gpus(config)
+        if engine.engine_args.get("speculative_config") and config.generator.sampling_params.min_p > 0:
+            yield (
+                f"generator.sampling_params.min_p={config.generator.sampling_params.min_p} with {ENGINE}.engine_args."
+                "speculative_config: vLLM has no min_p with speculative decoding. Set min_p=0, or leave speculative_config out."
+            )
     endpoint = config.generator.kwargs.get("endpoint")
     port = endpoint.get("port") if isinstance(endpoint, Mapping) else None  # of the harness; 0 or None: a free one
     if config.generator.name == "harness" and not isinstance(port, int | None):

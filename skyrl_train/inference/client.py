@@ -426,11 +426,15 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         if params.adjustment is not None:
             if not can.logit_adjustment:
                 raise ConfigError("the engines have no penalties and no logit_bias")
+            if params.adjustment.logit_bias and not can.logit_bias:
+                raise ConfigError("the engines have no logit_bias: vLLM excludes it with speculative decoding")
             unknown = [token for token, _ in params.adjustment.logit_bias if token >= len(self.tokenizer)]
             if unknown:
                 raise ConfigError(
                     f"logit_bias: {unknown[0]} is not a token of the model, which has {len(self.tokenizer)}"
                 )
+        if params.min_p > 0 and not can.min_p:
+            raise ConfigError("the engines have no min_p: vLLM excludes it with speculative decoding")
         if params.top_logprobs > can.max_top_logprobs:
             raise ConfigError(
                 f"the engines return at most {can.max_top_logprobs} top_logprobs, not {params.top_logprobs}"

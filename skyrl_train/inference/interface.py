@@ -248,7 +248,8 @@ class EngineCapabilities:
     without a cost per token. ``structured_output``: the engine follows grammars. ``grammar_continuation``: it does so with
     :mod:`skyrl_train.inference.grammar`, as the embedded engine and vLLM do. Without it, an interrupted response with a grammar
     starts over, its masks are not repeated in training, and tool calls cannot be forced. ``logit_adjustment``: the engine applies
-    penalties and biases. ``count_continuation``: with ``LogitAdjustment.continued_tokens``, so that counts continue with a
+    penalties and biases. ``min_p``, ``logit_bias``: these two are not excluded, as they are in vLLM with speculative decoding.
+    ``count_continuation``: with ``LogitAdjustment.continued_tokens``, so that counts continue with a
     continued response. Without it, an interrupted response whose penalties count starts over.
     """
 
@@ -262,6 +263,8 @@ class EngineCapabilities:
     structured_output: bool = False
     grammar_continuation: bool = False
     logit_adjustment: bool = False
+    min_p: bool = True
+    logit_bias: bool = True
     count_continuation: bool = False
     priorities: bool = False
     adapters: bool = False

@@ -192,6 +192,14 @@ def test_a_setting_without_effect_in_asynchronous_training_is_a_warning(override
         ([*VLLM_IPC, f"{ENGINE}.tensor_parallel_size=2"], "on [0, 1] and trainer.device=cuda:"),
         ([*VLLM_GPUS, "trainer.strategy=fsdp2", "trainer.device=cuda"], f"Set {ENGINE}.executor=ray, or name"),
         (["data.generate=0"], "data.generate=0"),
+        (
+            [
+                f"{ENGINE}.backend=vllm",
+                f"{ENGINE}.engine_args={{speculative_config: {{method: ngram}}}}",
+                "generator.sampling_params.min_p=0.1",
+            ],
+            "vLLM has no min_p with speculative decoding",
+        ),
     ],
 )
 def test_settings_that_work_in_no_mode_are_errors(overrides: list[str], expected: str) -> None:

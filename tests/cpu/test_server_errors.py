@@ -17,6 +17,8 @@ from endpoint_worlds import ADMIN_KEY, ASK, WatchedEngine, World, endpoint
 
 from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams
+from skyrl_train.inference.requests import GenerationRequest
 
 CHAT = "/v1/chat/completions"
 
@@ -90,6 +92,49 @@ async def test_more_top_logprobs_than_the_engines_support_are_rejected(monkeypat
         told(await world.http.post(CHAT, json=asked), 400, "unsupported_parameter", "top_logprobs")
         asked = {"model": "policy", "prompt": "0", "logprobs": 3}
         told(await world.http.post("/v1/completions", json=asked), 400, "unsupported_parameter", "logprobs")
+
+
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "0", "response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/completions", {"prompt": "0", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("/v1/responses", {"input": "0", "text": {"format": {**FORMAT, "name": "x"}}}, "text.format"),
+        ("/v1/responses", {"input": "0", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("/v1/messages", {**ASK, "max_tokens": 1, "output_config": {"format": FORMAT}}, "output_config.format"),
+        ("/v1/messages", {**ASK, "max_tokens": 1, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (CHAT, {**ASK, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+async def test_a_format_is_rejected_by_the_name_that_the_caller_used(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    async with endpoint() as world:
+        answer = await world.http.post(path, json={"model": "policy", **fields})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"] == f"{param}: the engines here cannot follow a format."
+        assert error.get("param", param) == param  # Anthropic's errors have none
+
+
+@pytest.mark.parametrize("field", ["min_p", "logit_bias"])
+async def test_speculative_decoding_leaves_out_two_fields(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    can = dataclasses.replace(WatchedEngine().capabilities, logit_adjustment=True, **{field: False})
+    monkeypatch.setattr(WatchedEngine, "capabilities", can)
+    async with endpoint() as world:
+        values: dict[str, Any] = {"min_p": 0.1, "logit_bias": {"5": 1.0}, "presence_penalty": 1.0}
+        asked = {**ASK, "max_tokens": 2, field: values.pop(field)}
+        told(await world.http.post(CHAT, json=asked), 400, "unsupported_parameter", field)
+        asked = {"model": "policy", "prompt": "0", field: asked[field]}
+        told(await world.http.post("/v1/completions", json=asked), 400, "unsupported_parameter", field)
+        assert (await world.http.post(CHAT, json={**ASK, **values})).status_code == 200
+        biased = SamplingParams(adjustment=LogitAdjustment(logit_bias=((5, 1.0),)))
+        params = SamplingParams(min_p=0.1) if field == "min_p" else biased
+        with pytest.raises(ConfigError, match=f"no {field}: vLLM excludes it"):
+            await world.client.complete(GenerationRequest([3], params))
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -144,6 +144,10 @@ def test_capabilities_follow_the_settings() -> None:
     more = capabilities(changed, max_model_len=300, on_cpu=False, streams_chunks=False)
     assert (more.adapters, more.sleep, more.priorities, more.max_top_logprobs) == (True, True, False, 3)
     assert not capabilities(changed, max_model_len=300, on_cpu=True, streams_chunks=False).sleep
+    drafting = settings(engine_args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
+    drafts = capabilities(drafting, max_model_len=300, on_cpu=False, streams_chunks=True)
+    assert (plain.min_p, plain.logit_bias, drafts.min_p, drafts.logit_bias) == (True, True, False, False)
+    assert drafts.logit_adjustment, "penalties stay"
 
 
 def test_the_environment_is_there_inside_and_as_before_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +222,9 @@ def test_each_token_has_the_version_that_was_loaded_when_it_was_sampled(updates:
 def test_a_failed_request_is_no_answer() -> None:
     request = InFlightRequest(EngineRequest([1], SamplingParams(), stream=False), "key", None, spans=[(0, 0)])
     with pytest.raises(EngineError, match="'error'"):
-        completion_chunk(request, SimpleNamespace(finish_reason="error", token_ids=[], logprobs=[]))
+        completion_chunk(request, SimpleNamespace(finish_reason="error", token_ids=[], logprobs=[]), 0)
     with pytest.raises(EngineError, match="1 tokens and 0 log-probs"):
-        completion_chunk(request, SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None))
+        completion_chunk(request, SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None), 0)
 
 
 class Positions(SimpleNamespace):
@@ -237,10 +241,10 @@ def test_log_probs_that_an_aborted_stream_repeats_are_dropped(tokens: list[int],
     flat = Positions(start_indices=range(count), end_indices=range(1, count + 1), logprobs=logprobs)
     last = SimpleNamespace(finish_reason="abort", token_ids=tokens, logprobs=flat)
     request = InFlightRequest(EngineRequest([1], SamplingParams(), stream=True), "key", None, spans=[(4, 0)])
-    chunk = completion_chunk(request, last)
+    chunk = completion_chunk(request, last, 0)
     assert (chunk.token_ids, chunk.logprobs, chunk.stop_reason) == (tokens, logprobs[: len(tokens)], "abort")
     with pytest.raises(EngineError, match=f"{len(tokens)} tokens and {count} log-probs"):
-        completion_chunk(request, SimpleNamespace(finish_reason=None, token_ids=tokens, logprobs=flat))
+        completion_chunk(request, SimpleNamespace(finish_reason=None, token_ids=tokens, logprobs=flat), 0)
 
 
 async def test_outputs_count_as_handled_when_the_handler_asks_for_more() -> None:

@@ -151,13 +151,14 @@ async def test_a_server_that_lacks_something_is_refused_with_the_remedy(
         await RemoteVLLMEngine(fake.url).start()
 
 
-async def test_a_server_follows_grammars_with_our_scheduler_only(fake: FakeServer) -> None:
+async def test_a_server_follows_grammars_with_our_scheduler_and_biases_without_drafts_only(fake: FakeServer) -> None:
     for there in (True, False):
-        fake.facts["structured_output"] = there
+        fake.facts["structured_output"] = fake.facts["speculative_decoding"] = there
         engine = RemoteVLLMEngine(fake.url)
         await engine.start()
         can = engine.capabilities
         assert (can.structured_output, can.grammar_continuation) == (there, there)
+        assert (can.min_p, can.logit_bias, can.logit_adjustment) == (not there, not there, True)
         await engine.teardown()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -292,6 +292,8 @@ _KEEP_ALL: tuple[dict[str, Any], ...] = (
 class MessagesBody(GenerationBody, CountTokensBody):
     """The body of ``POST /v1/messages``."""
 
+    FORMAT_FIELD = "output_config.format"
+
     max_tokens: TokenCount = Field(description="reasoning included")
     stop_sequences: Annotated[list[NonEmpty], Field(max_length=16)] | None = Field(
         None, description="the text ends before the sequence; its tokens stay in the training data"
@@ -329,11 +331,11 @@ def parse(body: Mapping[str, Any]) -> MessagesCall:
         read.max_tokens,
         seed=read.seed,
         stop=tuple(read.stop_sequences or ()),
-        structured=read.structured(structured, "output_config.format"),
+        structured=read.structured(structured),
     )
     return MessagesCall(
         model=read.model,
-        request=read.chat_request(params, read.max_tokens),
+        request=replace(read.chat_request(params, read.max_tokens), grammar_field=read.grammar_field),
         streamed=bool(read.stream),
         token_ids=bool(read.return_token_ids),
     )

@@ -245,6 +245,8 @@ class NamedFunctionTool(RequestBody):
 class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
+    FORMAT_FIELD = "text.format"
+
     input: Annotated[
         Annotated[str, Tag("=text")] | Annotated[list[Item], Field(min_length=1), Tag("=list")], TEXT_OR_LIST
     ] = Field(description="a string, or messages (text only), function calls with their outputs, and reasoning")
@@ -350,7 +352,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         seed=read.seed,
         stop=tuple(read.stop or ()),
         top_logprobs=read.top_logprobs or 0,
-        structured=read.structured(structured, "text.format"),
+        structured=read.structured(structured),
     )
     named = read.tool_choice if isinstance(read.tool_choice, NamedFunctionTool) else None
     request = ChatRequest(
@@ -361,6 +363,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         tool_choice="required" if named is not None else read.tool_choice or "auto",  # type: ignore[arg-type]
         forced_tool=None if named is None else named.name,
         template_kwargs=template_arguments(effort, read.chat_template_kwargs),
+        grammar_field=read.grammar_field,
         logprobs=logprobs,
     )
     # The response repeats these fields of the request, with their defaults.

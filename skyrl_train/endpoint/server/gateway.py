@@ -186,19 +186,21 @@ class Gateway:
         Raises:
             DialectError: the model is not served, or the engines do not support what the request asks for.
         """
-        self.check_params(request.params, "top_logprobs")
+        self.check_params(request.params, "top_logprobs", request.grammar_field)
         adapter = self.adapter(model)
         return request if adapter is None else replace(request, adapter=adapter)
 
-    def check_params(self, params: SamplingParams, of_top_logprobs: str) -> None:
-        """Raise DialectError if the engines cannot follow a grammar, adjust these logits, or return as many alternatives.
+    def check_params(self, params: SamplingParams, of_top_logprobs: str, of_grammar: str) -> None:
+        """Raise DialectError if the engines cannot follow a grammar, sample like this, or return as many alternatives.
 
         Args:
-            of_top_logprobs: the field that asks for alternatives.
+            of_top_logprobs, of_grammar: the fields that ask for alternatives and for a grammar, as the caller names them.
         """
         can = self.client.capabilities
         if params.structured is not None and not can.structured_output:
-            raise DialectError("The engines here cannot follow a format.", "response_format", "unsupported_parameter")
+            raise DialectError(
+                f"{of_grammar}: the engines here cannot follow a format.", of_grammar, "unsupported_parameter"
+            )
         if params.adjustment is not None and not can.logit_adjustment:
             neutral = LogitAdjustment()
             given = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
@@ -206,6 +208,13 @@ class Gateway:
             raise DialectError(f"The engines here have no {field}.", field, "unsupported_parameter")
         biases, tokens = () if params.adjustment is None else params.adjustment.logit_bias, len(self.client.tokenizer)
         unknown = next((token for token, _ in biases if token >= tokens), None)
+        for field, asked, able in (("min_p", params.min_p > 0, can.min_p), ("logit_bias", biases, can.logit_bias)):
+            if asked and not able:
+                raise DialectError(
+                    f"The engines here have no {field}: vLLM excludes it with speculative decoding.",
+                    field,
+                    "unsupported_parameter",
+                )
         if unknown is not None:
             raise DialectError(
                 f"logit_bias: {unknown} is not a token of the model, which has {tokens}.", "logit_bias", "invalid_value"

@@ -138,7 +138,7 @@ class CompletionGeneration:
         self._call = call
         # The same checks as Gateway.chat_request.
         adapter = gateway.adapter(call.model)
-        gateway.check_params(call.params, "logprobs")
+        gateway.check_params(call.params, "logprobs", call.grammar_field)
         self._start = partial(CompletionRun, gateway.client, gateway.service.generation, call, adapter, session)
         self._context = context
         self.formatter = call.stream(context)

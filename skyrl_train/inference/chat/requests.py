@@ -85,6 +85,7 @@ class ChatRequest:
         adapter: a LoRA adapter by name; None: the policy.
         template_kwargs: further arguments of the chat template (``enable_thinking``).
         continue_final: the response continues the last message, which is the assistant's and has text, instead of beginning one.
+        grammar_field: the field of the body that asks for the grammar in ``params``, for errors.
         logprobs: whether the dialect shows log-probs (they are recorded in any case).
         session_id: keeps requests on one engine if there is no recording session.
     """
@@ -98,6 +99,7 @@ class ChatRequest:
     adapter: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final: bool = False
+    grammar_field: str = ""
     logprobs: bool = False
     session_id: str | None = None
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
@@ -316,8 +316,15 @@ class GenerationBody(ServerFields):
         None, description="json, json_object, regex or choice, as vLLM takes them; where the engines can be guided"
     )
 
-    def structured(self, formatted: StructuredOutput | None, field: str) -> StructuredOutput | None:
-        """Return the grammar of ``structured_outputs``, or ``formatted``, which the dialect's own ``field`` asks for.
+    FORMAT_FIELD: ClassVar[str]  # the dialect's own field for a grammar
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that asks for a grammar, if there is one."""
+        return self.FORMAT_FIELD if self.structured_outputs is None else "structured_outputs"
+
+    def structured(self, formatted: StructuredOutput | None) -> StructuredOutput | None:
+        """Return the grammar of ``structured_outputs``, or ``formatted``, which the dialect's own field asks for.
 
         Raises:
             DialectError: both ask for one, or ``structured_outputs`` has none or several.
@@ -339,7 +346,7 @@ class GenerationBody(ServerFields):
         if len(grammars) != 1:
             problem = "structured_outputs must have exactly one of json, json_object, regex and choice."
         elif formatted is not None:
-            problem = f"{field} and structured_outputs contradict each other."
+            problem = f"{self.FORMAT_FIELD} and structured_outputs contradict each other."
         if problem is not None:
             raise DialectError(problem, "structured_outputs", "invalid_value")
         return grammars[0]
@@ -403,6 +410,8 @@ class ResponseFormat(RequestBody):
 class OpenAIBody(GenerationBody):
     """The fields that OpenAI's chat completions and completions share."""
 
+    FORMAT_FIELD = "response_format"
+
     n: Annotated[int, Whole(1, MAX_CHOICES)] | None = Field(None, description="independent responses; default 1")
     stop: StopStrings | None = Field(
         None, description="the text ends before the stop string; its tokens stay in the training data"
@@ -429,7 +438,7 @@ class OpenAIBody(GenerationBody):
                 param = "response_format.json_schema"
                 raise DialectError(f"{param} is required with type json_schema.", param, "missing_required_parameter")
             formatted = StructuredOutput("json_schema", json.dumps(asked.json_schema.json_schema))
-        return self.structured(formatted, "response_format")
+        return self.structured(formatted)
 
     @property
     def include_usage(self) -> bool:

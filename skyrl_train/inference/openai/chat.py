@@ -132,6 +132,7 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         forced_tool=read.tool_choice.function.name if isinstance(read.tool_choice, NamedTool) else None,
         template_kwargs=template_arguments(read.reasoning_effort, read.chat_template_kwargs),
         continue_final=continue_final,
+        grammar_field=read.grammar_field,
         logprobs=bool(read.logprobs),
     )
     return ChatCompletionCall(

@@ -100,12 +100,13 @@ def parse(body: Mapping[str, Any]) -> CompletionCall:
         include_usage=read.include_usage,
         logprobs=read.logprobs is not None,
         token_ids=bool(read.return_token_ids),
+        grammar_field=read.grammar_field,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """A parsed body. Response number ``i`` is choice ``i % n`` of prompt ``i // n``."""
+    """A parsed body. Response number ``i`` is choice ``i % n`` of prompt ``i // n``. ``grammar_field`` is as in a ChatRequest."""
 
     model: str
     prompts: list[Prompt]
@@ -114,6 +115,7 @@ class CompletionCall:
     include_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    grammar_field: str = ""
 
     def response(self, done: Sequence[Generation], context: ResponseContext) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""

@@ -107,6 +107,8 @@ class EnginePool:
                 structured_output=all(c.structured_output for c in each),
                 grammar_continuation=all(c.grammar_continuation for c in each),
                 logit_adjustment=all(c.logit_adjustment for c in each),
+                min_p=all(c.min_p for c in each),
+                logit_bias=all(c.logit_bias for c in each),
                 count_continuation=all(c.count_continuation for c in each),
                 priorities=all(c.priorities for c in each),
                 adapters=all(c.adapters for c in each),

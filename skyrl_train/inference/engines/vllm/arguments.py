@@ -221,6 +221,8 @@ def capabilities(
         structured_output=grammars,
         grammar_continuation=grammars,
         logit_adjustment=True,
+        min_p=not arguments.get("speculative_config"),
+        logit_bias=not arguments.get("speculative_config"),
         priorities=arguments.get("scheduling_policy", "priority") == "priority",
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,

@@ -82,6 +82,7 @@ class EngineRoutes:
             "structured_output": grammars,
             "end_token_ids": end_token_ids(engine.get_tokenizer(), config.model_config.hf_config) if grammars else [],
             "token_endpoint": bool(getattr(state.args, "enable_scale_out", False)),
+            "speculative_decoding": config.speculative_config is not None,
             "server_processes": int(getattr(state.args, "api_server_count", None) or 1),
             "data_parallel_size": int(config.parallel_config.data_parallel_size),
             "weight_reception": receives_weights(config.parallel_config.worker_extension_cls),

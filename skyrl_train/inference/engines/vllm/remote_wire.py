@@ -39,6 +39,7 @@ class ServerInfo:
     token_endpoint: bool
     server_processes: int
     weight_reception: bool
+    speculative_decoding: bool = False
     end_token_ids: Sequence[int] = ()
     data_parallel_size: int = 1
     weight_version: str = ""
@@ -86,6 +87,8 @@ class ServerInfo:
             structured_output=self.structured_output,
             grammar_continuation=self.structured_output,
             logit_adjustment=True,
+            min_p=not self.speculative_decoding,
+            logit_bias=not self.speculative_decoding,
             priorities=self.priorities,
         )
 
