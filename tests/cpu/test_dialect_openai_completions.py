@@ -57,7 +57,8 @@ def test_a_prompt_is_a_text_or_tokens_or_a_list_of_either(prompt: Any, prompts: 
         ({"prompt": [[]]}, "prompt[0]"),
         ({"prompt": ["a"] * 100, "n": 2}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": "yes"}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": True}, "logprobs"),
@@ -110,6 +111,17 @@ def test_the_chunks_of_a_stream_are_the_whole_response() -> None:
     assert [choice["finish_reason"] for choice in choices] == [None, "length"]
     assert [offset for choice in choices for offset in choice["logprobs"]["text_offset"]] == [0, 1, 2, 3]
     assert frames[-2].data["usage"]["total_tokens"] == 6 and frames[-1].data == "[DONE]"
+
+
+def test_an_echo_begins_each_text_with_its_prompt_once() -> None:
+    call = openai_completions.parse({**ASK, "prompt": [EURO, EURO[:1]], "n": 2, "echo": True})
+    whole = call.response([generation()] * 4, CONTEXT)
+    assert [choice["text"] for choice in whole["choices"]] == ["a€a€", "a€a€", "aa€", "aa€"]
+    stream, done = call.stream(CONTEXT), generation()
+    pieces = [GenerationChunk([1]), GenerationChunk([1], text="a"), GenerationChunk(text="€", generation=done)]
+    frames = [frame for index in range(4) for piece in pieces for frame in stream.chunk(index, piece)]
+    assert [frame.data["choices"][0]["text"] for frame in frames] == ["a€a", "€"] * 2 + ["aa", "€"] * 2
+    assert openai_completions.parse({**ASK, "prompt": "hi", "echo": True}).echoed(0, TOKENS) == "hi"
 
 
 def test_a_piece_of_a_character_keeps_its_exact_bytes() -> None:

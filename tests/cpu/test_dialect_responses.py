@@ -286,7 +286,7 @@ def test_a_failure_inside_a_stream_ends_it_with_the_finished_items() -> None:
 
 def test_earlier_messages_come_between_the_instructions_and_the_input() -> None:
     history = ResponseHistory()
-    history.keep("resp_1", (USER, AssistantMessage("yes").to_openai()))
+    history.keep({"id": "resp_1"}, (USER, AssistantMessage("yes").to_openai()))
     body = {**PLAIN, "instructions": "Be brief.", "input": "next", "previous_response_id": "resp_1"}
     call = parse_with_history(body, history)
     assert [message["content"] for message in call.request.messages] == ["Be brief.", "hi", "yes", "next"]
@@ -298,8 +298,8 @@ def test_earlier_messages_come_between_the_instructions_and_the_input() -> None:
 def test_a_history_holds_the_latest_responses_only() -> None:
     history = ResponseHistory(max_responses=2)
     for number in range(3):
-        history.keep(f"resp_{number}", ({"role": "user", "content": str(number)},))
-    assert len(history.conversations) == 2
+        history.keep({"id": f"resp_{number}"}, ({"role": "user", "content": str(number)},))
+    assert len(history) == 2
     assert history.conversation("resp_2") == ({"role": "user", "content": "2"},)
     with pytest.raises(DialectError, match="older than the last 2"):
         history.conversation("resp_0")
@@ -311,8 +311,9 @@ def test_nothing_is_kept_before_the_end_of_a_stream() -> None:
     *pieces, last = events_of(choice_of(AssistantMessage("ab")), list(deltas_of(AssistantMessage("ab"), 1)))
     for event in pieces:
         stream.event(event)
-    assert len(history.conversations) == 0
-    stream.event(last)
+    assert len(history) == 0
+    *_, ended = stream.event(last)
+    assert history.response("resp_abc123") == ended.data["response"]
     assert [message["content"] for message in history.conversation("resp_abc123")] == ["hi", "ab"]
 
 

@@ -206,6 +206,31 @@ async def test_a_previous_response_is_named_within_its_session_only() -> None:
         assert (await client.responses.create(**next_one, previous_response_id=kept.id)).output_text == "Two."
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_stored_response_is_retrieved_and_deleted_within_its_session(streamed: bool) -> None:
+    async with serving(["One.", "Two."]) as world, client_of(world) as client:
+        if streamed:
+            events = [e async for e in await client.responses.create(model="policy", input="Hi.", stream=True)]
+            made = events[-1].response
+        else:
+            made = await client.responses.create(model="policy", input="Hi.")
+        passing = await client.responses.create(model="policy", input="Hi.", store=False)
+        assert await client.responses.retrieve(made.id) == made
+        with pytest.raises(openai.BadRequestError, match="comes whole"):
+            await client.responses.retrieve(made.id, stream=True)
+        async with client_of(world, api_key=world.store.open().api_key) as stranger:
+            for missing, asking in ((made.id, stranger), (passing.id, client)):
+                with pytest.raises(openai.NotFoundError, match="not stored in this session"):
+                    await asking.responses.retrieve(missing)
+                with pytest.raises(openai.NotFoundError):
+                    await asking.responses.delete(missing)
+        await client.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError, match="was deleted"):
+            await client.responses.retrieve(made.id)
+        with pytest.raises(openai.BadRequestError, match="was deleted"):
+            await client.responses.create(model="policy", input="And?", previous_response_id=made.id)
+
+
 async def test_errors_are_those_that_the_client_knows() -> None:
     async with serving() as world, client_of(world) as client:
         with pytest.raises(openai.BadRequestError) as refused:

@@ -45,6 +45,8 @@ OPERATIONS = [
     "POST /detokenize",
     "GET /v1/models",
     "GET /v1/models/{model}",
+    "GET /v1/responses/{response_id}",
+    "DELETE /v1/responses/{response_id}",
     "GET /health",
     "GET /metrics",
     "POST /v1/sessions",

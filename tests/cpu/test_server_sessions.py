@@ -149,6 +149,8 @@ async def test_completions_are_recorded_and_extend_by_tokens() -> None:
         ("GET", "/v1/models"),
         ("GET", "/v1/models/policy"),
         ("GET", "/metrics"),
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
         ("POST", "/v1/sessions"),
         ("GET", "/v1/sessions/victim"),
         ("POST", "/v1/sessions/victim/reward"),
@@ -175,7 +177,11 @@ def test_every_route_is_in_the_list_above() -> None:
 
     [listed] = [mark.args[1] for mark in test_nothing_is_served_without_a_key.pytestmark if mark.name == "parametrize"]
     guarded = {
-        (method, path.replace("victim", "{session_id}").replace("/policy", "/{model}")) for method, path in listed
+        (
+            method,
+            path.replace("victim", "{session_id}").replace("/policy", "/{model}").replace("resp_1", "{response_id}"),
+        )
+        for method, path in listed
     }
     routes = {
         (method, route.path)
@@ -194,7 +200,7 @@ async def test_a_response_history_is_dropped_with_its_session() -> None:
         for _ in range(2):
             answer = await world.http.post("/v1/responses", json=body, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 200, answer.text
-        assert [len(history.conversations) for history in world.gateway.response_histories.values()] == [2]
+        assert [len(history) for history in world.gateway.response_histories.values()] == [2]
         await world.http.delete(f"/v1/sessions/{session_id}")
         gc.collect()
         assert len(world.gateway.response_histories) == 0

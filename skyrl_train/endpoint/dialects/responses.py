@@ -13,7 +13,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag
@@ -524,18 +523,18 @@ class ResponsesCall:
             entries = context.tokens.entries(generation.token_ids, generation.logprobs, generation.top_logprobs)
         output = output_items(choice, context.unique, entries)
         body = self._body(context).ended(choice, output, result.reused_tokens)
-        self._keep(context, choice.message)
+        self._keep(body, choice.message)
         return body
 
     def stream(self, context: ResponseContext) -> ResponsesStream:
         """Return the formatter of one streamed response."""
-        return ResponsesStream(self._body(context), self.request.logprobs, partial(self._keep, context))
+        return ResponsesStream(self._body(context), self.request.logprobs, self._keep)
 
-    def _keep(self, context: ResponseContext, answer: AssistantMessage) -> None:
-        """Store the conversation for ``previous_response_id``: without the instructions, which such a request does not see."""
+    def _keep(self, body: Mapping[str, Any], answer: AssistantMessage) -> None:
+        """Store the response, and its conversation without the instructions, which ``previous_response_id`` does not repeat."""
         if self.history is not None:
             count = 1 if self.instructions else 0
-            self.history.keep(f"resp_{context.unique}", (*self.request.messages[count:], answer.to_openai()))
+            self.history.keep(body, (*self.request.messages[count:], answer.to_openai()))
 
     def _body(self, context: ResponseContext) -> ResponseBody:
         echo = {
@@ -548,18 +547,21 @@ class ResponsesCall:
 
 
 class ResponseHistory:
-    """The conversations of one session's latest responses by response id, for ``previous_response_id``."""
+    """One session's latest responses by their ids: the response objects, and the conversations up to their ends."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES) -> None:
         self._max_responses = max_responses
-        self.conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._stored: OrderedDict[str, tuple[Mapping[str, Any], Conversation]] = OrderedDict()
 
-    def keep(self, response_id: str, conversation: Conversation) -> None:
-        """Store the conversation up to the end of a response."""
-        self.conversations[response_id] = conversation
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def keep(self, body: Mapping[str, Any], conversation: Conversation) -> None:
+        """Store a response object and the conversation up to its end."""
+        self._stored[body["id"]] = body, conversation
         # Bounds the memory of a session: the oldest response goes first.
-        while len(self.conversations) > self._max_responses:
-            self.conversations.popitem(last=False)
+        while len(self._stored) > self._max_responses:
+            self._stored.popitem(last=False)
 
     def conversation(self, response_id: str) -> Conversation:
         """Return the messages up to the end of a response.
@@ -567,12 +569,40 @@ class ResponseHistory:
         Raises:
             DialectError: the response is unknown or no longer stored.
         """
-        known = self.conversations.get(response_id)
+        known = self._stored.get(response_id)
         if known is None:
             raise DialectError(
-                f"The previous response {response_id!r:.100} is not stored in this session: it was sent with store: false, "
-                f"has failed, or is older than the last {self._max_responses}. Send the conversation as input instead.",
+                f"The previous response {response_id!r:.100} {self._not_stored} Send the conversation as input instead.",
                 "previous_response_id",
                 "previous_response_not_found",
             )
-        return known
+        return known[1]
+
+    def response(self, response_id: str) -> Mapping[str, Any]:
+        """Return a response object.
+
+        Raises:
+            DialectError: 404: the response is unknown or no longer stored.
+        """
+        known = self._stored.get(response_id)
+        if known is None:
+            raise DialectError(
+                f"The response {response_id!r:.100} {self._not_stored}", code="response_not_found", status=404
+            )
+        return known[0]
+
+    def delete(self, response_id: str) -> None:
+        """Forget a response.
+
+        Raises:
+            DialectError: 404: the response is unknown or no longer stored.
+        """
+        self.response(response_id)
+        del self._stored[response_id]
+
+    @property
+    def _not_stored(self) -> str:
+        return (
+            "is not stored in this session: it was sent with store: false, has failed, was deleted, or is older than the last "
+            f"{self._max_responses}."
+        )

@@ -155,10 +155,12 @@ class ResponsesStream:
 
     Args:
         logprobs: the client wants log-probs, which are sent at the end of each text.
-        on_end: called with the whole message before the last event is formatted.
+        on_end: called with the finished object and the whole message before the last event is returned.
     """
 
-    def __init__(self, body: ResponseBody, logprobs: bool, on_end: Callable[[AssistantMessage], None]) -> None:
+    def __init__(
+        self, body: ResponseBody, logprobs: bool, on_end: Callable[[Mapping[str, Any], AssistantMessage], None]
+    ) -> None:
         self._body = body
         self._logprobs = logprobs
         self._on_end = on_end
@@ -177,8 +179,6 @@ class ResponsesStream:
         """Return the deltas of an event, and the end of the response if it is the last event."""
         delta, choice = event.delta, event.choice
         frames: list[Frame] = []
-        if choice is not None:
-            self._on_end(choice.message)  # before the client can name this response in its next request
         if self._logprobs:
             chunk, texts = event.chunk, self._body.context.tokens
             self._entries += texts.entries(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
@@ -200,6 +200,7 @@ class ResponsesStream:
                 frames += self._start("message")
             frames += self._finish(_last_status(choice))
             body = self._body.ended(choice, self._done, None)
+            self._on_end(body, choice.message)  # before the client can name this response in its next request
             frames.append(self._frame(f"response.{body['status']}", response=body))
         return frames
 

@@ -29,7 +29,7 @@ _STATUSES = {
     400: "The request is invalid or asks for something unsupported; param names the field.",
     401: "The key is missing or wrong.",
     403: "Only the administrator may do this.",
-    404: "The model, or the session, does not exist.",
+    404: "The model, the session or the response does not exist.",
     405: "The route does not support this method.",
     408: "The body did not arrive in time.",
     409: "The name is in use.",

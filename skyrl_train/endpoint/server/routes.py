@@ -1,8 +1,9 @@
-"""Routes with plain JSON answers: models, tokenize, detokenize, health, metrics and sessions."""
+"""Routes with plain JSON answers: models, tokenize, detokenize, health, metrics, stored responses and sessions."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -13,6 +14,7 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from skyrl_train.endpoint.dialects.responses import ResponseHistory
 from skyrl_train.endpoint.server.gateway import METRICS_TYPE, Gateway, gateway_of
 from skyrl_train.endpoint.server.openapi import ERRORS, body_docs, json_docs
 from skyrl_train.endpoint.sessions.session import Session
@@ -159,6 +161,35 @@ async def metrics(request: Request) -> Response:
     return Response(gateway.metrics.text(gateway.client, len(gateway.store)), headers={"content-type": METRICS_TYPE})
 
 
+# Stored responses -------------------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    **json_docs("Return a stored response of the session.", ("id", "object", "status", "output")),
+)
+async def get_response(request: Request, response_id: str) -> Response:
+    if request.query_params.get("stream", "false").lower() != "false":
+        raise DialectError("A stored response comes whole, not as a stream.", "stream", "unsupported_parameter")
+    return _json(_responses(request).response(response_id))
+
+
+@router.delete(
+    "/v1/responses/{response_id}", **json_docs("Delete a stored response of the session.", ("id", "deleted"))
+)
+async def delete_response(request: Request, response_id: str) -> Response:
+    _responses(request).delete(response_id)
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+def _responses(request: Request) -> ResponseHistory:
+    """Return the responses that the sender's session has stored: none without a session."""
+    gateway = gateway_of(request)
+    session = gateway.authenticate(request).session
+    stored = None if session is None else gateway.response_histories.get(session)
+    return ResponseHistory() if stored is None else stored
+
+
 # Sessions: the administrator opens them; their own key uses, rewards, finishes and reads them --------------------
 
 
@@ -241,5 +272,5 @@ def _statistics(session: Session) -> Response:
     return _json({"id": session.id, "object": "session", **asdict(session.statistics())})
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")

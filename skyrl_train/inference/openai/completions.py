@@ -63,7 +63,7 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, Whole(0, MAX_TOP_LOGPROBS)] | None = Field(
         None, description="alternatives per token; 0: of the sampled ones"
     )
-    echo: Annotated[Any, Unsupported("the prompt's tokens have no behaviour log-probs", False)] = None
+    echo: bool | None = Field(None, description="the text begins with the prompt's; without logprobs")
     best_of: Annotated[Any, Unsupported("it would hide samples that were drawn; use n", 1)] = None
     add_special_tokens: Annotated[Any, Unsupported("use token ids", True)] = None
     prompt_embeds: Annotated[Any, Unsupported("prompts are text or tokens")] = None
@@ -88,6 +88,12 @@ def parse(body: Mapping[str, Any]) -> CompletionCall:
         top_logprobs=read.logprobs or 0,
         structured=read.grammar,
     )
+    if read.echo and read.logprobs is not None:
+        raise DialectError(
+            "echo is only allowed without logprobs: the prompt's tokens have no behaviour log-probs.",
+            "echo",
+            "unsupported_parameter",
+        )
     if len(prompts) * params.n > MAX_PROMPTS:
         raise DialectError(
             f"{len(prompts)} prompts with n={params.n} make more than {MAX_PROMPTS} responses.", "n", "invalid_value"
@@ -100,6 +106,7 @@ def parse(body: Mapping[str, Any]) -> CompletionCall:
         include_usage=read.include_usage,
         logprobs=read.logprobs is not None,
         token_ids=bool(read.return_token_ids),
+        echo=bool(read.echo),
         grammar_field=read.grammar_field,
     )
 
@@ -115,6 +122,7 @@ class CompletionCall:
     include_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    echo: bool = False
     grammar_field: str = ""
 
     def response(self, done: Sequence[Generation], context: ResponseContext) -> dict[str, Any]:
@@ -123,7 +131,7 @@ class CompletionCall:
         for index, generation in enumerate(done):
             shown: dict[str, Any] = {
                 "index": index,
-                "text": generation.text,
+                "text": self.echoed(index, context.tokens) + generation.text,
                 "logprobs": self.shown_logprobs(generation, context.tokens, 0),
                 "finish_reason": str(generation.stop_reason),
             }
@@ -136,6 +144,11 @@ class CompletionCall:
     def stream(self, context: ResponseContext) -> CompletionStream:
         """Return the formatter of one streamed response."""
         return CompletionStream(self, context)
+
+    def echoed(self, index: int, tokens: TokenTexts) -> str:
+        """Return the text of the prompt of response ``index``, if it is to be shown, else nothing."""
+        prompt = self.prompts[index // self.params.n] if self.echo else ""
+        return prompt if isinstance(prompt, str) else tokens.decode(prompt)
 
     def shown_logprobs(
         self, sampled: Generation | GenerationChunk, tokens: TokenTexts, offset: int
@@ -172,6 +185,7 @@ class CompletionStream:
             self._head["usage"] = None
         self._offsets = [0] * (len(call.prompts) * call.params.n)  # characters of each response so far
         self._done: dict[int, Generation] = {}
+        self._to_echo = set(range(len(self._offsets))) if call.echo else set()
         self._shows_tokens = call.logprobs or call.token_ids
 
     def chunk(self, index: int, chunk: GenerationChunk) -> list[Frame]:
@@ -181,12 +195,16 @@ class CompletionStream:
             self._done[index] = done
         elif not chunk.text and not (self._shows_tokens and chunk.token_ids):
             return []
+        text = chunk.text
+        if index in self._to_echo:
+            self._to_echo.remove(index)
+            text = self._call.echoed(index, self._tokens) + text
         logprobs = self._call.shown_logprobs(chunk, self._tokens, self._offsets[index])
         if logprobs is not None:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         shown: dict[str, Any] = {
             "index": index,
-            "text": chunk.text,
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": None if done is None else str(done.stop_reason),
         }

@@ -78,6 +78,10 @@ class TokenTexts:
         self._known[token_id] = known
         return known
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         """Return a token with its log-prob in OpenAI's shape."""
         text, spelt = self[token_id]
