@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from skyrl_train.config.schema import InferenceEngineConfig
 from skyrl_train.entrypoints import serve
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.harness import agent as agents
 from skyrl_train.generators.harness import process
 from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, FunctionAgent, to_result
 from skyrl_train.generators.harness.process import ProcessAgent
@@ -274,3 +275,16 @@ async def gone(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+async def test_a_hook_that_does_not_end_is_given_up_and_one_that_comes_too_late_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "_CLOSE_S", 0)
+    on_close, closed = agents.CloseHooks(), []
+    on_close(closed.append, "other")
+    on_close(asyncio.Event().wait)
+    [error] = await on_close.close()
+    assert "took longer than 0 s" in str(error) and closed == ["other"]
+    with pytest.raises(RuntimeError, match="too late"):
+        on_close(asyncio.Event().wait)

@@ -134,7 +134,7 @@ def blocks(page: str, language: str) -> list[str]:
 def test_the_tutorials_agent_trains_as_written(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
-    function, program = blocks("agent_harness.md", "python")
+    function, _, program = blocks("agent_harness.md", "python")
     Path("agent.py").write_text(function)
     Path("program.py").write_text(program)
     Path("sums.jsonl").write_text(blocks("agent_harness.md", "json")[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import sys
@@ -33,6 +34,10 @@ THREADED: dict[str, Callable[..., float]] = {}
 def in_thread(prompt: Messages, base_url: str, api_key: str) -> float:
     """The synchronous agent of the running test."""
     return THREADED["agent"](prompt, base_url, api_key)
+
+
+def closing_in_thread(on_close: Any) -> float:
+    return THREADED["closing"](on_close)
 
 
 class Model:
@@ -196,6 +201,74 @@ async def test_an_agent_is_given_the_public_url(public: str) -> None:
     async with harness(endpoint={"public_url": public}) as it:
         output = await it.play(run)
     assert len(output["response_ids"]) == 1
+
+
+@pytest.mark.parametrize("end", ["reward", "error", "time limit", "cancelled"])
+async def test_what_an_agent_opened_is_closed_however_its_run_ends(
+    end: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Any] = []
+    waiting = asyncio.Event()
+
+    async def close(name: str) -> None:
+        await asyncio.sleep(0)
+        closed.append(name)
+
+    def broken(key: str) -> None:
+        raise ValueError(key)
+
+    async def run(prompt: Messages, base_url: str, api_key: str, on_close: Any, **_: Any) -> float:
+        on_close(close, "first")
+        on_close(closed.append, "second")
+        on_close(broken, api_key)
+        await one_turn(prompt, base_url, api_key)
+        if end == "error":
+            raise ValueError("broken")
+        if end != "reward":
+            waiting.set()
+            await asyncio.Event().wait()
+        return 1.0
+
+    async with harness() as it:
+        playing = asyncio.create_task(it.play(run))
+        if end in ("time limit", "cancelled"):
+            await waiting.wait()
+        if end == "time limit":
+            pass_time(monkeypatch, 601)
+        if end == "cancelled":
+            playing.cancel()
+        raised = {"reward": None, "cancelled": asyncio.CancelledError}.get(end, RolloutError)
+        with contextlib.nullcontext() if raised is None else pytest.raises(raised):
+            await playing
+    assert closed == ["second", "first"], "the last one first, and one that fails keeps none open"
+    assert "on_close failed" in caplog.text and "<api key>" in caplog.text and "sk-" not in caplog.text
+
+
+async def test_a_thread_that_outlives_its_run_has_its_things_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    opened, ended, told = (threading.Event() for _ in range(3))
+
+    def close() -> None:
+        closed.append(threading.current_thread().name)
+        ended.set()
+
+    def run(on_close: Any) -> float:
+        on_close(close)
+        opened.set()
+        ended.wait(60)
+        on_close(closed.append, "late")
+        told.set()
+        return 0.0
+
+    THREADED["closing"] = run
+    async with harness(agent=f"{__name__}:closing_in_thread") as it:
+        playing = asyncio.create_task(it.generator.generate(batch(1)))
+        await asyncio.to_thread(opened.wait, 60)
+        pass_time(monkeypatch, 601)
+        with pytest.raises(RolloutError, match="took longer"):
+            await playing
+        await asyncio.to_thread(told.wait, 60)
+    assert closed == ["agent-close", "late"]
 
 
 async def gives_no_reward(prompt: Messages, base_url: str, api_key: str, **_: Any) -> None:

@@ -11,6 +11,7 @@ A function agent is ``async def run(prompt, base_url, api_key) -> float | dict``
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import re
@@ -24,7 +25,8 @@ from skyrl_train.errors import ConfigError
 
 _REDACTED = "<api key>"
 _REDACTED_LENGTH = 8  # the shortest part of a key that is redacted, in characters
-_ARGUMENTS = ("prompt", "base_url", "api_key", "extras", "session_id", "seed")
+_ARGUMENTS = ("prompt", "base_url", "api_key", "extras", "session_id", "seed", "on_close")
+_CLOSE_S = 10.0  # for each function that an agent wants to be called at its end
 _SHAPE = 'Return a number, or {"reward": number, "turn_rewards": [number, ...], "metrics": {name: number}}.'
 
 
@@ -39,6 +41,61 @@ class AgentError(Exception):
         self.output = output
 
 
+class CloseHooks:
+    """The functions that an agent wants to be called at the end of its run, however it ends: ``on_close(function, *arguments)``.
+
+    A thread that exceeds its time limit cannot be stopped, but the sandbox or the browser that it opened can be closed.
+    """
+
+    def __init__(self) -> None:
+        # Each with the event loop in which it was registered; None: in a thread without one.
+        self._hooks: list[tuple[Callable[[], Any], asyncio.AbstractEventLoop | None]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call ``function(*arguments)`` at the end of the run; what was registered last is called first.
+
+        Coroutine functions are awaited. Others are called where they were registered: on the event loop or in a thread. A thread
+        that has outlived its run has the function called at once.
+
+        Raises:
+            RuntimeError: the run has ended and this is a coroutine function, which nobody would await.
+        """
+        hook = functools.partial(function, *arguments)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        with self._lock:
+            if not self._closed:
+                self._hooks.append((hook, loop))
+                return
+        if inspect.iscoroutinefunction(hook):
+            raise RuntimeError("The agent's run has ended: it is too late for on_close.")
+        hook()
+
+    async def close(self) -> list[BaseException]:
+        """Call all functions, each with a time limit, and return what they raised."""
+        with self._lock:
+            self._closed = True
+        errors: list[BaseException] = []
+        for hook, loop in reversed(self._hooks):
+            try:
+                async with asyncio.timeout(_CLOSE_S):
+                    if inspect.iscoroutinefunction(hook):
+                        await hook()
+                    elif loop is asyncio.get_running_loop():
+                        hook()
+                    else:
+                        await _in_thread(hook, "agent-close")
+            except TimeoutError:
+                errors.append(TimeoutError(f"{hook.func!r} took longer than {_CLOSE_S:g} s"))
+            except (Exception, SystemExit) as error:
+                errors.append(error)
+        return errors
+
+
 @dataclass(frozen=True, slots=True)
 class AgentTask:
     """One sample to generate.
@@ -48,6 +105,7 @@ class AgentTask:
         extras: the other columns of the data row.
         base_url: for OpenAI clients; ends in ``/v1``. Anthropic clients take ``server_url``.
         seed: for randomness in the agent itself.
+        on_close: takes the functions to be called at the end of the run.
     """
 
     prompt: Sequence[Mapping[str, Any]]
@@ -56,6 +114,7 @@ class AgentTask:
     api_key: str = field(repr=False)
     session_id: str
     seed: int | None
+    on_close: CloseHooks = field(default_factory=CloseHooks)
 
     @property
     def server_url(self) -> str:
@@ -125,7 +184,7 @@ def _number(value: Any, what: str) -> float:
 
 
 class FunctionAgent:
-    """Calls a function with the arguments that it names: ``prompt, base_url, api_key, extras, session_id, seed``.
+    """Calls a function with the arguments that it names: ``prompt, base_url, api_key, extras, session_id, seed, on_close``.
 
     An async function runs on the control loop and must not block it. Other functions run in a new thread each. A thread
     cannot be stopped from outside: after a timeout it runs until its next request, which the endpoint rejects.
@@ -163,13 +222,14 @@ class FunctionAgent:
         """
         arguments = {name: getattr(task, name) for name in self._names}
         try:
-            value = await (self._function(**arguments) if self._is_async else _in_thread(self._function, arguments))
+            call = functools.partial(self._function, **arguments)
+            value = await (call() if self._is_async else _in_thread(call, f"agent-{task.session_id}"))
         except SystemExit as error:  # would end the training run
             raise AgentError(f"it ended itself with exit status {error.code}") from error
         return to_result(value)
 
 
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+async def _in_thread(function: Callable[[], Any], name: str) -> Any:
     """Run a function in a daemon thread. One that never returns blocks neither a thread pool nor the process's exit."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -180,7 +240,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
 
     def call() -> None:
         try:
-            value = function(**arguments)
+            value = function()
         except BaseException as error:
             # A future rejects StopIteration, and other BaseExceptions would end the event loop.
             if not isinstance(error, Exception) or isinstance(error, StopIteration):
@@ -191,5 +251,5 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=call, name=f"agent-{arguments.get('session_id', '')}", daemon=True).start()
+    threading.Thread(target=call, name=name, daemon=True).start()
     return await done

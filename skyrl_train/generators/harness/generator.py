@@ -189,7 +189,14 @@ class HarnessGenerator(GeneratorInterface):
                 result = AgentResult()
                 started, failed = time.perf_counter(), False
                 try:
-                    result = await self._run_agent(task)
+                    try:
+                        result = await self._run_agent(task)
+                    finally:
+                        for failed_hook in await task.on_close.close():  # outside the time limit of the run
+                            shown = "".join(traceback.format_exception(failed_hook, chain=False))
+                            logger.warning(
+                                "The agent of sample %r: on_close failed: %s", session.id, task.redact(shown)
+                            )
                     _set_rewards(session, result)
                 except AgentError as error:
                     # An engine error, not the agent, is the cause: the group is retried without blaming the agent.
