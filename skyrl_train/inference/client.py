@@ -167,7 +167,8 @@ class RequestClient(GenerationService):
         session_id = body.pop("session_id", None)
         call = openai_completions.parse(body)
         _reject_stream(call.streamed)
-        run = CompletionRun(self, self, call, session_id=None if session_id is None else str(session_id))
+        named = None if session_id is None else str(session_id)
+        run = CompletionRun(self, self, call.prompts, call.params, session_id=named)
         return call.response(
             await run.complete(), ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
         )

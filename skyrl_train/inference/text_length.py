@@ -37,7 +37,7 @@ def check_counts(body: Mapping[str, Any], context: int) -> None:
     Raises:
         DialectError: one of them has more entries than the context has tokens.
     """
-    for name in ("messages", "input", "tokens"):
+    for name in ("messages", "input", "tokens", "token_ids"):
         _check_count(body.get(name), context, name)
     prompt = body.get("prompt")
     if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):

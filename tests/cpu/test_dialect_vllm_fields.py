@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.endpoint.dialects import anthropic, responses
+from skyrl_train.endpoint.dialects import anthropic, generate, responses
 from skyrl_train.inference.openai import chat, completions
 from skyrl_train.inference.openai.body import RequestBody, StreamOptions, StructuredOutputsBody
 
@@ -74,6 +74,18 @@ def test_every_field_of_vllms_server_is_known_and_its_defaults_change_nothing(
     for field, value in defaults.items():
         assert parse({**least, field: value}) == parse(least), field
     assert parse({**least, **defaults}) == parse(least)
+
+
+def test_the_token_route_takes_what_vllms_takes() -> None:
+    least: dict[str, Any] = {"token_ids": [1], "sampling_params": {}}
+    fields = vllm_fields("entrypoints/scale_out/token_in_token_out/protocol.py", "GenerateRequest")
+    assert fields.keys() == generate.GenerateBody.model_fields.keys()
+    defaults = {name: value for name, value in fields.items() if value is not NO_LITERAL}
+    assert generate.parse({**least, **defaults}) == generate.parse(least)
+    sampling = vllm_fields("sampling_params.py", "SamplingParams")
+    assert len(sampling) > 30 and sampling.keys() - generate.GenerateSampling.model_fields.keys() == set()
+    sampled = {name: value for name, value in sampling.items() if value is not NO_LITERAL and name != "max_tokens"}
+    assert generate.parse({**least, "sampling_params": sampled}) == generate.parse(least)
 
 
 def test_the_nested_objects_of_vllms_server_are_known() -> None:

@@ -19,7 +19,7 @@ from forks import Forks
 from request_fields import FieldNote, field_table
 
 from skyrl_train.config.schema import BuildModelConfig
-from skyrl_train.endpoint.dialects import anthropic, responses
+from skyrl_train.endpoint.dialects import anthropic, generate, responses
 from skyrl_train.entrypoints import serve
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.inference.openai import chat as openai_chat
@@ -41,6 +41,8 @@ TABLES = {
         f"`{route}`": [row for row in field_table(body) if row.name not in ServerFields.model_fields]
         for route, body in BODIES.items()
     },
+    "`/inference/v1/generate`": field_table(generate.GenerateBody),
+    "`sampling_params` of `/inference/v1/generate`": field_table(generate.GenerateSampling),
 }
 
 

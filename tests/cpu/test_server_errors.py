@@ -169,6 +169,7 @@ LARGE: list[tuple[str, dict[str, Any], str | None]] = [
     ("/v1/messages", {"messages": [{"role": "user", "content": "0"}] * 100_000, "max_tokens": 1}, "messages"),
     ("/v1/responses", {"input": [{"role": "user", "content": "0"}] * 100_000}, "input"),
     ("/v1/completions", {"prompt": [1] * 4_000_000}, "prompt"),
+    ("/inference/v1/generate", {"token_ids": [1] * 4_000_000, "sampling_params": {}}, "token_ids"),
     ("/v1/completions", {"prompt": [[1], [1] * 4_000_000]}, "prompt[1]"),
     ("/v1/completions", {"prompt": "0" * 10_000_000}, "prompt"),
     ("/tokenize", {"messages": [{"role": "user", "content": "0" * 10_000_000}]}, None),

@@ -41,6 +41,7 @@ OPERATIONS = [
     "POST /v1/responses",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
+    "POST /inference/v1/generate",
     "POST /tokenize",
     "POST /detokenize",
     "GET /v1/models",

@@ -144,6 +144,7 @@ async def test_completions_are_recorded_and_extend_by_tokens() -> None:
         ("POST", "/v1/responses"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/inference/v1/generate"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/v1/models"),

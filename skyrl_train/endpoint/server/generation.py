@@ -1,4 +1,4 @@
-"""Routes that generate: chat completions, completions, responses (OpenAI) and messages (Anthropic).
+"""Routes that generate: chat completions, completions, responses (OpenAI), messages (Anthropic), tokens (vLLM).
 
     headers ──> principal ──> slot ──> JSON body ──> parse ──> ChatService, engines ──> JSON or server-sent events
                    401        429       400 413
@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skyrl_train.endpoint.dialects import anthropic, responses
+from skyrl_train.endpoint.dialects import anthropic, generate, responses
 from skyrl_train.endpoint.dialects.responses_output import ResponsesStream
 from skyrl_train.endpoint.server.connection import DisconnectWatcher
 from skyrl_train.endpoint.server.errors import ClientGoneError, ErrorBody, as_dialect_error, error_response
@@ -72,6 +72,14 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/completions", **generation_docs(openai_completions.CompletionBody, "Continue a text or tokens."))
 async def create_completion(request: Request) -> Response:
     return GenerationResponse(request, openai_completions.parse, openai_error)
+
+
+@router.post(
+    "/inference/v1/generate",
+    **generation_docs(generate.GenerateBody, "Continue tokens, as vLLM's server does.", ("request_id", "choices")),
+)
+async def generate_tokens(request: Request) -> Response:
+    return GenerationResponse(request, generate.parse, generate.error_body)
 
 
 @router.post(
@@ -129,17 +137,23 @@ class ChatGeneration:
 
 
 class CompletionGeneration:
-    """A parsed request to /v1/completions."""
+    """A parsed request to /v1/completions or /inference/v1/generate."""
 
     def __init__(
-        self, gateway: Gateway, session: Session | None, call: CompletionCall, context: ResponseContext
+        self,
+        gateway: Gateway,
+        session: Session | None,
+        call: CompletionCall | generate.GenerateCall,
+        context: ResponseContext,
     ) -> None:
         self._gateway = gateway
         self._call = call
         # The same checks as Gateway.chat_request.
-        adapter = gateway.adapter(call.model)
+        adapter = None if call.model is None else gateway.adapter(call.model)
         gateway.check_params(call.params, "logprobs", call.grammar_field)
-        self._start = partial(CompletionRun, gateway.client, gateway.service.generation, call, adapter, session)
+        fill = isinstance(call, generate.GenerateCall) and call.fill_context
+        run = partial(CompletionRun, gateway.client, gateway.service.generation, call.prompts, call.params, adapter)
+        self._start = partial(run, session, fill_context=fill)
         self._context = context
         self.formatter = call.stream(context)
 
@@ -182,7 +196,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         request: Request,
-        parse: Callable[..., ChatCall | CompletionCall],
+        parse: Callable[..., ChatCall | CompletionCall | generate.GenerateCall],
         error_body: ErrorBody,
         *,
         takes_history: bool = False,
@@ -217,7 +231,7 @@ class GenerationResponse(Response):
             call = await body.read_by(parse)
             context = ResponseContext(secrets.token_hex(16), int(time.time()), gateway.token_texts)
             generation: ChatGeneration | CompletionGeneration
-            if isinstance(call, CompletionCall):
+            if isinstance(call, CompletionCall | generate.GenerateCall):
                 generation = CompletionGeneration(gateway, session, call, context)
             else:
                 generation = ChatGeneration(gateway, session, call, context)
@@ -245,7 +259,7 @@ class GenerationResponse(Response):
 
 async def _send_stream(
     pieces: AsyncGenerator[bytes, None],
-    formatter: ChatStream | CompletionStream,
+    formatter: ChatStream | CompletionStream | generate.GenerateStream,
     watcher: DisconnectWatcher,
     send: Send,
 ) -> None:

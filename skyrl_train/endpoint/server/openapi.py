@@ -53,9 +53,9 @@ _EVENT = {
 }
 
 
-def generation_docs(body: type[RequestBody], summary: str) -> dict[str, Any]:
+def generation_docs(body: type[RequestBody], summary: str, answer: Sequence[str] = ("id",)) -> dict[str, Any]:
     """Return the decorator arguments of a route that generates: JSON, or events if the body asks for a stream."""
-    docs = body_docs(body, summary, ("id",))
+    docs = body_docs(body, summary, answer)
     docs["responses"][200]["content"]["text/event-stream"] = {"schema": _EVENT}
     return docs
 

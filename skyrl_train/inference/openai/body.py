@@ -289,13 +289,11 @@ class ServerFields(RequestBody):
     mm_processor_kwargs: Any = ignored(_NO_MEDIA)
 
 
-class GenerationBody(ServerFields):
-    """The fields that every dialect has; those from ``top_k`` on are extensions to each of them."""
+class SamplingFields(RequestBody):
+    """How to sample: fields that every dialect has, as extensions to most of them."""
 
-    model: NonEmpty = Field(description="a name that GET /v1/models lists")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
     top_p: float | None = Field(None, gt=0, le=1, description="default 1")
-    stream: bool | None = Field(None, description="server-sent events, [DONE] at the end")
     top_k: Annotated[int, Whole(-1, 2**31 - 1)] | None = Field(None, description="0 and -1 switch it off")
     min_p: float | None = Field(None, ge=0, le=1, description="0 switches it off")
     min_tokens: Annotated[int, Whole(0, MAX_TOKENS)] | None = Field(
@@ -303,7 +301,6 @@ class GenerationBody(ServerFields):
     )
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64, description="end the response, and stay in it")
     ignore_eos: bool | None = Field(None, description="continue behind the end of sequence")
-    return_token_ids: bool | None = Field(None, description="adds the skyrl objects to the response")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="of tokens that the response has; default 0")
     frequency_penalty: float | None = Field(
         None, ge=-2, le=2, description="for each time that the response has a token; default 0"
@@ -383,12 +380,33 @@ class GenerationBody(ServerFields):
         )
 
 
+class GenerationBody(SamplingFields, ServerFields):
+    """The fields that the dialects of OpenAI and Anthropic share."""
+
+    model: NonEmpty = Field(description="a name that GET /v1/models lists")
+    stream: bool | None = Field(None, description="server-sent events, [DONE] at the end")
+    return_token_ids: bool | None = Field(None, description="adds the skyrl objects to the response")
+
+
 class StreamOptions(RequestBody):
     """What OpenAI's streams end with."""
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage")
     include_obfuscation: Any = ignored("nothing is padded")
     continuous_usage_stats: Annotated[Any, Unsupported("use include_usage", False)] = None
+
+
+def stream_usage(stream: bool | None, options: StreamOptions | None) -> bool:
+    """Return whether a stream ends with the usage.
+
+    Raises:
+        DialectError: stream options without a stream.
+    """
+    if options is None:
+        return False
+    if not stream:
+        raise DialectError("stream_options is only allowed with stream: true.", "stream_options", "invalid_value")
+    return bool(options.include_usage)
 
 
 class NamedSchema(RequestBody):
@@ -447,11 +465,7 @@ class OpenAIBody(GenerationBody):
         Raises:
             DialectError: stream options without a stream.
         """
-        if self.stream_options is None:
-            return False
-        if not self.stream:
-            raise DialectError("stream_options is only allowed with stream: true.", "stream_options", "invalid_value")
-        return bool(self.stream_options.include_usage)
+        return stream_usage(self.stream, self.stream_options)
 
 
 def template_arguments(effort: str | None, further: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class CompletionCall:
                 shown["prompt_token_ids"], shown["token_ids"] = generation.prompt_token_ids, generation.token_ids
                 shown["skyrl"] = {"prompt_token_ids": generation.prompt_token_ids, **training_data(generation)}
             choices.append(shown)
-        return {**_head(self.model, context), "choices": choices, "usage": _usage(done, self.params.n)}
+        return {**_head(self.model, context), "choices": choices, "usage": completions_usage(done, self.params.n)}
 
     def stream(self, context: ResponseContext) -> CompletionStream:
         """Return the formatter of one streamed response."""
@@ -225,14 +225,15 @@ class CompletionStream:
         if not self._call.include_usage:
             return [DONE]
         done = [self._done[index] for index in sorted(self._done)]
-        return [Frame({**self._head, "choices": [], "usage": _usage(done, self._call.params.n)}), DONE]
+        return [Frame({**self._head, "choices": [], "usage": completions_usage(done, self._call.params.n)}), DONE]
 
     def failed(self, error: DialectError) -> list[Frame]:
         """Return the error, after which no frame follows."""
         return [Frame(openai_error(error))]
 
 
-def _usage(done: Sequence[Generation], n: int) -> dict[str, Any]:
+def completions_usage(done: Sequence[Generation], n: int) -> dict[str, Any]:
+    """Return the usage of ``n`` responses to each of some prompts."""
     prompts = sum(len(generation.prompt_token_ids) for generation in done[::n])
     # What one response cached for another one to the same prompt does not count.
     cached = sum(min(generation.cached_tokens for generation in done[at : at + n]) for at in range(0, len(done), n))
@@ -244,25 +245,31 @@ def _head(model: str, context: ResponseContext) -> dict[str, Any]:
 
 
 class CompletionRun:
-    """The responses to one completion call, ``n`` per prompt. Each is recorded in the session when it has ended.
+    """``params.n`` responses to each of some prompts. Each is recorded in the session when it has ended.
 
     Args:
         generation: samples the responses.
         session_id: keeps requests on one engine where there is no session.
+        fill_context: a response may take what its prompt leaves of the context, instead of ``params.max_tokens``.
     """
 
     def __init__(
         self,
         client: RequestClient,
         generation: GenerationService,
-        call: CompletionCall,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
         adapter: str | None = None,
         session: RecordingSession | None = None,
         session_id: str | None = None,
+        *,
+        fill_context: bool = False,
     ) -> None:
         self._client = client
         self._generation = generation
-        self._call = call
+        self._prompts = prompts
+        self._params = params
+        self._fill_context = fill_context
         self._adapter = adapter
         self._session = session
         self._session_id = session_id if session is None else session.id
@@ -299,39 +306,40 @@ class CompletionRun:
             GrammarError: the grammar cannot be compiled.
             SessionError: the session has ended, or all responses, at the requested length, do not fit its limits.
         """
-        session, call = self._session, self._call
+        session = self._session
         context = self._client.capabilities.max_model_len
         requests = []
-        if call.params.structured is not None and self._client.capabilities.grammar_continuation:
-            await check_grammar(call.params.structured)
-        for prompt in call.prompts:
+        if self._params.structured is not None and self._client.capabilities.grammar_continuation:
+            await check_grammar(self._params.structured)
+        least = 1 if self._fill_context else self._params.max_tokens  # of each response
+        for prompt in self._prompts:
             check_characters(prompt if isinstance(prompt, str) else "", context, "prompt")
             token_ids = await encode_prompt(self._client, prompt)
-            if len(token_ids) + call.params.max_tokens > context:
+            if len(token_ids) + max(least, self._params.min_tokens) > context:
                 raise DialectError(
-                    f"The prompt has {len(token_ids)} tokens; with max_tokens={call.params.max_tokens} that is beyond "
-                    f"the context of {context}.",
+                    f"The prompt has {len(token_ids)} tokens; with max_tokens={least} that is beyond the context of {context}.",
                     "max_tokens",
                     "context_length_exceeded",
                 )
             plan = PromptPlan(token_ids) if session is None else session.plan_completion(token_ids)
             # Each response is a separate request, because it continues alone across weight updates.
-            params = dataclasses.replace(call.params, n=1)
+            max_tokens = context - len(token_ids) if self._fill_context else self._params.max_tokens
+            params = dataclasses.replace(self._params, n=1, max_tokens=max_tokens)
             oldest = None if session is None else session.oldest_version
-            for choice in range(call.params.n):
+            for choice in range(self._params.n):
                 self._plans.append(plan)
                 requests.append(
                     GenerationRequest(
                         plan.prompt_token_ids, params, self._session_id, choice, self._adapter, oldest_version=oldest
                     )
                 )
-        self._check_room(len(requests) * call.params.max_tokens)
+        self._check_room(len(requests) * least)
         return requests
 
     def _check_room(self, sampled_tokens: int) -> None:
         """Check that the session has room for all responses. With several prompts, the prompts themselves do not count."""
         if self._session is not None:
-            plan = self._plans[0] if len(self._call.prompts) == 1 else None
+            plan = self._plans[0] if len(self._prompts) == 1 else None
             self._session.check_room(len(self._plans), plan=plan, sampled_tokens=sampled_tokens)
 
 
