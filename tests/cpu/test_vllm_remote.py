@@ -122,6 +122,17 @@ async def faked(fake: FakeServer) -> AsyncIterator[RemoteVLLMEngine]:
     await engine.teardown()
 
 
+async def test_a_server_with_prompt_details_says_what_it_had_cached(fake: FakeServer, faked: RemoteVLLMEngine) -> None:
+    usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}
+    fake.answer = saying(
+        {**whole([5]), "usage": usage}, {**whole([5]), "usage": {**usage, "prompt_tokens_details": None}}
+    )
+    before = (await faked.health()).prefill_tokens
+    outputs = [await faked.generate(request([3] * 40)) for _ in range(2)]
+    assert [output.get("cached_tokens") for output in outputs] == [[32], None]
+    assert (await faked.health()).prefill_tokens - before == 8 + 40
+
+
 def an_update(version: int) -> WeightUpdate:
     return WeightUpdate(version, "shared_memory", "/nowhere", 0, ())
 
@@ -634,8 +645,9 @@ async def test_a_cached_prefix_never_serves_another_version(
     model = load_model(folder, "float32", "cpu")
     for version, scale in ((10, 1.0), (11, 1.5), (12, 1.0)):
         await sync_weights(engine, weights(folder, scale), transport, version, PauseMode.KEEP)
-        for _ in range(2):
+        for cached in (None, [256]):
             output = await engine.generate(request(prompt, max_tokens=4, temperature=0.0))
+            assert output.get("cached_tokens") == cached
             expected = full_logprobs(scaled(model, scale), prompt, output["response_ids"][0])
             assert output["response_logprobs"][0] == pytest.approx(list(expected), abs=TOLERANCE)
 

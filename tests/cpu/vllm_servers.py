@@ -58,8 +58,9 @@ class VLLMServer:
             **options,
         }
         flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        switches = ["--enable-scale-out", "--enforce-eager", "--disable-uvicorn-access-log", "--disable-log-stats"]
-        self._process = fork_server_command([*flags, *switches], ENVIRONMENT, log)
+        switches = ["enable-scale-out", "enable-prompt-tokens-details", "enforce-eager"]
+        switches += ["disable-uvicorn-access-log", "disable-log-stats"]
+        self._process = fork_server_command([*flags, *(f"--{name}" for name in switches)], ENVIRONMENT, log)
 
     def kill(self) -> None:
         """Ends the server and its engine process, now. Idempotent."""

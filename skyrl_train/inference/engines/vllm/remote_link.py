@@ -270,7 +270,8 @@ class RemoteRequest(InFlightRequest):
         top = None
         if self.request.params.top_logprobs:
             top = [alternatives for part in parts for alternatives in part.top_logprobs or ()]
-        return TokenChunk(token_ids, logprobs, versions, parts[-1].stop_reason, top)
+        cached = max(part.cached_tokens for part in parts)
+        return TokenChunk(token_ids, logprobs, versions, parts[-1].stop_reason, top, cached)
 
 
 class ServerLink(VLLMLink):
@@ -358,7 +359,7 @@ class ServerLink(VLLMLink):
         in_flight.reader = reader
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
-        self.prefill_tokens += len(request.prompt)  # the server does not say what it had cached of them
+        self.prefill_tokens += len(request.prompt)  # less what the answer says that the server had cached
         return in_flight
 
     async def _read(self, in_flight: RemoteRequest, request_id: str, salt: str) -> None:
@@ -398,6 +399,7 @@ class ServerLink(VLLMLink):
             if isinstance(part, Exception):
                 raise part
             chunk = await in_flight.label(part, self._loads, self._version, self._spans_now)
+        self.prefill_tokens -= chunk.cached_tokens
         if in_flight.version >= 0 and -1 in chunk.versions:
             self.die(RESTARTED)
             self.raise_if_dead()

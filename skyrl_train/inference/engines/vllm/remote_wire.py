@@ -131,13 +131,17 @@ def request_body(request_id: str, request: EngineRequest, salt: str) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class ResponsePart:
-    """A whole answer, or one event of a stream. ``spans`` come with the last part only."""
+    """A whole answer, or one event of a stream. ``spans`` come with the last part only.
+
+    ``cached_tokens`` of the prompt: of whole answers of a server with ``--enable-prompt-tokens-details``, else 0.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     top_logprobs: TopLogprobs | None
     stop_reason: StopReason | None
     spans: Spans | None
+    cached_tokens: int = 0
 
 
 def parse_part(answer: Mapping[str, Any], num_top: int) -> ResponsePart:
@@ -160,6 +164,7 @@ def parse_part(answer: Mapping[str, Any], num_top: int) -> ResponsePart:
     logprobs = [entry["logprob"] for entry in content]
     if len(logprobs) != len(token_ids) or _NO_LOGPROB in logprobs:
         raise EngineError(f"The vLLM server gave {len(token_ids)} tokens, but not a log-prob for each.")
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     reason = choice["finish_reason"]
     if reason is not None and reason not in STOP_REASONS:
         raise EngineError(f"The vLLM server ended a request with {reason!r}; its own log says more.")
@@ -175,6 +180,7 @@ def parse_part(answer: Mapping[str, Any], num_top: int) -> ResponsePart:
         top,
         None if reason is None else STOP_REASONS[reason],
         None if spans is None else [(parse_version(span["version"]), span["start"]) for span in spans],
+        details.get("cached_tokens") or 0,
     )
 
 
