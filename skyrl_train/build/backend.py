@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
@@ -11,30 +12,42 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.training.actor_critic import ActorCritic
 from skyrl_train.training.backend import CriticBackend, TrainingBackend
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
+from skyrl_train.training.process import TrainingProcess
+from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
 
 
-def build_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:
+def build_backend(
+    config: RunConfig, plan: Plan, model_path: str, logs: Path, process: TrainingProcess | None = None
+) -> TrainingBackend:
     """Build the backend of the policy, and of the critic if there is one. Blocks while it loads their models.
+
+    Args:
+        logs: folder for the output of training processes.
+        process: for the policy, if it was started earlier.
 
     Raises: like :func:`build_policy_backend`.
     """
-    policy = build_policy_backend(config, plan, model_path)
+    policy = build_policy_backend(config, plan, model_path, logs, process)
     if not derive.needs_critic(config.trainer.algorithm):
         return policy
     try:
-        return ActorCritic(policy, build_critic(config, plan, config.trainer.critic.model.path or model_path, policy))
+        return ActorCritic(
+            policy, build_critic(config, plan, config.trainer.critic.model.path or model_path, policy, logs)
+        )
     except BaseException:  # the policy's workers must not outlive a critic that could not be built
         policy.close()
         raise
 
 
-def build_critic(config: RunConfig, plan: Plan, model_path: str, policy: TrainingBackend) -> CriticBackend:
+def build_critic(config: RunConfig, plan: Plan, model_path: str, policy: TrainingBackend, logs: Path) -> CriticBackend:
     """Build the backend of the critic from the model in ``model_path``; colocated, in the workers of ``policy``.
 
     Raises: like :func:`build_policy_backend`.
     """
     trainer = derive.critic_trainer(config.trainer)
     if trainer.strategy is TrainingStrategy.local:
+        if derive.training_executor(trainer, config.generator.inference_engine) == "process":
+            return ProcessCritic(model_path, trainer, plan.total_steps, logs / "critic.log")
         return LocalCritic(model_path, trainer, plan.total_steps)
     from skyrl_train.training.distributed.ray_backend import (  # Ray is installed: the policy has it
         RayBackend,
@@ -49,7 +62,9 @@ def build_critic(config: RunConfig, plan: Plan, model_path: str, policy: Trainin
     return RayCritic(model_path, trainer, plan.total_steps, trainer.seed, workers)
 
 
-def build_policy_backend(config: RunConfig, plan: Plan, model_path: str) -> TrainingBackend:
+def build_policy_backend(
+    config: RunConfig, plan: Plan, model_path: str, logs: Path, process: TrainingProcess | None
+) -> TrainingBackend:
     """Build the backend of the policy. Blocks while it loads the model.
 
     Raises:
@@ -59,7 +74,10 @@ def build_policy_backend(config: RunConfig, plan: Plan, model_path: str) -> Trai
     """
     trainer, temperature = config.trainer, config.generator.sampling_params.temperature
     if trainer.strategy is TrainingStrategy.local:
-        return LocalBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed)
+        arguments = (model_path, trainer, plan.total_steps, temperature, trainer.seed)
+        if derive.training_executor(trainer, config.generator.inference_engine) == "process":
+            return ProcessBackend(*arguments, process, logs / "training.log")
+        return LocalBackend(*arguments)
     try:
         from skyrl_train.training.distributed.ray_backend import RayBackend
     except ImportError as error:

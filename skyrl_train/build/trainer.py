@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.build.backend import build_backend
 from skyrl_train.build.engines import build_client, build_transport
 from skyrl_train.build.export import export_in_process, start_from_run
+from skyrl_train.build.processes import StartedProcesses
 from skyrl_train.build.rollout import build_generator, build_stages, value_stages
 from skyrl_train.colocation import interrupt
 from skyrl_train.config import derive
@@ -55,13 +56,13 @@ async def build_trainer(
     dataset: PromptDataset | StreamingPrompts,
     run_folder: RunFolder,
     reporter: Reporter,
-    workers: Sequence[EngineProcess] = (),
+    started: StartedProcesses | None = None,
     evaluation_prompts: Sequence[PromptRecord] = (),
 ) -> PPOTrainer:
     """Build everything and start the engines; the trainer's ``train`` tears it down again.
 
     Args:
-        workers: processes for embedded engines that were started earlier.
+        started: processes for embedded engines and for training that were started earlier.
 
     Raises:
         ConfigError, ModelError, EngineError, CheckpointError: a component cannot be built; the started ones are stopped.
@@ -71,6 +72,8 @@ async def build_trainer(
         model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
         tokenizer = load_tokenizer(model_path, config.generator.chat_template)
         check_template(dataset, tokenizer)
+    started = started or StartedProcesses()
+    workers = started.engines
     number, of_evaluation = config.generator.inference_engine.num_engines, derive.num_evaluation_engines(config)
     logs, events = run_folder.logs, run_folder.events
     run = _engine_group(config, plan, tokenizer, model_path, range(number), workers, logs, events)
@@ -85,7 +88,8 @@ async def build_trainer(
     clients = [group.client for group in (run, evaluation) if group is not None]
     # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
     with reporter.start_up("engines and training backend"):
-        backend = await _start(config, clients, stages, lambda: build_backend(config, plan, model_path))
+        build = functools.partial(build_backend, config, plan, model_path, logs, started.training)
+        backend = await _start(config, clients, stages, build)
     try:
         # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
         evaluation_engines = None

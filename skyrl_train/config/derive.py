@@ -163,6 +163,13 @@ WHOLE_MINIBATCH_LOSSES = ("clip_cov", "kl_cov")
 CLIPPED_LOSSES = ("ppo_clip", "dual_clip", "gspo", "clip_cov")
 
 
+def training_executor(trainer: TrainerConfig, engine: InferenceEngineConfig) -> str:
+    """Return where ``strategy=local`` trains: in a ``process`` of its own or in a ``thread`` of the driver."""
+    if trainer.executor is not None:
+        return trainer.executor
+    return "process" if trainer.device == "cpu" and engine.executor != "thread" else "thread"
+
+
 def clip_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
     """Return how far below and above 1 the ratio of a clipped loss counts.
 

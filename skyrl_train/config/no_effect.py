@@ -153,10 +153,16 @@ def _training_workers(config: RunConfig) -> Warnings:
     reference_workers = (
         derive.needs_reference(trainer.algorithm) and config.rollout.stages.reference.executor == "workers"
     )
-    if local and trainer.max_restarts > 0 and not reference_workers:
+    if not local and trainer.executor is not None:
         yield (
-            f"trainer.max_restarts={trainer.max_restarts} with trainer.strategy=local: there is no training worker that could "
-            "die. Set trainer.max_restarts=0, or trainer.strategy=fsdp2."
+            f"trainer.executor={trainer.executor} with trainer.strategy={trainer.strategy}, which trains in Ray actors. Leave it "
+            "out, or set trainer.strategy=local."
+        )
+    in_thread = local and derive.training_executor(trainer, config.generator.inference_engine) == "thread"
+    if in_thread and trainer.max_restarts > 0 and not reference_workers:
+        yield (
+            f"trainer.max_restarts={trainer.max_restarts} with training in a thread: there is no training process that could "
+            "die. Set trainer.max_restarts=0, trainer.executor=process, or trainer.strategy=fsdp2."
         )
     if local:
         used = _SHARED_WITH_REFERENCE_WORKERS if reference_workers else ()

@@ -420,9 +420,12 @@ class TrainerConfig:
     micro_batch_tokens: Count = 16384  # per forward/backward pass, including padding
     packing: bool | None = None  # several sequences in a row, without padding; None: if the model keeps them apart
     strategy: TrainingStrategy = TrainingStrategy.local
+    # strategy=local: process (its own interpreter lock: the control loop does not slow training down) | thread; None: process on
+    # the CPU, unless the engine is in a thread too
+    executor: Annotated[str, OneOf("process", "thread")] | None = None
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    max_restarts: CountOrZero = 0  # restarts from the last checkpoint after a worker with a shard of a model has died
+    max_restarts: CountOrZero = 0  # restarts from the last checkpoint after a training process or worker has died
     device: str = "cpu"  # for training: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
     ckpt_interval: CountOrZero = 50  # steps; 0: only at the end and on SIGTERM
     max_ckpts_to_keep: Count = 2  # the newest ones; older ones are removed, except for eval.best_metric

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+from skyrl_train.build.processes import StartedProcesses, started_processes
 from skyrl_train.config import derive
 from skyrl_train.config.compare import changes
 from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
@@ -36,7 +37,6 @@ from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, RolloutError, SkyRLError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
-from skyrl_train.inference.engines.embedded.engine import EngineProcess
 from skyrl_train.observability.report.files import try_to_write_report
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import (
@@ -239,7 +239,7 @@ def train(
         with gc_paused():
             check_implementations(config)
             importlib.import_module("skyrl_train.build.checks").check_machine(config)
-            workers = stack.enter_context(engine_workers(config))  # before the other imports: theirs run meanwhile
+            processes = stack.enter_context(started_processes(config))  # before the other imports: theirs run meanwhile
             importlib.import_module("skyrl_train.build.trainer")
         abandoned = left_behind(config)  # before the folder of the new run exists
         choice = choose_run_folder(config, inputs.plan.total_steps)
@@ -280,10 +280,10 @@ def train(
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         try:
             finished, start_step = train_restarting(
-                lambda reporter, workers: run_loop(_train(inputs, run_folder, reporter, workers, request)),
+                lambda reporter, processes: run_loop(_train(inputs, run_folder, reporter, processes, request)),
                 config,
                 lambda: Reporter(config, run_folder, console, inputs.plan.total_steps, trackers),
-                workers,
+                processes,
                 console,
                 request,
             )
@@ -320,10 +320,10 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
 
 
 def train_restarting(
-    train: Callable[[Reporter, Sequence[EngineProcess]], bool],
+    train: Callable[[Reporter, StartedProcesses], bool],
     config: RunConfig,
     new_reporter: Callable[[], Reporter],
-    workers: Sequence[EngineProcess],
+    processes: StartedProcesses,
     console: Console,
     stop: StopRequest,
 ) -> tuple[bool, int]:
@@ -341,33 +341,19 @@ def train_restarting(
     for left in range(config.trainer.max_restarts, -1, -1):
         reporter = new_reporter()
         try:
-            finished = train(reporter, workers)
+            finished = train(reporter, processes)
         except TrainingWorkerError as error:
             if not left or stop.requested:
                 raise
             text = f"{error}\nThe run starts again from its last checkpoint; restarts left: {left - 1}."
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-            workers = ()  # those given here have ended with the run: engines start their own
+            processes = StartedProcesses()  # those given here have ended with the run: the next one starts its own
         else:
             return finished, reporter.start_step if start_step is None else start_step
         finally:
             reporter.close()
         start_step = reporter.start_step if start_step is None else start_step
     raise AssertionError("the last round returns or raises")
-
-
-@contextmanager
-def engine_workers(config: RunConfig) -> Iterator[list[EngineProcess]]:
-    """Start the processes of embedded engines, if the configuration has any; end them on leaving."""
-    engine = config.generator.inference_engine
-    number = engine.num_engines + derive.num_evaluation_engines(config)
-    wanted = number if (engine.backend, engine.executor) == ("embedded", "process") else 0
-    workers = [EngineProcess(fork=engine.device == "cpu") for _ in range(wanted)]
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.stop()
 
 
 @contextmanager
@@ -445,7 +431,7 @@ async def _train(
     inputs: RunInputs,
     run_folder: RunFolder,
     reporter: Reporter,
-    workers: Sequence[EngineProcess],
+    processes: StartedProcesses,
     stop: StopRequest,
 ) -> bool:
     """Build the trainer and train; return whether the run trained its last step."""
@@ -453,7 +439,7 @@ async def _train(
 
     asyncio.get_running_loop().set_default_executor(DaemonThreadPool())
     trainer = await build_trainer(
-        inputs.config, inputs.plan, inputs.dataset, run_folder, reporter, workers, inputs.evaluation_prompts
+        inputs.config, inputs.plan, inputs.dataset, run_folder, reporter, processes, inputs.evaluation_prompts
     )
 
     def stop_trainer() -> None:

@@ -19,6 +19,7 @@
 | a run's generator: ``GeneratorHost``, which calls the driver's client | Ray actor | ``RolloutActor`` |
 | a stage's function: ``WorkHost`` (blocking, in the main thread) | loop, thread, process, Ray actor | ``WorkerPool`` |
 | training rank: ``TrainingWorker`` (blocking, all ranks called together) | Ray actor | ``WorkerGroup`` |
+| a model that trains alone: ``LocalBackend``, ``LocalCritic`` (blocking) | process | ``ProcessBackend``, ``ProcessCritic`` |
 
 Rules for failures, for all of them:
 - An error of the hosted object fails its own call. A class of :mod:`skyrl_train.errors` arrives as itself, with the remote
@@ -28,6 +29,6 @@ Rules for failures, for all of them:
 - A cancelled call is cancelled in the hosted object. A blocking object cannot be cancelled, only killed.
 - A child process ends when its parent does, also when the parent is killed; Ray ends its actors with their driver.
 
-Training ranks do not use a connection: their driver blocks, calls all ranks in one order, and ends all when one dies
-(``docs/design/walks.md`` has the reasons).
+Training ranks and processes do not use a connection: their driver blocks, calls all ranks in one order, and ends all when one
+dies (``docs/design/walks.md`` has the reasons).
 """

@@ -1,12 +1,13 @@
 """Messages between a driver and an object that it hosts elsewhere. Plain data; errors travel as class, message and traceback.
 
-    caller ──Call, Cancel──> served object          served object ──Item*, then Result | Failure──> caller
+    caller ──Call, Cancel──> served object          served object ──Item*, then Result | Failure | Raised──> caller
 
 Both ends may call. ``PeerState`` and ``LastWords`` belong to no call.
 """
 
 from __future__ import annotations
 
+import pickle
 import traceback as tracebacks
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,25 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Raised:
+    """A call raised ``error``, which travels itself: for callers that treat errors of other libraries by their class."""
+
+    id: int
+    error: Exception
+
+    @classmethod
+    def of(cls, call_id: int, error: Exception) -> Raised:
+        """Take the error, or its text if it cannot be pickled, with its traceback as a note."""
+        trace = "".join(tracebacks.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # a class with a constructor of any kind
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        error.add_note(trace)
+        return cls(call_id, error)
+
+
+@dataclass(frozen=True, slots=True)
 class PeerState:
     """The state of the sender, which travels with every batch of messages, such as the policy version."""
 
@@ -101,4 +121,4 @@ class LastWords:
     reason: str
 
 
-Message = Call | Cancel | Item | Result | Failure | PeerState | LastWords
+Message = Call | Cancel | Item | Result | Failure | Raised | PeerState | LastWords

@@ -1,6 +1,6 @@
 """Hosting in a child process: started by module name, connected by a socket, ended when its parent ends.
 
-    driver: ProcessLink ──frames──> socket ──frames──> child: ``python -m skyrl_train.workers FD TARGET``, target(ParentChannel)
+    driver: ProcessLink ──frames──> socket ──frames──> child: ``python -m skyrl_train.workers FD TARGET``, target(SocketChannel)
 
 A child is a new interpreter, or where that is allowed and safe a fork, which has its imports from its parent. It is not
 ``multiprocessing``'s spawned one, which would import the caller's main module again and would outlive a parent that is killed.
@@ -52,7 +52,7 @@ def single_threaded() -> bool:
 
 
 class ChildProcess:
-    """A process that calls ``target`` with a :class:`ParentChannel`.
+    """A process that calls ``target`` with a :class:`SocketChannel`.
 
     Args:
         target: import path ("module:function") of what serves the connection.
@@ -73,6 +73,7 @@ class ChildProcess:
             self._process: BaseProcess | subprocess.Popen[bytes] = start(theirs, target, num_threads)
         assert self._process.pid is not None, "it is started"
         self.pid = self._process.pid
+        self._waiting = threading.Lock()
 
     def _fork(self, theirs: socket.socket, target: str, num_threads: int) -> BaseProcess:
         import_name(target, "target", "function")
@@ -104,13 +105,17 @@ class ChildProcess:
         )
 
     def wait(self, limit_s: float | None = None) -> int | None:
-        """Wait for the end of the process. Return its exit code (negative: a signal), or None if it still runs."""
-        if isinstance(self._process, BaseProcess):
-            self._process.join(limit_s)
-            return self._process.exitcode
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(limit_s)
-        return self._process.returncode
+        """Wait for the end of the process. Return its exit code (negative: a signal), or None if it still runs.
+
+        Threads may call it together: the code of a process can be collected only once.
+        """
+        with self._waiting:
+            if isinstance(self._process, BaseProcess):
+                self._process.join(limit_s)
+                return self._process.exitcode
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(limit_s)
+            return self._process.returncode
 
     def stop(self) -> None:
         """End the process and wait for it. Idempotent."""
@@ -135,7 +140,7 @@ def serve_parent(connection: socket.socket, target: str) -> None:
         # Imported late: the end of the parent must be noticed, and Ctrl-C ignored, during imports that take seconds.
         with gc_paused():
             function = import_name(target, "target", "function")
-        function(ParentChannel(connection))
+        function(SocketChannel(connection))
 
 
 class ProcessLink(WorkerLink):
@@ -180,11 +185,11 @@ class ProcessLink(WorkerLink):
             await asyncio.to_thread(self.child.stop)
 
 
-class ParentChannel:
-    """The child's ``Channel`` to its parent."""
+class SocketChannel:
+    """A blocking end of a socket: the child's ``Channel`` to its parent."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        self.connection = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -198,7 +203,7 @@ class ParentChannel:
     def send(self, messages: list[Message]) -> None:
         frame = encode(messages)
         try:
-            self._connection.sendall(frame)
+            self.connection.sendall(frame)
         except OSError as error:
             raise EOFError from error
 
@@ -206,7 +211,7 @@ class ParentChannel:
         received = bytearray()
         while len(received) < size:
             try:
-                part = self._connection.recv(size - len(received))
+                part = self.connection.recv(size - len(received))
             except OSError as error:
                 raise EOFError from error
             if not part:

@@ -6,8 +6,9 @@ import ray
 from training_worlds import config
 
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.training.distributed.worker import ModelSettings, Role, TrainingWorker
+from skyrl_train.training.distributed.worker import TrainingWorker
 from skyrl_train.training.distributed.worker_group import WorkerGroup
+from skyrl_train.training.messages import ModelSettings, Role
 from skyrl_train.workers.messages import Call
 
 FSDP = "trainer.fsdp"

@@ -17,7 +17,7 @@ from skyrl_train.training.actor_critic import ActorCritic
 from skyrl_train.training.backend import CriticBackend, Minibatch
 from skyrl_train.training.collectives import AgreedError
 from skyrl_train.training.distributed.sharding import gathered
-from skyrl_train.training.distributed.worker import ModelSettings, Role
+from skyrl_train.training.messages import ModelSettings, Role
 
 pytest.importorskip("ray")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from skyrl_train.build.processes import StartedProcesses
 from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
 from skyrl_train.config.plan import resolve
@@ -84,7 +85,11 @@ def test_impossible_settings_are_rejected_with_a_remedy(overrides: list[str], re
             ["rollout.stages.reference.executor=ray", "rollout.stages.reference.max_parallel=2"],
             "rollout.stages.reference.executor, rollout.stages.reference.max_parallel without a term",
         ),
-        (["trainer.max_restarts=1"], "Set trainer.max_restarts=0, or trainer.strategy=fsdp2"),
+        (
+            ["trainer.max_restarts=1", "trainer.executor=thread"],
+            "Set trainer.max_restarts=0, trainer.executor=process, or",
+        ),
+        ([FSDP, "trainer.executor=thread"], "trainer.executor=thread with trainer.strategy=fsdp2"),
         ([FSDP, KL, COLOCATED, "rollout.stages.reference.device=cpu"], "Set rollout.stages.reference.device=null"),
         (
             [FSDP, KL, COLOCATED, "rollout.stages.reference.max_parallel=2"],
@@ -185,19 +190,20 @@ class Runs:
 
     def __init__(self, endings: Sequence[Exception | None]) -> None:
         self._endings = iter(endings)
-        self.started: list[int] = []  # workers that each run was given
+        self.started: list[int] = []  # engines' processes that each run was given
         self.closed = 0
         self.screen = io.StringIO()
         self.stop = StopRequest()
 
     def go(self, max_restarts: int) -> tuple[bool, int]:
         config = compose("quickstart", [FSDP, f"trainer.max_restarts={max_restarts}"])
-        workers: Any = ["engine process"]
+        engine: Any = "engine process"
+        processes = StartedProcesses([engine])
         screen = Console(file=self.screen, width=200)
-        return train_restarting(self._train, config, self._reporter, workers, screen, self.stop)
+        return train_restarting(self._train, config, self._reporter, processes, screen, self.stop)
 
-    def _train(self, reporter: Any, workers: Sequence[Any]) -> bool:
-        self.started.append(len(workers))
+    def _train(self, reporter: Any, processes: StartedProcesses) -> bool:
+        self.started.append(len(processes.engines))
         ending = next(self._endings)
         if ending is not None:
             raise ending

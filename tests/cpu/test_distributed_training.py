@@ -41,14 +41,10 @@ from skyrl_train.training import checkpoint
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore, find_damage
 from skyrl_train.training.collectives import AgreedError
-from skyrl_train.training.distributed.worker import (
-    ModelSettings,
-    PackedSequences,
-    Role,
-    TrainingWorker,
-)
+from skyrl_train.training.distributed.worker import TrainingWorker
 from skyrl_train.training.export import load_policy
 from skyrl_train.training.local_backend import LocalBackend
+from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
 from skyrl_train.training.reference import FrozenPolicy, TokensToScore
 from skyrl_train.weight_sync.disk import DiskTransport
 from skyrl_train.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport

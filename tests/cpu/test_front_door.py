@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from skyrl_train.entrypoints.api import write_rows
 from skyrl_train.entrypoints.run import StopRequest, load_inputs
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.errors import ConfigError
+from skyrl_train.training.backend import Minibatch
+from skyrl_train.training.process_backend import ProcessBackend
 
 TINY: dict[str, Any] = {
     "trainer": {
@@ -270,3 +274,19 @@ def test_a_folder_without_a_run_is_an_error_that_names_the_runs_in_it(tmp_path: 
         skyrl_train.load_run(tmp_path)
     with pytest.raises(ConfigError, match="not a run folder"):
         skyrl_train.load_run(tmp_path / "nowhere")
+
+
+def test_a_run_goes_on_after_the_death_of_its_training_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update, killed = ProcessBackend.update, []
+
+    def dies_once(self: ProcessBackend, minibatch: Minibatch) -> dict[str, float]:
+        if minibatch.step == 2 and not killed:
+            killed.append(self.pid)
+            os.kill(self.pid, signal.SIGKILL)
+        return update(self, minibatch)
+
+    monkeypatch.setattr(ProcessBackend, "update", dies_once)
+    changes = {"trainer.executor": "process", "trainer.max_restarts": 1, "trainer.run_dir": str(tmp_path / "run")}
+    run = skyrl_train.train("quickstart", overrides=TINY | changes | {"trainer.ckpt_interval": 1}, quiet=True)
+    assert killed
+    assert run.metrics.index.tolist() == [1, 2, 3]

@@ -40,7 +40,7 @@ from skyrl_train.rollout.stages.logprobs import tokens_to_score
 from skyrl_train.training import head
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.batch import collate_padded
-from skyrl_train.training.distributed.worker import PackedSequences
+from skyrl_train.training.messages import PackedSequences
 from skyrl_train.training.minibatch import build_minibatch
 from skyrl_train.training.reference import TokensToScore
 from skyrl_train.training.scorer import Scorer, ScoringMethod

@@ -23,7 +23,7 @@ ALGORITHM = "trainer.algorithm"
         [f"{ALGORITHM}.max_seq_len=8"],
         ["trainer.eval.before_train=true"],
         ["trainer.eval.num_engines=1"],
-        ["trainer.max_restarts=2"],
+        ["trainer.max_restarts=2", "trainer.executor=thread"],
         ["generator.inference_engine.tensor_parallel_size=2"],
     ],
     ids=str,

@@ -6,9 +6,9 @@ import os
 import sys
 
 from skyrl_train.workers.messages import Result
-from skyrl_train.workers.process import ParentChannel
+from skyrl_train.workers.process import SocketChannel
 
 
-def serve(channel: ParentChannel) -> None:
+def serve(channel: SocketChannel) -> None:
     channel.send([Result(0, (os.environ["OMP_NUM_THREADS"], "parents_own" in sys.modules))])
     channel.receive(block=True)

@@ -17,13 +17,9 @@ from skyrl_train.config import derive
 from skyrl_train.config.schema import BuildModelConfig, TrainerConfig, TrainingStrategy
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.training.backend import Minibatch, TrainingSequence
-from skyrl_train.training.distributed.worker import (
-    ModelSettings,
-    PackedSequences,
-    Role,
-    TrainingWorker,
-)
+from skyrl_train.training.distributed.worker import TrainingWorker
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
+from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
 
 pytestmark = [
     pytest.mark.gpu,

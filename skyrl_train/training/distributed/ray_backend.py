@@ -23,8 +23,8 @@ from skyrl_train.training.backend import (
     TrainingBackend,
     TrainingSequence,
 )
-from skyrl_train.training.distributed.worker import ModelSettings, PackedSequences, Role
 from skyrl_train.training.distributed.worker_group import WorkerGroup
+from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate

@@ -8,12 +8,11 @@ others waiting in a collective, and the driver ends the group.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +26,13 @@ from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.folder import resolve_device, resolve_dtype
 from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights
-from skyrl_train.training.backend import Minibatch, TokenRecord, TrainingSequence
+from skyrl_train.training.backend import Minibatch, TokenRecord
 from skyrl_train.training.collectives import AgreedError, ProcessGroupCollectives
 from skyrl_train.training.critic_worker import CriticWorker, put_value_head
 from skyrl_train.training.distributed import checkpoint
 from skyrl_train.training.distributed.sharding import gathered, load_sharded, shard_mesh
 from skyrl_train.training.export import whole_model, write_hf
+from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
 from skyrl_train.training.policy_worker import PolicyWorker
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.state import Snapshots
@@ -42,38 +42,6 @@ if TYPE_CHECKING:
 
 # Limit of a rank's wait for the others, which may be reading the model or gathering weights to sync.
 WAIT_LIMIT = timedelta(minutes=30)
-_TENSOR_FIELDS = (
-    "token_ids",
-    "loss_mask",
-    "advantages",
-    "behaviour_logprobs",
-    "versions",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "values",
-    "returns",
-)
-# Small, or absent from most sequences: sent as they are.
-_PLAIN_FIELDS = ("group_index", "counted_tokens", "group_tokens", "group_sequences", "grammars", "record")
-
-
-class Role(StrEnum):
-    """The role of a model in the run. Ranks hold at most one model of each role."""
-
-    policy = "policy"
-    reference = "reference"  # a copy of the initial policy that never changes
-    critic = "critic"  # a value model
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """The arguments from which every rank builds its part of a model; see :class:`LocalBackend`."""
-
-    model_path: str
-    trainer: TrainerConfig  # for a critic, from :func:`skyrl_train.config.derive.critic_trainer`
-    total_steps: int
-    temperature: float
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,45 +59,6 @@ class _HeldModel:
     settings: ModelSettings
     worker: PolicyWorker | CriticWorker
     snapshots: Snapshots[checkpoint.ShardState]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSequences:
-    """Training sequences in the form in which they are sent to another process: a few flat arrays, the values of each field
-    end to end.
-
-    Each field has a separate length per sequence (-1: the sequence lacks it), so that ragged sequences arrive unchanged and are
-    rejected where all sequences are checked.
-    """
-
-    plain: dict[str, list[Any]]
-    lengths: dict[str, list[int]]
-    values: dict[str, npt.NDArray[np.generic]]
-
-    @classmethod
-    def of(cls, sequences: Sequence[TrainingSequence]) -> PackedSequences:
-        """Pack sequences."""
-        lengths: dict[str, list[int]] = {}
-        values: dict[str, npt.NDArray[np.generic]] = {}
-        for name in _TENSOR_FIELDS:
-            column = [getattr(sequence, name) for sequence in sequences]
-            present = [tensor for tensor in column if tensor is not None]
-            lengths[name] = [-1 if tensor is None else len(tensor) for tensor in column]
-            values[name] = torch.cat(present).numpy() if present else np.zeros(0)
-        return cls({name: [getattr(s, name) for s in sequences] for name in _PLAIN_FIELDS}, lengths, values)
-
-    def unpack(self) -> list[TrainingSequence]:
-        """Return the original sequences."""
-        columns: dict[str, list[Any]] = {name: list(column) for name, column in self.plain.items()}
-        for name in _TENSOR_FIELDS:
-            lengths = self.lengths[name]
-            together = torch.from_numpy(self.values[name].copy())  # Ray's arrays are read-only
-            parts = iter(together.split([length for length in lengths if length >= 0]))
-            columns[name] = [next(parts) if length >= 0 else None for length in lengths]
-        return [
-            TrainingSequence(**{name: column[index] for name, column in columns.items()})
-            for index in range(len(self.plain[_PLAIN_FIELDS[0]]))
-        ]
 
 
 class TrainingWorker:

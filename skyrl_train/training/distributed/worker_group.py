@@ -1,6 +1,6 @@
 """The ranks of sharded models as Ray actors, which start, run each call and end together.
 
-driver ──Call (arguments per rank)──> actor of rank 0 .. n-1 ──Result | AgreedFailure | its death──> driver
+driver ──Call (arguments per rank)──> actor of rank 0 .. n-1 ──Result | Raised | its death──> driver
 
 A rank that dies ends the whole group: the others wait for it inside the collective that they are in.
 """
@@ -21,10 +21,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from skyrl_train.config.derive import fsdp_num_gpus
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import ConfigError, SkyRLError, TrainingWorkerError, first_line
+from skyrl_train.errors import ConfigError, TrainingWorkerError, first_line
 from skyrl_train.training.collectives import AgreedError
 from skyrl_train.training.distributed.worker import TrainingWorker
-from skyrl_train.workers.messages import Call, Result
+from skyrl_train.training.messages import recovery_advice
+from skyrl_train.workers.messages import Call, Raised, Result
 from skyrl_train.workers.ray import RayPlacement, cluster_is_own, connect, free_resources
 
 logger = logging.getLogger(__name__)
@@ -45,13 +46,6 @@ class RankLocation:
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedFailure:
-    """An error that all ranks raised alike; the group remains usable. The error itself travels, with an OSError's errno."""
-
-    error: Exception
-
-
 class WorkerGroup:
     """The actors that hold one model or several. Its methods block, and may be called from several threads.
 
@@ -66,12 +60,7 @@ class WorkerGroup:
 
     def __init__(self, trainer: TrainerConfig, key: str) -> None:
         self._end: str | None = None  # why the group has ended
-        self._recovery = (
-            "Give the same command to continue from the last checkpoint, or set trainer.max_restarts to have that done."
-            if not trainer.max_restarts
-            else f"With trainer.max_restarts={trainer.max_restarts}, the run continues from its last checkpoint until that many "
-            "restarts are used up; after them, give the same command."
-        )
+        self._recovery = recovery_advice(trainer)
         # Calls of two threads that reached the ranks in different orders would leave them in two collectives forever.
         self._calling = threading.Lock()
         self._actors: list[Any] = []
@@ -103,7 +92,7 @@ class WorkerGroup:
             calls = [_submit(actor, method, *of_rank) for actor, of_rank in pairs]
             outcomes = self._outcomes(calls, method)
         for outcome in outcomes:
-            if isinstance(outcome, AgreedFailure):
+            if isinstance(outcome, Raised):
                 raise outcome.error
         return [outcome.value for outcome in outcomes if isinstance(outcome, Result)]
 
@@ -141,9 +130,9 @@ class WorkerGroup:
         (store,) = _get([_submit(self._actors[0], "host_store", self.locations[0].node, self.size)], limit_s)
         self.call("join", [(rank, self.size, store.value, trainer, key) for rank in range(self.size)])
 
-    def _outcomes(self, calls: list[Any], method: str) -> list[Result | AgreedFailure]:
+    def _outcomes(self, calls: list[Any], method: str) -> list[Result | Raised]:
         rank_of = {call: rank for rank, call in enumerate(calls)}
-        outcomes: dict[int, Result | AgreedFailure] = {}
+        outcomes: dict[int, Result | Raised] = {}
         failures: dict[int, RayError] = {}
         waiting = list(calls)
         while waiting:
@@ -181,15 +170,11 @@ class _RankActor(TrainingWorker):
     def location(self) -> RankLocation:
         return RankLocation(ray.util.get_node_ip_address(), os.getpid())
 
-    def answer(self, call: Call) -> Result | AgreedFailure:
+    def answer(self, call: Call) -> Result | Raised:
         try:
             return Result(call.id, getattr(self, call.method)(*call.arguments))
         except AgreedError as agreed:
-            error = agreed.error
-            # Other classes may not survive pickling.
-            return AgreedFailure(
-                error if isinstance(error, SkyRLError | ValueError | OSError) else RuntimeError(repr(error))
-            )
+            return Raised.of(call.id, agreed.error)
 
 
 def _submit(actor: Any, method: str, *arguments: Any) -> Any:

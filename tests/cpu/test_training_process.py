@@ -1,0 +1,130 @@
+"""Training in a child process: the numbers and errors of a thread, and a clear end when the process dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from training_worlds import backend, config, minibatch, same
+
+from skyrl_train.errors import CheckpointError, ModelError, TrainingWorkerError
+from skyrl_train.training.backend import TokenRecord, TrainingBackend
+from skyrl_train.training.local_backend import LocalCritic
+from skyrl_train.training.process import TrainingProcess
+from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
+from skyrl_train.weight_sync.disk import DiskTransport
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> Iterator[ProcessBackend]:
+    """A process for the tests that leave it as usable as they found it."""
+    made = ProcessBackend(folder, config(), total_steps=10, temperature=1.0, seed=0)
+    yield made
+    made.close()
+
+
+def train(policy: TrainingBackend, folder: Path) -> list[object]:
+    """Everything that a run asks of its backend, and all answers."""
+    first, second = minibatch(seed=1, step=1), minibatch(seed=2, step=2)
+    first = replace(first, sequences=[replace(first.sequences[0], record=7), *first.sequences[1:]])
+    answers: list[object] = [policy.update(first), policy.take_records()]
+    halves = [replace(second, sequences=part, num_groups=2) for part in (second.sequences[:4], second.sequences[4:])]
+    policy.accumulate(minibatch(seed=3, step=2))
+    policy.discard()
+    for half in halves:
+        policy.accumulate(half)
+    answers.append(policy.finish(2))
+    snapshot = policy.snapshot()
+    saved = folder / "state"
+    saved.mkdir(parents=True)
+    answers += [policy.save(snapshot, saved), policy.update(minibatch(seed=4, step=3))]
+    policy.load(saved)
+    answers += [policy.update(minibatch(seed=5, step=3)), policy.forward_logprobs(minibatch(seed=9).sequences)]
+    policy.export_hf(folder / "policy")
+    answers.append((folder / "policy" / "model.safetensors").read_bytes())
+    return answers
+
+
+def plain(answer: object) -> object:
+    """``answer`` with lists in place of tensors, and without times."""
+    match answer:
+        case torch.Tensor():
+            return answer.tolist()
+        case TokenRecord() | list():
+            return [plain(part) for part in answer]
+        case dict():
+            return {key: plain(value) for key, value in answer.items() if "per_second" not in str(key)}
+    return answer
+
+
+def test_a_process_answers_like_a_thread_bit_for_bit(alone: ProcessBackend, folder: str, tmp_path: Path) -> None:
+    here = backend(folder)
+    ours, theirs = train(here, tmp_path / "thread"), train(alone, tmp_path / "process")
+    assert list(map(plain, theirs)) == list(map(plain, ours))
+    assert same(dict(alone.named_weights()), dict(here.named_weights()))
+
+
+def test_a_critic_in_a_process_values_like_one_in_a_thread(folder: str) -> None:
+    settings = config()
+    here, there = LocalCritic(folder, settings, 10), ProcessCritic(folder, settings, 10)
+    try:
+        batch = minibatch()
+        returns = [replace(s, values=s.advantages * 0, returns=s.advantages) for s in batch.sequences]
+        metrics = [plain(critic.update(replace(batch, sequences=returns))) for critic in (here, there)]
+        assert metrics[0] == metrics[1]
+        assert plain(there.forward_values(returns)) == plain(here.forward_values(returns))
+    finally:
+        there.close()
+
+
+def test_weights_are_staged_in_the_process_until_it_closes(folder: str, tmp_path: Path) -> None:
+    policy = ProcessBackend(folder, config(), total_steps=10, temperature=1.0, seed=0)
+    try:
+        transport = DiskTransport(str(tmp_path))
+        places = [Path(policy.stage(transport, version).location) for version in (0, 1)]
+        assert all(place.is_file() for place in places)
+    finally:
+        policy.close()
+    assert not any(place.exists() for place in places)
+    policy.close()  # does nothing
+
+
+def test_an_error_arrives_with_its_class_and_leaves_the_process_usable(alone: ProcessBackend, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError):
+        alone.load(tmp_path / "empty")
+    with pytest.raises(ValueError, match="accumulated") as raised:
+        alone.finish(99)
+    assert "in finish" in raised.value.__notes__[0]  # the traceback of the process
+    with pytest.raises(OSError, match="No such file"):
+        alone.save(alone.snapshot(), tmp_path / "missing" / "folder")
+    assert len(alone.forward_logprobs(minibatch().sequences)) == len(minibatch().sequences)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_process(tmp_path: Path) -> None:
+    process = TrainingProcess()
+    with pytest.raises(ModelError):
+        ProcessBackend(str(tmp_path), config(), 10, 1.0, 0, process)
+    assert process.wait(0) is not None
+
+
+def test_a_scheduler_that_ends_all_processes_leaves_training_to_the_driver(alone: ProcessBackend) -> None:
+    os.kill(alone.pid, signal.SIGTERM)
+    assert alone.forward_logprobs(minibatch().sequences)
+
+
+def test_the_death_of_the_process_names_its_cause_and_the_remedy(folder: str) -> None:
+    policy = ProcessBackend(folder, config(), total_steps=10, temperature=1.0, seed=0)
+    os.kill(policy.pid, signal.SIGKILL)
+    with pytest.raises(TrainingWorkerError, match=r"exit code -9 in update.* out of memory.*trainer\.max_restarts"):
+        policy.update(minibatch())
+    with pytest.raises(TrainingWorkerError):
+        policy.discard()
+    policy.close()
