@@ -329,6 +329,10 @@ def test_an_answer_that_was_cut_off_continues_with_its_own_tokens() -> None:
     cut = choice(plan, "It ")
     cut = replace(cut, generation=replace(cut.generation, stop_reason=StopReason.LENGTH))
     session.record(plan, cut)
+    new_turn = session.plan([user("hi"), assistant("It")])
+    assert new_turn.prompt_token_ids != [*plan.prompt_token_ids, *sampled_tokens("It ")], "nobody asked to continue it"
+    later = session.plan([user("hi"), assistant("It"), user("more"), assistant("As")], continue_final=True)
+    assert later.prompt_token_ids[-2:] == text_tokens("As"), "only the last message is continued"
     again = prefilled(session, [user("hi"), assistant("It")], "is.")
     assert again.prompt_token_ids == [*plan.prompt_token_ids, *sampled_tokens("It ")]
     assert (again.reused_tokens, again.parent) == (len(again.prompt_token_ids), 0)

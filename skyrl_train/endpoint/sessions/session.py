@@ -321,10 +321,10 @@ class Session:
     def _cut_off_turn(self, setting: bytes, canonical: Sequence[CanonicalMessage]) -> Turn | None:
         """Return the turn whose answer is the last of these messages, if it ended at a token limit."""
         match = self._messages.match(setting, canonical)
-        if match.turn is None or match.length < len(canonical):
+        turn = None if match.turn is None else self._turns.turns[match.turn]
+        if turn is None or turn.stop_reason != StopReason.LENGTH or match.length < len(canonical):
             return None
-        turn = self._turns.turns[match.turn]
-        return turn if turn.stop_reason == StopReason.LENGTH else None
+        return turn
 
     def _extend(
         self,
