@@ -135,9 +135,9 @@ def _to_sequence(fields: Mapping[str, Any], row: int, stop_reason: str) -> Rollo
         if not all(0 <= span.start < span.stop <= sequence.num_response_tokens for span in grammars[row]):
             _fail(fields, "rollout_grammars", row, "has a span that is not within the response.")
         sequence = replace(sequence, grammars=tuple(grammars[row]))
-    untrained = ~sequence.sampled
-    if not untrained.any():
+    if sequence.sampled.all():
         return sequence
+    untrained = ~sequence.sampled
     if sequence.logprob_array[untrained].any() or (sequence.version_array[untrained] != -1).any():
         sequence = replace(
             sequence,
@@ -177,19 +177,21 @@ def _convert_arrays(fields: Mapping[str, Any], row: int, stop_reason: str) -> Ro
         if not np.abs(rewards).sum() <= MAX_REWARD:  # False for NaN
             return None
     tokens, version_array, logprob_array = _integers([*prompt, *response]), _integers(versions), packed("d", logprobs)
-    masked = np.frombuffer(bytearray(mask), np.uint8)
-    if tokens is None or version_array is None or masked.max(initial=0) > 1:
+    flags = bytearray(mask)
+    num_trained = flags.count(1)
+    if tokens is None or version_array is None or num_trained + flags.count(0) != length:
         return None
-    sampled = masked.view(np.bool_)
-    trained = slice(None) if sampled.all() else sampled  # a slice makes no copy
+    sampled = np.frombuffer(flags, np.bool_)
+    trained = slice(None) if num_trained == length else sampled  # a slice makes no copy
+    # Few calls of numpy: for short responses they are most of the time. A NaN makes each comparison false.
     valid = (
-        tokens.min() >= 0
-        and tokens.max() <= MAX_TOKEN_ID
-        and np.isfinite(logprob_array).all()
+        tokens.view(np.uint64).max() <= MAX_TOKEN_ID  # a negative number is a large one there
+        and logprob_array.min(initial=0.0) > -np.inf
         and logprob_array[trained].max(initial=0.0) <= MAX_LOGPROB
-        and version_array.min(initial=0) >= -1
         and version_array[trained].min(initial=0) >= 0
     )
+    if num_trained != length:
+        valid = valid and logprob_array.max(initial=0.0) < np.inf and version_array.min(initial=0) >= -1
     if not valid:
         return None
     return RolloutSequence(
@@ -205,7 +207,8 @@ def _convert_arrays(fields: Mapping[str, Any], row: int, stop_reason: str) -> Ro
 def _integers(values: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
     """Return an int64 array, or None where bools pass for 0 and 1."""
     integers = packed("q", values)
-    if (integers.view(np.uint64) <= 1).any() and countOf(map(type, values), bool):
+    may_have_bools = len(values) < 100 or (integers.view(np.uint64) <= 1).any()
+    if may_have_bools and countOf(map(type, values), bool):
         return None
     return integers
 
