@@ -6,6 +6,7 @@ Each step therefore starts a new branch of the session, and a run becomes severa
 """
 
 import sys
+import threading
 from pathlib import Path
 
 from openai import DefaultHttpxClient
@@ -15,6 +16,8 @@ from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 import skyrl_train
 
 HTTP = DefaultHttpxClient()  # shared by all runs: creating one takes longer than a run
+# ``tool`` parses the function's source, which fails now and then in Python 3.11 when two threads parse at once.
+PARSING = threading.Lock()
 # The framework's own instructions are longer than this model's context.
 SHORT = {**EMPTY_PROMPT_TEMPLATES, "final_answer": {"pre_messages": "", "post_messages": "?"}}
 
@@ -22,7 +25,6 @@ SHORT = {**EMPTY_PROMPT_TEMPLATES, "final_answer": {"pre_messages": "", "post_me
 def run(prompt, base_url, api_key, extras):
     number, guesses = extras["number"], []
 
-    @tool
     def compare(guess: int) -> str:
         """Says where the number is.
 
@@ -32,10 +34,12 @@ def run(prompt, base_url, api_key, extras):
         guesses.append(guess)
         return "=" if guess == number else "+" if guess < number else "-"
 
+    with PARSING:
+        tools = [tool(compare)]
     model = OpenAIModel(
         "policy", api_base=base_url, api_key=api_key, client_kwargs={"http_client": HTTP}, tool_choice="auto"
     )
-    agent = ToolCallingAgent([compare], model, prompt_templates=SHORT, verbosity_level=-1, max_steps=2)
+    agent = ToolCallingAgent(tools, model, prompt_templates=SHORT, verbosity_level=-1, max_steps=2)
     said = agent.run(prompt[0]["content"])
     return {"reward": score(number, guesses, str(said)), "metrics": {"hit": number in guesses, "calls": len(guesses)}}
 
