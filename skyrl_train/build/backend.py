@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from skyrl_train.build.processes import StartedProcesses
 from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
@@ -17,37 +18,43 @@ from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
 
 
 def build_backend(
-    config: RunConfig, plan: Plan, model_path: str, logs: Path, process: TrainingProcess | None = None
+    config: RunConfig, plan: Plan, model_path: str, logs: Path, started: StartedProcesses
 ) -> TrainingBackend:
     """Build the backend of the policy, and of the critic if there is one. Blocks while it loads their models.
 
     Args:
         logs: folder for the output of training processes.
-        process: for the policy, if it was started earlier.
+        started: processes that were started earlier.
 
     Raises: like :func:`build_policy_backend`.
     """
-    policy = build_policy_backend(config, plan, model_path, logs, process)
+    policy = build_policy_backend(config, plan, model_path, logs, started.policy)
     if not derive.needs_critic(config.trainer.algorithm):
         return policy
     try:
-        return ActorCritic(
-            policy, build_critic(config, plan, config.trainer.critic.model.path or model_path, policy, logs)
-        )
+        path = config.trainer.critic.model.path or model_path
+        return ActorCritic(policy, build_critic(config, plan, path, policy, logs, started.critic))
     except BaseException:  # the policy's workers must not outlive a critic that could not be built
         policy.close()
         raise
 
 
-def build_critic(config: RunConfig, plan: Plan, model_path: str, policy: TrainingBackend, logs: Path) -> CriticBackend:
+def build_critic(
+    config: RunConfig,
+    plan: Plan,
+    model_path: str,
+    policy: TrainingBackend,
+    logs: Path,
+    process: TrainingProcess | None,
+) -> CriticBackend:
     """Build the backend of the critic from the model in ``model_path``; colocated, in the workers of ``policy``.
 
     Raises: like :func:`build_policy_backend`.
     """
     trainer = derive.critic_trainer(config.trainer)
     if trainer.strategy is TrainingStrategy.local:
-        if derive.training_executor(trainer, config.generator.inference_engine) == "process":
-            return ProcessCritic(model_path, trainer, plan.total_steps, logs / "critic.log")
+        if process is not None or trainer.executor == "process":
+            return ProcessCritic(model_path, trainer, plan.total_steps, process, logs / "critic.log")
         return LocalCritic(model_path, trainer, plan.total_steps)
     from skyrl_train.training.distributed.ray_backend import (  # Ray is installed: the policy has it
         RayBackend,
@@ -75,7 +82,7 @@ def build_policy_backend(
     trainer, temperature = config.trainer, config.generator.sampling_params.temperature
     if trainer.strategy is TrainingStrategy.local:
         arguments = (model_path, trainer, plan.total_steps, temperature, trainer.seed)
-        if derive.training_executor(trainer, config.generator.inference_engine) == "process":
+        if process is not None or trainer.executor == "process":
             return ProcessBackend(*arguments, process, logs / "training.log")
         return LocalBackend(*arguments)
     try:

@@ -7,17 +7,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from skyrl_train.config import derive
-from skyrl_train.config.schema import RunConfig, TrainingStrategy
+from skyrl_train.config.schema import RunConfig, TrainerConfig
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
 from skyrl_train.training.process import TrainingProcess
+from skyrl_train.workers.process import single_threaded
 
 
 @dataclass(frozen=True, slots=True)
 class StartedProcesses:
-    """Processes that wait for their settings."""
+    """Processes that wait for their settings. A model whose process is None trains in a thread, unless ``trainer.executor`` is
+    ``process``."""
 
     engines: Sequence[EngineProcess] = ()  # embedded engines, those of an evaluation last
-    training: TrainingProcess | None = None
+    policy: TrainingProcess | None = None
+    critic: TrainingProcess | None = None
 
 
 @contextmanager
@@ -26,13 +29,22 @@ def started_processes(config: RunConfig) -> Iterator[StartedProcesses]:
     engine, trainer = config.generator.inference_engine, config.trainer
     number = engine.num_engines + derive.num_evaluation_engines(config)
     wanted = number if (engine.backend, engine.executor) == ("embedded", "process") else 0
-    training = None
     with ExitStack() as stack:
-        engines = [EngineProcess(fork=engine.device == "cpu") for _ in range(wanted)]
-        for process in engines:
+
+        def training(of: TrainerConfig) -> TrainingProcess | None:
+            if derive.training_executor(of, engine) != "process":
+                return None
+            # A new interpreter would not know the losses and estimators that the program has registered. A fork does.
+            if of.executor is None and not single_threaded():
+                return None
+            process = TrainingProcess(fork=of.device == "cpu")
             stack.callback(process.stop)
-        is_local = trainer.strategy is TrainingStrategy.local
-        if is_local and derive.training_executor(trainer, engine) == "process":
-            training = TrainingProcess(fork=trainer.device == "cpu")
-            stack.callback(training.stop)
-        yield StartedProcesses(engines, training)
+            return process
+
+        engines = []
+        for _ in range(wanted):
+            engines.append(EngineProcess(fork=engine.device == "cpu"))
+            stack.callback(engines[-1].stop)
+        has_critic = derive.needs_critic(trainer.algorithm)
+        critic = training(derive.critic_trainer(trainer)) if has_critic else None
+        yield StartedProcesses(engines, training(trainer), critic)

@@ -88,7 +88,7 @@ async def build_trainer(
     clients = [group.client for group in (run, evaluation) if group is not None]
     # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
     with reporter.start_up("engines and training backend"):
-        build = functools.partial(build_backend, config, plan, model_path, logs, started.training)
+        build = functools.partial(build_backend, config, plan, model_path, logs, started)
         backend = await _start(config, clients, stages, build)
     try:
         # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.

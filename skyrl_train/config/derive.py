@@ -164,7 +164,12 @@ CLIPPED_LOSSES = ("ppo_clip", "dual_clip", "gspo", "clip_cov")
 
 
 def training_executor(trainer: TrainerConfig, engine: InferenceEngineConfig) -> str:
-    """Return where ``strategy=local`` trains: in a ``process`` of its own or in a ``thread`` of the driver."""
+    """Return where a model trains: in ``ray`` actors, in a child ``process`` or in a ``thread`` of this process.
+
+    Without a setting, ``process`` stands only where the process can be forked (:mod:`skyrl_train.build.processes`).
+    """
+    if trainer.strategy is not TrainingStrategy.local:
+        return "ray"
     if trainer.executor is not None:
         return trainer.executor
     return "process" if trainer.device == "cpu" and engine.executor != "thread" else "thread"

@@ -158,7 +158,7 @@ def _training_workers(config: RunConfig) -> Warnings:
             f"trainer.executor={trainer.executor} with trainer.strategy={trainer.strategy}, which trains in Ray actors. Leave it "
             "out, or set trainer.strategy=local."
         )
-    in_thread = local and derive.training_executor(trainer, config.generator.inference_engine) == "thread"
+    in_thread = derive.training_executor(trainer, config.generator.inference_engine) == "thread"
     if in_thread and trainer.max_restarts > 0 and not reference_workers:
         yield (
             f"trainer.max_restarts={trainer.max_restarts} with training in a thread: there is no training process that could "

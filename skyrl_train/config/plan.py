@@ -125,12 +125,10 @@ def _run_rows(plan: Plan) -> Rows:
         f"a new {build.model_type}, {build.num_layers} layers of {build.hidden_size}, "
         f"{len(set(build.alphabet))} characters"
     )
-    in_what = "in Ray actors"
-    if trainer.strategy is TrainingStrategy.local:
-        in_what = f"in a {derive.training_executor(trainer, plan.config.generator.inference_engine)}"
+    executor = derive.training_executor(trainer, plan.config.generator.inference_engine)
     rows = [
         ("mode", plan.mode.value if trainer.mode == plan.mode else f"{trainer.mode} ({plan.mode})"),
-        ("model", f"{model} ({policy.dtype}, on {trainer.device}, {in_what})"),
+        ("model", f"{model} ({policy.dtype}, on {trainer.device}, {executor})"),
     ]
     if trainer.init_from is not None:
         rows.append(("starts from", f"the policy of {trainer.init_from}"))

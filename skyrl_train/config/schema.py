@@ -420,8 +420,8 @@ class TrainerConfig:
     micro_batch_tokens: Count = 16384  # per forward/backward pass, including padding
     packing: bool | None = None  # several sequences in a row, without padding; None: if the model keeps them apart
     strategy: TrainingStrategy = TrainingStrategy.local
-    # strategy=local: process (its own interpreter lock: the control loop does not slow training down) | thread; None: process on
-    # the CPU, unless the engine is in a thread too
+    # strategy=local: process (the control loop does not slow it down) | thread; None: process on the CPU, unless the engine is in
+    # a thread too or this process has threads already (a notebook)
     executor: Annotated[str, OneOf("process", "thread")] | None = None
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)

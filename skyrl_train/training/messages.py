@@ -1,11 +1,11 @@
-"""What a training process is sent: the settings of a model, and training sequences; and what is said when it dies."""
+"""What a training process is sent: the settings of a model, training sequences, transports; and what is said when it dies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ import torch
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.training.backend import TrainingSequence
+
+if TYPE_CHECKING:
+    from skyrl_train.weight_sync.update import WeightTransport
 
 _TENSOR_FIELDS = (
     "token_ids",
@@ -85,6 +88,17 @@ class PackedSequences:
             TrainingSequence(**{name: column[index] for name, column in columns.items()})
             for index in range(len(self.plain[_PLAIN_FIELDS[0]]))
         ]
+
+
+def transport_key(known: list[WeightTransport], transport: WeightTransport) -> int:
+    """Return the number by which another process knows ``transport``: each call sends it a new copy, of which it keeps the first.
+
+    Args:
+        known: the transports so far; a new one is added.
+    """
+    if all(each is not transport for each in known):
+        known.append(transport)
+    return next(number for number, each in enumerate(known) if each is transport)
 
 
 def recovery_advice(trainer: TrainerConfig) -> str:

@@ -36,7 +36,7 @@ from skyrl_train.training.backend import (
     TrainingSequence,
 )
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
-from skyrl_train.training.messages import ModelSettings, PackedSequences, Role, recovery_advice
+from skyrl_train.training.messages import ModelSettings, PackedSequences, Role, recovery_advice, transport_key
 from skyrl_train.training.process import TrainingProcess
 from skyrl_train.workers.messages import Call, Raised, Result
 from skyrl_train.workers.process import SocketChannel
@@ -75,9 +75,9 @@ class ProcessTraining(Training):
         beside, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._process.connection, [BESIDE], [theirs.fileno()])
-        self._lines = {False: _Line(self._process.connection), True: _Line(beside)}
+        self._calls, self._saves = _CallSocket(self._process.connection), _CallSocket(beside)
         try:
-            self._call("hold", role, settings, log_file)
+            self._call("load_model", role, settings, log_file)
         except BaseException:
             self._process.stop()
             raise
@@ -101,7 +101,7 @@ class ProcessTraining(Training):
         return snapshot
 
     def save(self, snapshot: dict[str, object], folder: Path) -> dict[str, str]:
-        checksums: dict[str, str] = self._call("save", snapshot, folder.absolute(), beside=True)
+        checksums: dict[str, str] = self._call("save", snapshot, folder.absolute(), over=self._saves)
         return checksums
 
     def load(self, folder: Path) -> None:
@@ -117,16 +117,15 @@ class ProcessTraining(Training):
         """End the process, which first removes the weights that it has staged. Idempotent."""
         with suppress(TrainingWorkerError):  # it is gone
             self._call("close")
-        for line in self._lines.values():
-            line.connection.close()
+        self._saves.connection.close()
         self._process.stop()
 
     def _score(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return [torch.from_numpy(row) for row in self._call("score", PackedSequences.of(sequences))]
 
-    def _call(self, method: str, *arguments: Any, beside: bool = False) -> Any:
+    def _call(self, method: str, *arguments: Any, over: _CallSocket | None = None) -> Any:
         try:
-            return self._lines[beside].call(method, *arguments)
+            return (over or self._calls).call(method, *arguments)
         except EOFError as error:
             code = self._process.wait(EXIT_WAIT_S)
             # Only the kernel kills it like that without being asked.
@@ -168,12 +167,8 @@ class ProcessBackend(ProcessTraining, TrainingBackend):
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
         """See :meth:`TrainingBackend.stage`. The transport is sent to the process in its initial state, and must not be used
         in this one."""
-        # The process knows a transport by its place in this list.
-        is_new = all(known is not transport for known in self._transports)
-        if is_new:
-            self._transports.append(transport)
-        key = next(i for i, known in enumerate(self._transports) if known is transport)
-        update: WeightUpdate = self._call("stage", key, transport if is_new else None, version)
+        key = transport_key(self._transports, transport)
+        update: WeightUpdate = self._call("stage", key, transport, version)
         return update
 
     def export_hf(self, folder: Path) -> None:
@@ -184,17 +179,22 @@ class ProcessCritic(ProcessTraining, CriticBackend):
     """A :class:`LocalCritic` in a child process."""
 
     def __init__(
-        self, model_path: str, trainer_config: TrainerConfig, total_steps: int, log_file: Path | None = None
+        self,
+        model_path: str,
+        trainer_config: TrainerConfig,
+        total_steps: int,
+        process: TrainingProcess | None = None,
+        log_file: Path | None = None,
     ) -> None:
         """Arguments and errors as for :class:`LocalCritic` and :class:`ProcessTraining`."""
         settings = ModelSettings(model_path, trainer_config, total_steps, 1.0, trainer_config.seed)
-        super().__init__(Role.critic, settings, None, log_file)
+        super().__init__(Role.critic, settings, process, log_file)
 
     def forward_values(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
         return self._score(sequences)
 
 
-class _Line:
+class _CallSocket:
     """One call at a time over a socket. The caller waits in the read itself: a thread that reads for it would have to wait for
     the interpreter lock twice."""
 
@@ -221,21 +221,21 @@ def _packed(minibatch: Minibatch) -> tuple[PackedSequences, Minibatch]:
 # In the process -------------------------------------------------------------------------------------------------------
 
 
-class _HeldModel:
+class _ModelHost:
     """Answers the calls of the driver whose arguments or results travel in another form; ``model`` answers all others."""
 
     def __init__(self) -> None:
         self._transports: dict[int, WeightTransport] = {}
 
-    def hold(self, role: Role, settings: ModelSettings, log_file: Path | None) -> None:
+    def load_model(self, role: Role, settings: ModelSettings, log_file: Path | None) -> None:
         """Load the model. Called once, first."""
         if log_file is not None:
             write_output_to(log_file)
-        of = settings
+        path, trainer, steps = settings.model_path, settings.trainer, settings.total_steps
         if role is Role.critic:
-            self.model: LocalBackend | LocalCritic = LocalCritic(of.model_path, of.trainer, of.total_steps)
+            self.model: LocalBackend | LocalCritic = LocalCritic(path, trainer, steps)
         else:
-            self.model = LocalBackend(of.model_path, of.trainer, of.total_steps, of.temperature, of.seed)
+            self.model = LocalBackend(path, trainer, steps, settings.temperature, settings.seed)
         # A full collection that walks all that was imported and built would stall the step that it falls into.
         gc.collect()
         gc.freeze()
@@ -247,25 +247,22 @@ class _HeldModel:
         self.model.accumulate(replace(of, sequences=sequences.unpack()))
 
     def score(self, sequences: PackedSequences) -> list[npt.NDArray[np.generic]]:
-        held = self.model
-        score = held.forward_logprobs if isinstance(held, LocalBackend) else held.forward_values
+        model = self.model
+        score = model.forward_logprobs if isinstance(model, LocalBackend) else model.forward_values
         return [row.numpy() for row in score(sequences.unpack())]
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         assert isinstance(self.model, LocalBackend), "a critic's weights go nowhere"
         return [(name, weight.cpu()) for name, weight in self.model.named_weights()]
 
-    def stage(self, key: int, transport: WeightTransport | None, version: int) -> WeightUpdate:
-        """``transport``: given with the first call for its ``key``."""
+    def stage(self, key: int, transport: WeightTransport, version: int) -> WeightUpdate:
+        """``transport``: in its initial state; the first one with this key stays open here."""
         assert isinstance(self.model, LocalBackend), "a critic's weights go nowhere"
-        if transport is not None:
-            self._transports[key] = transport
-        return self.model.stage(self._transports[key], version)
+        return self.model.stage(self._transports.setdefault(key, transport), version)
 
     def close(self) -> None:
         for transport in self._transports.values():
             transport.close()
-        self.model.close()
 
 
 def serve(channel: SocketChannel) -> None:
@@ -274,21 +271,23 @@ def serve(channel: SocketChannel) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a forked process has its parent's number
     _, descriptors, _, _ = socket.recv_fds(channel.connection, len(BESIDE), 1)
+    if not descriptors:  # the driver ends without having used this process
+        return
     beside = SocketChannel(socket.socket(fileno=descriptors[0]))
-    held = _HeldModel()
-    threading.Thread(target=_answer, args=(beside, held), name="beside", daemon=True).start()
-    _answer(channel, held)
+    host = _ModelHost()
+    threading.Thread(target=_answer, args=(beside, host), name="beside", daemon=True).start()
+    _answer(channel, host)
 
 
-def _answer(channel: SocketChannel, held: _HeldModel) -> None:
+def _answer(channel: SocketChannel, host: _ModelHost) -> None:
     with suppress(EOFError):
         while True:
             for call in channel.receive(block=True):
                 assert isinstance(call, Call), "the driver sends nothing else"
                 outcome: Result | Raised
                 try:
-                    of = held if hasattr(_HeldModel, call.method) else held.model
-                    outcome = Result(call.id, getattr(of, call.method)(*call.arguments))
+                    answers = host if hasattr(_ModelHost, call.method) else host.model
+                    outcome = Result(call.id, getattr(answers, call.method)(*call.arguments))
                 except Exception as error:
                     outcome = Raised.of(call.id, error)
                 channel.send([outcome])

@@ -34,6 +34,7 @@ SLOW = [
     ("modes --steps 2 --cases 2", "| fully_async, streaming | 3 + 1 |"),
     ("staleness_price throughput --batch 2 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
     ("staleness_price depth --batch 2 --steps 12 --tails 2", "| 2 | training-bound | "),
+    ("training_executor --recipes quickstart --steps 2 --warmup 1 --rounds 1", "median of 1 rounds"),
     ("async_vs_sync --steps 2 --rounds 1 trainer.policy_mini_batch_size=2", "median of 1 rounds"),
     (
         "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies fsdp2",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import skyrl_train
-from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.losses import POLICY_LOSSES, TokenLosses
+from skyrl_train.algorithms.tokens import PolicyTokens
+from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.environments import registry as environment_registry
 from skyrl_train.environments.registry import registered_environments
 from skyrl_train.rollout.staleness.policies import STALENESS_POLICIES
@@ -139,3 +143,25 @@ def test_one_file_outside_the_package_and_its_path_in_a_setting_are_enough(
 
     assert run.finished and run.summary.steps == 2
     assert (tmp_path / "used").exists()
+
+
+@pytest.mark.usefixtures("_registered_here_only")
+def test_a_name_that_a_notebook_has_registered_is_known_where_its_policy_trains(tmp_path: Path) -> None:
+    used = threading.Event()  # a file would also be there if a child process had used the loss
+
+    @skyrl_train.register_policy_loss("in_a_cell")
+    def in_a_cell(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
+        used.set()
+        return TokenLosses(-tokens.advantages * tokens.logprobs, torch.ones_like(tokens.logprobs), tokens.logprobs > 0)
+
+    overrides = {**TINY, "trainer.run_dir": str(tmp_path / "run"), "trainer.algorithm.policy_loss_type": "in_a_cell"}
+    overrides["generator.inference_engine.executor"] = "process"  # by default the policy would then train in one too
+    ended = threading.Event()
+    beside = threading.Thread(target=ended.wait)  # a notebook has threads, so nothing is forked from it
+    beside.start()
+    try:
+        assert skyrl_train.train("quickstart", overrides=overrides, quiet=True).finished
+    finally:
+        ended.set()
+        beside.join()
+    assert used.is_set()

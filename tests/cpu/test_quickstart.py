@@ -24,3 +24,4 @@ def test_the_quickstart_learns(tmp_path: Path, steps: int) -> None:
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith(f"Trained {steps} steps")
     assert "Train again with: python -m skyrl_train train quickstart" in last
+    assert (tmp_path / "run" / "logs" / "training.log").exists()  # it trained in a process of its own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ def train(policy: TrainingBackend, folder: Path) -> list[object]:
     for half in halves:
         policy.accumulate(half)
     answers.append(policy.finish(2))
+    policy.offload_states()
+    policy.reload_states()
     snapshot = policy.snapshot()
     saved = folder / "state"
     saved.mkdir(parents=True)
@@ -118,6 +121,14 @@ def test_a_model_that_cannot_be_loaded_ends_the_process(tmp_path: Path) -> None:
 def test_a_scheduler_that_ends_all_processes_leaves_training_to_the_driver(alone: ProcessBackend) -> None:
     os.kill(alone.pid, signal.SIGTERM)
     assert alone.forward_logprobs(minibatch().sequences)
+
+
+def test_a_process_that_is_not_needed_ends_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    process = TrainingProcess()
+    process.connection.shutdown(socket.SHUT_WR)
+    assert process.wait() == 0
+    assert capfd.readouterr().err == ""
+    process.stop()
 
 
 def test_the_death_of_the_process_names_its_cause_and_the_remedy(folder: str) -> None:

@@ -24,7 +24,7 @@ from skyrl_train.training.backend import (
     TrainingSequence,
 )
 from skyrl_train.training.distributed.worker_group import WorkerGroup
-from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
+from skyrl_train.training.messages import ModelSettings, PackedSequences, Role, transport_key
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
@@ -187,10 +187,7 @@ class RayBackend(RayTraining, TrainingBackend):
         """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine. The transport is sent there in its
         initial state, and must not be used in this process.
         """
-        # Ranks know a transport by its place in this list, because each call sends a new copy of it.
-        if all(known is not transport for known in self._transports):
-            self._transports.append(transport)
-        key = next(i for i, known in enumerate(self._transports) if known is transport)
+        key = transport_key(self._transports, transport)
         update: WeightUpdate = self.group.call_alike("stage", key, transport, version)[0]
         return update
 
