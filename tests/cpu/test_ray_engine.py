@@ -46,9 +46,10 @@ from skyrl_train.workers.ray import RayPlacement, connect
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
 EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
 PROMPT = [3, 4, 5]
-LONG = 1500  # tokens: a request that does not end while a test looks away
+POSITIONS = 1 << 14  # of the model
+LONG = POSITIONS - 100  # tokens: a request that does not end while a test looks away
 LENGTHS = (150, 300, 600, 1500)  # tokens of responses; when an update comes, one of them is not complete
-SIZES = {"executor": "thread", "max_num_seqs": 8, "max_model_len": 2048}
+SIZES = {"executor": "thread", "max_num_seqs": 8, "max_model_len": POSITIONS}
 
 
 # What runs in the actor, without Ray ----------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def cluster(ray_nodes: RayNodes) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("ray") / "model"
-    build = BuildModelConfig(hidden_size=32, intermediate_size=48, max_position_embeddings=2048)
+    build = BuildModelConfig(hidden_size=32, intermediate_size=48, max_position_embeddings=POSITIONS)
     build_model_folder(build, path, seed=0)
     return str(path)
 
@@ -552,19 +553,23 @@ async def test_vllm_in_an_actor_is_updated_in_flight_and_its_processes_end_with_
 ) -> None:
     pytest.importorskip("vllm")
     # vLLM's attention has no heads as small as the other tests' model.
-    build = BuildModelConfig(hidden_size=64, intermediate_size=96, num_heads=2, max_position_embeddings=2048)
+    build = BuildModelConfig(hidden_size=64, intermediate_size=96, num_heads=2, max_position_embeddings=POSITIONS)
     folder, trained = str(tmp_path / "model"), str(tmp_path / "trained")
     build_model_folder(build, Path(folder), seed=0)
     build_model_folder(build, Path(trained), seed=1)
-    arguments = {"model_path": folder, "max_num_seqs": 8, "max_model_len": 2048}
+    arguments = {"model_path": folder, "max_num_seqs": 8, "max_model_len": POSITIONS}
     engine = RayEngine("skyrl_train.inference.engines.vllm:VLLMEngine", arguments, start_timeout_s=300)
     await engine.start()
     await publish(engine, folder, transport, 0, reads_back=False)
     stream = engine.stream(request(max_tokens=LONG))
     versions = list((await anext(stream)).versions)
     await publish(engine, trained, transport, 1, reads_back=False)
-    versions += [version async for chunk in stream for version in chunk.versions]
-    assert (versions, set(versions), len(versions)) == (sorted(versions), {0, 1}, LONG)
+    async for chunk in stream:
+        versions += chunk.versions
+        if 1 in chunk.versions:
+            break
+    await stream.aclose()
+    assert (versions, set(versions)) == (sorted(versions), {0, 1})
     served = await engine.generate(request(max_tokens=8))
     expected = token_logprobs(load_model(trained, "float32", "cpu"), PROMPT, served["response_ids"][0])
     assert served["response_logprobs"] == [pytest.approx(expected, abs=TOLERANCE)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -356,6 +358,28 @@ async def test_a_session_that_ends_cancels_its_requests_and_they_are_not_trained
         await waiting
     if end == "finish":
         assert [sequence.turns for sequence in session.sequences()] == [[0]]
+
+
+async def test_a_request_that_fails_keeps_none_of_its_items() -> None:
+    class Item:
+        pass
+
+    items: list[weakref.ref[Item]] = []
+
+    async def failing() -> AsyncIterator[Item]:
+        item = Item()
+        items.append(weakref.ref(item))
+        yield item
+        raise RequestError("no more")
+
+    deduplicator = RequestDeduplicator(CompletedRequests(4, 60.0, Clock()))
+    with pytest.raises(RequestError, match="no more"):
+        async for _ in deduplicator.stream(KEY, failing, is_retry=False):
+            pass
+    await asyncio.sleep(0)  # the task's last callbacks
+    del _
+    gc.collect()
+    assert [item() for item in items] == [None]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import StalenessError
-from skyrl_train.rollout.staleness.manager import Overdue, RolloutCounts, StalenessManager
+from skyrl_train.rollout.staleness.manager import GroupsByVersion, Overdue, RolloutCounts, StalenessManager
 from skyrl_train.rollout.staleness.policies import StalenessPolicy, StalenessView, resolve_staleness_policy
 
 
@@ -800,3 +800,11 @@ def test_a_recording_continues_under_its_old_version_while_a_slot_is_left_before
 @pytest.mark.parametrize(("policy", "version", "fits"), [("drop", 0, True), ("drop", -1, False), ("accept", -1, True)])
 def test_a_recording_that_would_be_dropped_at_once_does_not_go_on(policy: str, version: int, fits: bool) -> None:
     assert resumed_in_step_3(policy).may_admit(version) is fits
+
+
+def test_a_version_without_groups_is_not_counted() -> None:
+    groups = GroupsByVersion()
+    for group_index, version in ((0, 5), (1, 5), (2, 6)):
+        groups.add(group_index, version)
+    assert [groups.pop(0), dict(groups.counts)] == [5, {5: 1, 6: 1}]
+    assert [groups.pop(1), dict(groups.counts)] == [5, {6: 1}]

@@ -328,7 +328,7 @@ async def test_a_lower_priority_is_scheduled_first(vllm: Served) -> None:
 
     # All come at once, when the engine resumes: a busy machine could end the first ones before the others are in line.
     await vllm.engine.pause(PauseMode.KEEP)
-    running = [asyncio.create_task(one("running", 0, LONG)) for _ in range(SLOTS)]
+    running = [asyncio.create_task(one("running", 0, 400)) for _ in range(SLOTS)]
     late = [asyncio.create_task(one("late", 9, 8)) for _ in range(SLOTS)]
     early = [asyncio.create_task(one("early", 1, 8)) for _ in range(SLOTS)]
     while (await vllm.engine.health()).waiting < 3 * SLOTS:

@@ -44,7 +44,8 @@ from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
-LONG = 3000  # tokens: a request that does not end while a test looks away
+POSITIONS = 1 << 14  # of the model
+LONG = POSITIONS - 100  # tokens: a request that does not end while a test looks away
 
 
 def request(*prompts: list[int], **params: object) -> InferenceEngineInput:
@@ -426,7 +427,9 @@ async def test_weights_that_cannot_get_there_are_not_offered(fake: FakeServer) -
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("vllm") / "model"
     build_model_folder(
-        BuildModelConfig(hidden_size=64, intermediate_size=96, num_heads=2, max_position_embeddings=4096), path, seed=0
+        BuildModelConfig(hidden_size=64, intermediate_size=96, num_heads=2, max_position_embeddings=POSITIONS),
+        path,
+        seed=0,
     )
     return str(path)
 
@@ -539,7 +542,7 @@ async def test_a_stream_has_the_tokens_of_the_whole_answer(engine: RemoteVLLMEng
 @on_the_modules_loop
 async def test_a_request_that_does_not_fit_fails_its_own_call_only(engine: RemoteVLLMEngine) -> None:
     good = asyncio.create_task(engine.generate(request(max_tokens=30)))
-    for prompt, reason in (([3] * 4096, "max_model_len=4096"), ([], "empty"), ([10_000], "vocabulary")):
+    for prompt, reason in (([3] * POSITIONS, f"max_model_len={POSITIONS}"), ([], "empty"), ([10_000], "vocabulary")):
         with pytest.raises(RequestError, match=reason):
             await engine.generate(request(prompt))
         with pytest.raises(RequestError, match=reason):
@@ -549,7 +552,7 @@ async def test_a_request_that_does_not_fit_fails_its_own_call_only(engine: Remot
     with pytest.raises(RequestError, match="max-logprobs"):
         await engine.generate(request(top_logprobs=20))
     assert len((await good)["response_ids"][0]) == 30
-    full = await engine.generate(request([3] * 4086, max_tokens=50))
+    full = await engine.generate(request([3] * (POSITIONS - 10), max_tokens=50))
     assert (len(full["response_ids"][0]), full["stop_reasons"]) == (10, ["length"])
 
 

@@ -28,7 +28,7 @@ from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.update import WeightUpdate
 
 ALPHABET = '0123456789abcdefghijklmnopqrstuvwxyz{}[]":,. '
-CONTEXT = 512
+CONTEXT = 8192
 SLOTS = 16  # of a batch
 # Of log-probs in float32: vLLM's kernels sum in another order than transformers, and widely spread weights make large logits.
 # 6e-6 was the largest difference of about 5,900 log-probs. Log-probs of other weights are 0.1 and more apart.

@@ -301,7 +301,6 @@ class Session:
 
     def record_completion(self, plan: TurnPlan, generation: Generation) -> int:
         """Like :meth:`record` for a response that is not a message. Only prompts of tokens can continue it."""
-        self._check_open()
         if generation.prompt_token_ids != plan.prompt_token_ids:
             raise SessionError(f"Session {self.id!r} was given a response to another prompt than the one it planned.")
         self.check_room(plan=plan, sampled_tokens=len(generation.token_ids))

@@ -334,9 +334,11 @@ class StalenessManager:
         finished = list(buffered)
         free = self.batch_groups - committed
         wanted = free if at_least is None else min(at_least, free)
+        if len(finished) < wanted:
+            return None
         view = self.view()
         # The policy sees all outstanding groups: it may leave slots free although enough groups have finished.
-        filled = self._slots_to_fill(view, wanted, min(free, len(finished)))
+        filled = self._slots_to_fill(view, wanted, free)
         if filled < wanted:
             return None
         # overdue() removes these groups between two steps; until then they must not train.
@@ -357,7 +359,7 @@ class StalenessManager:
 
     def _slots_to_fill(self, view: StalenessView, fewest: int, most: int) -> int:
         """Return the largest number of slots that the policy fills now; less than ``fewest``: the trainer has to wait."""
-        if most < fewest or self.policy.must_wait(view, fewest):
+        if self.policy.must_wait(view, fewest):
             return fewest - 1
         while fewest < most:  # must_wait is monotonic, so bisect
             middle = (fewest + most + 1) // 2
