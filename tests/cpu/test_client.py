@@ -225,6 +225,13 @@ async def test_one_bad_prompt_fails_the_call_with_its_own_error_and_cancels_the_
     assert engine.running == []
 
 
+async def test_a_stream_that_cannot_begin_raises_the_error_of_its_request() -> None:
+    client = client_of(ScriptedEngine(max_model_len=8))
+    await publish(client, 0)
+    with pytest.raises(RequestError, match="does not fit"):
+        await anext(client.stream(GenerationRequest([5] * 9, SamplingParams())))
+
+
 # Engines that fail -------------------------------------------------------------------------------------------------
 
 
