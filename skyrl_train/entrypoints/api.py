@@ -21,7 +21,7 @@ from rich.console import Console
 from skyrl_train.config.compose import compose, with_overrides
 from skyrl_train.config.import_path import forget_files, import_path_of
 from skyrl_train.config.keys import in_free_section
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import EnvironmentConfig, RunConfig
 from skyrl_train.entrypoints.run import RunInputs, RunResult, StopRequest, load_inputs, print_warnings
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
@@ -47,6 +47,8 @@ def train(
     eval_dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | pandas.DataFrame | None = None,
     trainer_cls: type[PPOTrainer] | None = None,
     generator: type[GeneratorInterface] | Callable[..., GeneratorInterface] | None = None,
+    environment: str | type | Callable[..., Any] | None = None,
+    agent: Callable[..., Any] | None = None,
     reward_fn: Callable[..., Any] | None = None,
     config_dir: str | Path | None = None,
     strict: bool = False,
@@ -67,8 +69,12 @@ def train(
         trainer_cls: a subclass of a trainer; sets ``trainer.mode``.
         generator: a generator's class, or a function that returns one; sets ``generator.name``. It is called with the
             arguments that it names: ``client``, ``tokenizer``, ``generator_config``, ``environment_config``, ``model_path``.
-        reward_fn: scores each finished group, see :mod:`skyrl_train.rollout.stages`; sets
-            ``rollout.stages.reward.function``.
+        environment: a class, a function that returns a new environment for the extras of a data row, or a registered name;
+            sets ``environment.env_class``.
+        agent: a function agent, ``async def agent(prompt, base_url, api_key, extras)``, which returns its reward; sets
+            ``generator.name=harness`` and ``generator.kwargs.agent``.
+        reward_fn: scores each finished group, see :mod:`skyrl_train.rollout.stages.reward`; sets
+            ``rollout.stages.reward.function``. With data of yours and no other environment, each answer is one turn.
         config_dir: a folder with further recipes.
         strict: an error, instead of a warning, if a setting has no effect or this machine's memory does not suffice; the
             ``--strict`` of the command line.
@@ -81,7 +87,7 @@ def train(
     # A file may have changed since the last run in this notebook.
     forget_files()
     # After the overrides: an argument of this call is the more explicit choice.
-    settings = dict(_classes(trainer_cls, generator, reward_fn))
+    settings = dict(_classes(trainer_cls, generator, environment, agent, reward_fn))
     config = _compose(recipe_or_config, [*_as_list(overrides), *_as_list(settings)], config_dir)
     for argument, rows, key in (
         ("dataset", dataset, "data.train_data"),
@@ -90,6 +96,10 @@ def train(
         if rows is not None:
             path = write_rows(argument, rows, Path(config.trainer.runs_dir) / "datasets")
             config = with_overrides(config, _as_list({key: [path]}))
+    # The default environment is a toy task, which cannot judge other prompts; the reward function does.
+    judged = config.data.train_data and config.rollout.stages.reward.function is not None
+    if judged and environment is None and config.environment == EnvironmentConfig():
+        config = with_overrides(config, ["environment.env_class=single_turn"])
     console = Console(quiet=quiet)
     inputs = load_inputs(config)
     print_warnings(inputs, console, strict=strict)
@@ -115,6 +125,8 @@ def train(
 def _classes(
     trainer_cls: object,
     generator: Callable[..., GeneratorInterface] | None,
+    environment: str | Callable[..., Any] | None,
+    agent: Callable[..., Any] | None,
     reward_fn: Callable[..., Any] | None,
 ) -> Iterator[tuple[str, str]]:
     """The settings that name the given classes and functions."""
@@ -136,6 +148,24 @@ def _classes(
                 "generator itself, because only then does the inference client exist."
             )
         yield "generator.name", import_path_of(generator)
+    if isinstance(environment, str):
+        yield "environment.env_class", environment
+    elif environment is not None:
+        if not (inspect.isfunction(environment) or inspect.isclass(environment)):
+            raise ConfigError(
+                f"environment must be a class, a function that returns an environment, or a name, got {environment!r}. Each "
+                "episode has an environment of its own."
+            )
+        yield "environment.env_class", import_path_of(environment)
+    if agent is not None:
+        if generator is not None:
+            raise ConfigError("Give agent or generator, not both: an agent runs in the harness, which is a generator.")
+        if not inspect.isfunction(agent):
+            raise ConfigError(
+                f"agent must be a function such as async def agent(prompt, base_url, api_key), got {agent!r}."
+            )
+        yield "generator.name", "harness"
+        yield "generator.kwargs.agent", import_path_of(agent)
     if reward_fn is not None:
         if not (inspect.isfunction(reward_fn) or inspect.isclass(reward_fn)):
             raise ConfigError(f"reward_fn must be a function, or a class with a __call__ method, got {reward_fn!r}.")

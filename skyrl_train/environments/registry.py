@@ -12,7 +12,7 @@ from skyrl_train.config.import_path import import_module, import_name, is_import
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.environments.base import Environment, EnvironmentFactory
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, GeneratorOutputError
 
 EnvironmentType = TypeVar("EnvironmentType", bound=type[Environment])
 
@@ -52,7 +52,8 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     """Find the environment that ``config.env_class`` names.
 
     In this order: ``skyrl_gym:<id>``, ``reasoning_gym:<task>`` and ``verifiers:<name>``; a registered name; an import path
-    (``package.module:Class`` or ``package.module.Class``); a plain skyrl-gym id, as in SkyRL's data files.
+    (``package.module:Class`` or ``package.module.Class``) of a class, or of a function that returns a new environment for the
+    extras of a data row; a plain skyrl-gym id, as in SkyRL's data files.
 
     Raises:
         ConfigError: the name is unknown (the nearest one is offered), an import fails, the class is no environment,
@@ -85,6 +86,8 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         cls = import_name(name, "environment.env_class")
         if isinstance(cls, type) and issubclass(cls, Environment):
             return environment_factory(name, cls, kwargs)
+        if inspect.isfunction(cls):
+            return _factory_of_function(name, cls, kwargs)
         missing = [method for method in _EPISODE_METHODS if not callable(getattr(cls, method, None))]
         if not isinstance(cls, type) or missing:
             raise ConfigError(
@@ -123,6 +126,33 @@ def environment_factory(name: str, cls: type[Environment], kwargs: Mapping[str, 
         generate_prompts=functools.partial(cls.generate_prompts, **of_prompts),
         is_blocking=cls.is_blocking,
     )
+
+
+def _factory_of_function(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> EnvironmentFactory:
+    """Return the factory of a function ``(extras, **kwargs) -> environment``. Its environments may block.
+
+    Raises:
+        ConfigError: it takes other arguments.
+    """
+    try:
+        inspect.signature(function).bind({}, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.env_class={name!r} is called with the extras of a data row and environment.kwargs: {error}. Write "
+            "def make(extras), which returns a new environment."
+        ) from error
+
+    def make(extras: Mapping[str, Any]) -> Any:
+        environment = function(extras, **kwargs)
+        missing = [method for method in _EPISODE_METHODS if not callable(getattr(environment, method, None))]
+        if missing:
+            raise GeneratorOutputError(
+                f"environment.env_class={name!r} returned {environment!r:.200}, which is no environment: it lacks "
+                f"{', '.join(missing)}. Return an instance of a subclass of skyrl_train.Environment."
+            )
+        return environment
+
+    return EnvironmentFactory(name, make)
 
 
 def _keywords(function: Callable[..., Any], skip: tuple[str, ...]) -> list[str]:

@@ -22,7 +22,7 @@ from skyrl_train.config.memory import Machine
 from skyrl_train.entrypoints.api import write_rows
 from skyrl_train.entrypoints.run import StopRequest, load_inputs
 from skyrl_train.entrypoints.run import train as train_inputs
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.process_backend import ProcessBackend
 
@@ -91,8 +91,9 @@ def test_rows_train_with_a_reward_function_of_trl(tmp_path: Path) -> None:
         seen.update(answer)
         return [float(index) for index, _ in enumerate(completions)]
 
-    overrides = {"environment.env_class": "single_turn", "trainer.max_steps": 1, "trainer.eval.interval": 1}
+    overrides = {"trainer.max_steps": 1, "trainer.eval.interval": 1}
     run = train(tmp_path, dataset=ROWS, eval_dataset=ROWS[:2], reward_fn=reward, overrides=overrides)
+    assert run.config.environment.env_class == "single_turn"
     assert seen and seen <= {row["answer"] for row in ROWS}
     (path,) = run.config.data.train_data
     assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS
@@ -100,6 +101,57 @@ def test_rows_train_with_a_reward_function_of_trl(tmp_path: Path) -> None:
     (eval_path,) = run.config.trainer.eval.eval_data
     assert [json.loads(line) for line in Path(eval_path).read_text().splitlines()] == ROWS[:2]
     assert [path.suffix for path in (tmp_path / "datasets").iterdir()] == [".jsonl", ".jsonl"]
+
+
+class Twice(skyrl_train.Environment):
+    """Ends after two turns; its reward is a column of the row."""
+
+    turns = 0
+
+    def step(self, action: str) -> skyrl_train.EnvironmentStep:
+        self.turns += 1
+        observations = [{"role": "user", "content": "="}]
+        return {"observations": observations, "reward": self.extras["worth"], "done": self.turns == 2}
+
+
+WORTH = [{"prompt": "01c=", "worth": 0.25}]
+ONE_STEP = {"trainer.max_steps": 1, "trainer.policy_mini_batch_size": 1, "generator.max_turns": 2}
+
+
+def test_an_environment_is_a_class_or_a_function_that_returns_one(tmp_path: Path) -> None:
+    def make(extras: Any) -> Twice:
+        return Twice({"worth": 2 * extras["worth"]})
+
+    for environment, mean in ((Twice, 0.5), (make, 1.0)):
+        run = train(tmp_path, dataset=WORTH, environment=environment, overrides=ONE_STEP)
+        assert run.metrics["reward/mean"].tolist() == [mean]
+
+
+def test_a_function_that_returns_no_environment_stops_the_run_at_once(tmp_path: Path) -> None:
+    def make(extras: Any) -> Any:
+        return extras
+
+    with pytest.raises(
+        GeneratorOutputError, match=r"returned \{'worth': 0.25\}, which is no environment: it lacks init"
+    ):
+        train(tmp_path, dataset=WORTH, environment=make, overrides=ONE_STEP)
+
+    def takes_more(extras: Any, size: int) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"missing a required argument: 'size'\. Write def make\(extras\)"):
+        train(tmp_path, dataset=WORTH, environment=takes_more)
+
+
+def test_a_function_agent_is_an_argument(tmp_path: Path) -> None:
+    from openai import AsyncOpenAI
+
+    async def agent(prompt: Any, base_url: str, api_key: str, extras: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await client.chat.completions.create(model="policy", messages=prompt)
+        return float(extras["worth"])
+
+    run = train(tmp_path, dataset=WORTH, agent=agent, overrides=ONE_STEP)
+    assert run.metrics["reward/mean"].tolist() == [0.25]
 
 
 @pytest.mark.parametrize("kind", [datasets.Dataset.from_list, pandas.DataFrame, tuple])
@@ -220,6 +272,16 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own(tmp_path: Path) 
         ({"trainer_cls": "fully_async"}, "trainer_cls must be a subclass of PPOTrainer"),
         ({"generator": int}, "generator must be a subclass of GeneratorInterface"),
         ({"generator": 3}, "generator must be a class, or a function that returns a generator"),
+        ({"environment": Twice({})}, "environment must be a class, a function that returns an environment, or a name"),
+        ({"environment": int}, "is no environment: it lacks init, step, close, get_metrics"),
+        ({"environment": "single_tun"}, "Did you mean single_turn?"),
+        ({"agent": Counting}, "agent must be a function such as async def agent(prompt, base_url, api_key)"),
+        ({"agent": print, "generator": Counting}, "Give agent or generator, not both"),
+        ({"overrides": {"data.train_data": ROWS}}, "In Python, train(dataset=...) takes rows."),
+        (
+            {"overrides": {"trainer.eval.eval_data": [{"prompt": "a"}]}},
+            "In Python, train(eval_dataset=...) takes rows.",
+        ),
         ({"reward_fn": "file.py:reward"}, "reward_fn must be a function"),
         (
             {"dataset": "rows.jsonl"},
