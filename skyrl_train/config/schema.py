@@ -597,7 +597,8 @@ class GeneratorConfig:
 class EnvironmentConfig:
     """The environment that answers the policy and rewards it."""
 
-    env_class: str = "run_length"  # registered name, path.to.Class or :function, skyrl_gym:<id>, reasoning_gym:<task>, verifiers:<name>
+    # A registered name, path.to.Class or path.to:function, skyrl_gym:<id>, reasoning_gym:<task>, verifiers:<name>
+    env_class: str = "run_length"
     kwargs: dict[str, Any] = field(default_factory=dict)  # for the environment's constructor and its generated prompts
     modules: list[str] = field(default_factory=list)  # files or modules that register environments, to import first
 

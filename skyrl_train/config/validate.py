@@ -230,7 +230,7 @@ def _data(config: RunConfig) -> Errors:
     for key, argument in (("data.train_data", "dataset"), ("trainer.eval.eval_data", "eval_dataset")):
         if any(isinstance(name, Mapping) for name in setting(config, key)):
             yield (
-                f"{key} holds rows, and takes names of files, folders or hub data sets. In Python, train({argument}=...) takes rows."
+                f"{key} holds rows, and takes names of files, folders or data sets. In Python, train({argument}=...) takes rows."
             )
     if not data.train_data and data.generate < 1:
         yield f"data.generate={data.generate}: must be at least 1, because data.train_data names no files."
