@@ -235,7 +235,7 @@ TRANSPORTS: Mapping[str, Transport] = {
     "disk": Transport("skyrl_train.weight_sync.disk:DiskTransport", BACKENDS, folder=True, copies=0),
     "delta": Transport("skyrl_train.weight_sync.delta:DeltaTransport", BACKENDS, folder=True, copies=1),
     "gloo": Transport("skyrl_train.weight_sync.process_group:GlooTransport", ("embedded", "vllm")),
-    "nccl": Transport("skyrl_train.weight_sync.process_group:NcclTransport", ("embedded",), gpu=True),
+    "nccl": Transport("skyrl_train.weight_sync.process_group:NcclTransport", ("embedded", "vllm"), gpu=True),
     "cuda_ipc": Transport("skyrl_train.weight_sync.cuda_ipc:CudaIpcTransport", ("embedded", "vllm"), gpu=True),
 }
 

@@ -250,7 +250,8 @@ class EngineCapabilities:
     starts over, its masks are not repeated in training, and tool calls cannot be forced. ``logit_adjustment``: the engine applies
     penalties and biases. ``min_p``, ``logit_bias``: these two are not excluded, as they are in vLLM with speculative decoding.
     ``count_continuation``: with ``LogitAdjustment.continued_tokens``, so that counts continue with a
-    continued response. Without it, an interrupted response whose penalties count starts over.
+    continued response. Without it, an interrupted response whose penalties count starts over. ``weight_receivers``: the processes
+    that receive weights which are broadcast.
     """
 
     pause_modes: frozenset[PauseMode]
@@ -269,6 +270,7 @@ class EngineCapabilities:
     priorities: bool = False
     adapters: bool = False
     chunked_streaming: bool = False
+    weight_receivers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

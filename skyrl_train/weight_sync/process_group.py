@@ -1,45 +1,53 @@
-"""The gloo and NCCL transports: engines pull a version's bytes, in buckets, each through a process group with the trainer.
+"""The gloo and NCCL transports: one broadcast takes a version to all engines (``docs/design/weight_broadcast.md``).
 
-gather ──> staging area ──thread per engine──> buckets ══gloo or NCCL══> engine's receive buffer ──load──> model
+gather ──> staging copy ══buckets, one broadcast group══> staging copy in each worker of each engine ──load──> model
 
-Each engine has a group of two with the trainer, instead of one broadcast group for all. So an engine that dies, hangs or
-joins late does not affect the others, and an engine that joins asks for the current version like every other one. The
-price: k engines cost the trainer k sends.
+Each engine has a :class:`BroadcastClient`, which asks the trainer for versions. Its workers (one, or one for each tensor and
+pipeline rank) are members of the group, each with a :class:`BroadcastReceiver`. Both are in ``broadcast_receiver.py``.
 
-    engine                                             trainer
-    connects, shows the update's token ─────────────>  checks it, answers with the pair's name
-    both join a group of two: rank 0 the trainer, rank 1 the engine
-    {"version": v} ─────────────────────────────────>  holds it: {"num_bytes": n}, else {"error": why}
-    receives the buckets <═════════════════════════════ sends them
-                         <─────────────────────────────  {"error": null}, or why the bytes are not version v's
+    engine                                  trainer                                     engine's workers
+    {"version", "receivers", "of"} ────────> waits until all of the transfer have asked
+                   <──────────────────────── {"assignment": group, first rank}
+                                             both join, if it is a new group
+                                             sends the buckets ════════════════════════> receive them, verify them
+                                                      <───────────────────────────────── {"attempt", "rank", "again": no}
+                   <──────────────────────── {"error": none}, a next assignment, or why there are no bytes
 
-Control messages are lines of JSON on a TCP connection; nothing is pickled.
+A group lives as long as the same engines take part and all goes well. After a failure, those that answer are assigned to a new
+group within the same sync; the others are left out. An engine that comes alone (late, restarted) gets a group of its own.
+
+Control messages are lines of JSON on TCP connections; nothing is pickled.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import secrets
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 
-from skyrl_train.errors import EngineError, WeightSyncError
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.broadcast_group import GLOO, NCCL, TRAINER_RANK, BroadcastGroup
 from skyrl_train.weight_sync.checksum import checksum
+from skyrl_train.weight_sync.control import ControlConnection, address_towards
 from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, pack
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
-GLOO, NCCL = "gloo", "nccl"
-TRAINER_RANK, ENGINE_RANK = 0, 1
 BUCKET_BYTES = 64 << 20
-MAX_LINE_BYTES = 65_536  # of a control message
+JOIN_WAIT_S = 2.0  # for engines of a transfer that have not asked yet; later they get the bytes in a group of their own
+STALLS = 4  # time limits of a member that stands still, in the time limit of a transfer
+REPORT_WAIT_S = 5.0  # after a failure, which some workers notice a little later than the trainer
+CHECKED_BYTES_PER_S = 100e6  # at least, by a worker that verifies what it got
 CLOSE_LIMIT_S = 5.0  # that each connection may take to end
 ACCEPT_PAUSE_S = 1.0  # after a connection that could not be accepted
 
@@ -51,17 +59,18 @@ _DIST: Any = torch.distributed  # the parts of it used here have no type stubs
 
 
 class ProcessGroupTransport(WeightTransport):
-    """Holds two staging copies on ``device`` and serves them to the engines that ask.
+    """Holds two staging copies on ``device`` and broadcasts them to the engines that ask.
 
     Args:
         backend: gloo | nccl.
         dtype: a torch name, the dtype that the engines serve. Weights are cast while they are gathered.
         verify: adds a checksum to each update.
-        bucket_bytes: the size of one send.
+        bucket_bytes: the size of one broadcast.
         address: this machine's address as engines reach it; None: the address of the interface that leads outside.
             Connections are accepted on this address only, and only with the token that travels in the update. The bytes
             are not encrypted.
-        timeout_s: of each step of a transfer.
+        timeout_s: of a transfer, as the client has it. A member that stands still for a quarter of it, while a group meets or
+            during a bucket, is left out, so that the others receive in a new group before the time is over.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class ProcessGroupTransport(WeightTransport):
         self._verify = verify
         self._bucket_bytes = bucket_bytes
         self._address = address
-        self._timeout_s = timeout_s
+        self._stall_s = timeout_s / STALLS
         self._areas = DoubleBuffer(functools.partial(DeviceStaging, device))
         # Started with the first version, so that an unused transport can be pickled.
         self._server: _WeightServer | None = None
@@ -95,7 +104,7 @@ class ProcessGroupTransport(WeightTransport):
         if self._server is None:
             address = self._address or outward_address()
             try:
-                self._server = _WeightServer(self.name, address, self._bucket_bytes, self._timeout_s)
+                self._server = _WeightServer(self.name, self._device, address, self._bucket_bytes, self._stall_s)
             except OSError as error:
                 raise WeightSyncError(
                     f"The trainer cannot take connections on {address}: {error.strerror}. Set "
@@ -139,7 +148,7 @@ class GlooTransport(ProcessGroupTransport):
 
 
 class NcclTransport(ProcessGroupTransport):
-    """From the trainer's GPU to each engine's, which must be another one. See :class:`ProcessGroupTransport`."""
+    """From the trainer's GPU to those of the engines, which must be other ones. See :class:`ProcessGroupTransport`."""
 
     def __init__(
         self,
@@ -154,36 +163,74 @@ class NcclTransport(ProcessGroupTransport):
 
 
 def outward_address() -> str:
-    """Return this machine's address on the interface that leads outside, or the loopback address. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Return this machine's address on the interface that leads outside, or the loopback address."""
+    return address_towards("192.0.2.1") or "127.0.0.1"  # an address reserved for documentation
+
+
+@dataclass(eq=False)
+class _Engine:
+    """An engine that has asked for a version."""
+
+    control: ControlConnection
+    receivers: int = 0  # its workers
+    # Of this attempt, by rank: whether the worker needs the bytes again.
+    reports: dict[int, bool] = field(default_factory=dict)
+    gone: bool = False
+
+    @property
+    def has_answered(self) -> bool:
+        return len(self.reports) == self.receivers
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send a message, if the engine is still there."""
         try:
-            probe.connect(("192.0.2.1", 9))  # an address reserved for documentation
+            self.control.send(message)
         except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+            self.gone = True
+
+
+@dataclass(eq=False)
+class _Round:
+    """Engines that ask for ``version`` together, and the number of workers that they will have."""
+
+    version: int
+    expected: int
+    engines: list[_Engine] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return sum(engine.receivers for engine in self.engines) >= self.expected
 
 
 class _WeightServer:
-    """Sends the offered versions to the engines that ask for them, in a thread per engine."""
+    """Sends the offered versions to the engines that ask for them. A thread per connection listens, one per round sends."""
 
-    def __init__(self, backend: str, address: str, bucket_bytes: int, timeout_s: float) -> None:
-        self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_bytes, timeout_s
+    def __init__(self, backend: str, device: torch.device, address: str, bucket_bytes: int, stall_s: float) -> None:
+        self._backend, self._device, self._address = backend, device, address
+        self._bucket_bytes, self._stall_s = bucket_bytes, stall_s
         self._token = secrets.token_hex(16)
+        self._id = secrets.token_hex(4)  # groups of another trainer have other names
+        self._attempts = itertools.count()
         self._offers: dict[int, tuple[int, torch.Tensor]] = {}  # by area: version, bytes
-        self._lock = threading.Lock()
-        self._connections: set[_ControlConnection] = set()
-        self._threads: list[threading.Thread] = []  # one per engine
+        # Guards all below; notified when an engine asks, reports or leaves, and by ``close``.
+        self._changed = threading.Condition()
+        self._rounds: dict[int, _Round] = {}  # by version: those that wait for engines
+        self._workers: dict[tuple[int, int], _Engine] = {}  # by attempt and rank: those that will report
+        self._kept: tuple[BroadcastGroup, list[_Engine]] | None = None  # the last round's, and its engines by rank
+        self._in_use: set[BroadcastGroup] = set()
+        self._connections: set[ControlConnection] = set()
+        self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         # Port 0: the system picks a free one, and the update carries it.
         listening = socket.create_server((address, 0))
-        meeting = socket.create_server((address, 0))  # of the store where the two members of a group find each other
+        meeting = socket.create_server((address, 0))  # of the store where the members of a group find each other
         store_port = meeting.getsockname()[1]
         self._store = _DIST.TCPStore(
             address,
             store_port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=stall_s),
             master_listen_fd=meeting.detach(),
         )
         self._listening = listening
@@ -194,7 +241,7 @@ class _WeightServer:
                 "store_port": store_port,
                 "token": self._token,
                 "bucket_bytes": bucket_bytes,
-                "timeout_s": timeout_s,
+                "stall_s": stall_s,
             }
         )
         self._accepting = threading.Thread(target=self._accept, name="weight-server", daemon=True)
@@ -202,25 +249,29 @@ class _WeightServer:
 
     def withdraw(self, area: int) -> None:
         """Stop offering the version in ``area``. Engines that ask for it get an error."""
-        with self._lock:
+        with self._changed:
             self._offers.pop(area, None)
 
     def offer(self, area: int, version: int, staging: torch.Tensor) -> None:
         """Offer ``version``: the bytes ``staging`` in ``area``."""
-        with self._lock:
+        with self._changed:
             # A version that is gathered again replaces its earlier copy, so a version is in one area at most.
             self._offers = {other: offer for other, offer in self._offers.items() if offer[0] != version}
             self._offers[area] = version, staging
 
     def close(self) -> None:
-        """End every connection and wait for its thread.
+        """End every connection and group, and wait for their threads.
 
         A process that exits while a group still transfers is aborted by the group's C++ threads.
         """
-        with self._lock:
+        with self._changed:
             self._closed.set()
+            self._changed.notify_all()
             # Copied: the threads remove their connections when those close.
-            connections = list(self._connections)
+            connections, groups = list(self._connections), list(self._in_use)
+            kept = self._keep(None)
+            if kept is not None:
+                groups.append(kept[0])
         try:
             self._listening.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -228,13 +279,16 @@ class _WeightServer:
         self._listening.close()
         for connection in connections:
             connection.close()
+        for group in groups:
+            group.leave()
         self._accepting.join(CLOSE_LIMIT_S)
-        for thread in self._threads:  # no thread is added after the accepting one has ended
+        for thread in list(self._threads):
             thread.join(CLOSE_LIMIT_S)
+
+    # Engines that ask ---------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         """Consumes connections / waits for the socket / unblocked by an engine or ``close`` / produces a thread for each."""
-        pairs = 0
         while True:
             try:
                 connection, _ = self._listening.accept()
@@ -244,203 +298,162 @@ class _WeightServer:
                 if self._closed.wait(ACCEPT_PAUSE_S):
                     return
                 continue
-            pairs += 1
-            control = _ControlConnection(connection, self._timeout_s)
-            with self._lock:
+            engine = _Engine(ControlConnection(connection, self._stall_s))
+            with self._changed:
                 if self._closed.is_set():
-                    control.close()
+                    engine.control.close()
                     return
-                self._connections.add(control)
-            thread = threading.Thread(
-                target=self._serve,
-                args=(control, connection, f"pair-{pairs}"),
-                name=f"weight-server-{pairs}",
-                daemon=True,
-            )
-            thread.start()
-            self._threads = [*(known for known in self._threads if known.is_alive()), thread]
+                self._connections.add(engine.control)
+                self._start_thread(self._listen, engine, connection)
 
-    def _serve(self, control: _ControlConnection, connection: socket.socket, pair: str) -> None:
-        """Consumes an engine's requests / waits for the next one / unblocked by its end / produces the bytes it asked for."""
+    def _start_thread(self, target: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(
+            target=target, args=arguments, name=f"weight-server-{target.__name__.strip('_')}", daemon=True
+        )
+        thread.start()
+        self._threads = [*(known for known in self._threads if known.is_alive()), thread]
+
+    def _listen(self, engine: _Engine, connection: socket.socket) -> None:
+        """Consumes an engine's or a worker's messages / waits for the next one / unblocked by its end / produces rounds and
+        reports."""
         try:
-            token = str(control.receive().get("token"))
-            # Constant time, so that a stranger cannot find the token byte by byte.
-            if not secrets.compare_digest(token, self._token):
-                control.send({"error": "the token is not this transport's"})
-                return
-            control.send({"pair": pair})
-            group = _join_pair(self._backend, self._store, pair, TRAINER_RANK, control.own_address, self._timeout_s)
-            connection.settimeout(None)  # the next version may be hours away
             while True:
-                self._send_version(control, group, int(control.receive()["version"]))
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            if not self._closed.is_set():
+                message = engine.control.receive()
+                # Constant time, so that a stranger cannot find the token byte by byte.
+                if not secrets.compare_digest(str(message.get("token")), self._token):
+                    engine.control.send({"error": "the token is not this transport's"})
+                    return
+                connection.settimeout(None)  # the next version may be hours away
+                with self._changed:
+                    if "attempt" in message:
+                        asked = self._workers.pop((int(message["attempt"]), int(message["rank"])), None)
+                        if asked is not None:
+                            asked.reports[int(message["rank"])] = bool(message["again"])
+                    else:
+                        engine.receivers = int(message["receivers"])
+                        self._join_round(engine, int(message["version"]), int(message["of"]))
+                    self._changed.notify_all()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if engine.receivers and not self._closed.is_set():
                 logger.info("an engine has left the weight server: %s", error)
         finally:
-            control.close()
-            with self._lock:
-                self._connections.discard(control)
+            engine.control.close()
+            with self._changed:
+                self._connections.discard(engine.control)
+                engine.gone = True
+                self._changed.notify_all()
 
-    def _send_version(self, control: _ControlConnection, group: Any, version: int) -> None:
-        with self._lock:
+    def _join_round(self, engine: _Engine, version: int, together: int) -> None:
+        """Add an engine to the round for ``version`` with ``together`` workers; 0: it comes alone."""
+        round_ = self._rounds.get(version) if together else None
+        if round_ is None:
+            round_ = _Round(version, together or engine.receivers)
+            if together:
+                self._rounds[version] = round_
+            if not self._closed.is_set():
+                self._start_thread(self._serve, round_)
+        round_.engines.append(engine)
+
+    # Rounds -------------------------------------------------------------------------------------------------------
+
+    def _serve(self, round_: _Round) -> None:
+        """Consumes a round / waits for its engines / unblocked by the last one, time or ``close`` / produces the bytes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed.is_set() or round_.is_complete, JOIN_WAIT_S)
+            if self._rounds.get(round_.version) is round_:
+                del self._rounds[round_.version]
+            parts = [list(round_.engines)]
+        while parts and not self._closed.is_set():
+            engines = parts.pop()
+            again, was_kept, error = self._send(round_.version, engines)
+            if not again:
+                continue
+            if len(again) < len(engines) or was_kept:
+                # Without those that are gone or do not answer; or a firewall has forgotten the group's idle connections.
+                parts.append(again)
+            elif len(engines) > 1:  # all answer, so perhaps some do not reach each other
+                parts.extend([engine] for engine in again)
+            else:
+                again[0].tell({"error": error})
+
+    def _send(self, version: int, engines: list[_Engine]) -> tuple[list[_Engine], bool, str]:
+        """Send ``version`` to the engines by one broadcast, and tell them the result.
+
+        Returns:
+            The engines that need the bytes again, which have been told nothing; whether their group was an earlier one; and
+            what went wrong.
+        """
+        with self._changed:
             # The lock is not held during the transfer: gathering the next version must not wait for a slow engine.
             offers = [(area, offer) for area, offer in self._offers.items() if offer[0] == version]
-        if not offers:
-            control.send({"error": "it is not staged any more"})
-            return
+            engines = [engine for engine in engines if not engine.gone]
+            attempt, kept = next(self._attempts), self._keep(None)
+        group: BroadcastGroup | None = None
+        was_kept = kept is not None and set(kept[1]) == set(engines)
+        if kept is not None and was_kept:
+            group, engines = kept
+        elif kept is not None:
+            kept[0].leave()
+        if not offers or not engines:
+            for engine in engines:
+                engine.tell({"error": "it is not staged any more"})
+            return [], was_kept, ""
         area, offer = offers[0]
         staging = offer[1]
-        control.send({"num_bytes": staging.numel()})
-        for bucket in staging.split(self._bucket_bytes):
-            group.send([bucket], ENGINE_RANK, 0).wait()
-        if staging.is_cuda:
-            # With NCCL, wait() makes the current stream wait, not this thread.
-            torch.cuda.current_stream(staging.device).synchronize()
-        # The area may have been overwritten while its bytes were sent. Then the engine must discard them.
-        with self._lock:
-            overwritten = self._offers.get(area) is not offer
-        control.send({"error": "a newer version has taken its place meanwhile" if overwritten else None})
-
-
-# The engine's side ----------------------------------------------------------------------------------------------------
-
-
-class ProcessGroupReceiver:
-    """Holds the pair with one trainer, and makes a new one after a failure.
-
-    Args:
-        device: where buckets are received: the CPU with gloo, the engine's GPU with NCCL.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._location: str | None = None
-        self._control: _ControlConnection | None = None
-        self._group: Any = None
-        self._store: Any = None
-
-    def receive(self, update: WeightUpdate, staging: torch.Tensor) -> None:
-        """Fill ``staging`` (uint8 ``[num_bytes]``) with the update's bytes.
-
-        Raises:
-            EngineError: the transfer failed; the contents of ``staging`` are undefined then.
-        """
+        name = f"{self._id}-{attempt}" if group is None else group.name
+        size = 1 + sum(engine.receivers for engine in engines)
+        first = TRAINER_RANK + 1
+        for engine in engines:
+            with self._changed:
+                engine.reports = {}
+                self._workers.update({(attempt, rank): engine for rank in range(first, first + engine.receivers)})
+            engine.tell({"assignment": {"attempt": attempt, "group": name, "rank": first, "size": size}})
+            first += engine.receivers
+        error = None
         try:
-            location = json.loads(update.location)
-            if self._location != update.location:  # another trainer, or the same one after a restart
-                self.close()
-            # One pair serves all versions; it is joined again only after a failure.
-            if self._control is None:
-                self._control = self._join(update, location)
-            self._control.send({"version": update.version})
-            answer = _answer_of(self._control, update)
-            if answer["num_bytes"] != staging.numel():
-                raise EngineError(
-                    f"The trainer has {answer['num_bytes']} bytes of version {update.version}; sync the weights again."
-                )
-            for bucket in staging.split(location["bucket_bytes"]):
-                self._group.recv([bucket], TRAINER_RANK, 0).wait()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            _answer_of(self._control, update)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            self.close()
-            raise EngineError(
-                f"The weights of version {update.version} did not come by {update.transport!r}: {error}. The trainer's "
-                "machine must be reachable from the engine's, and the transport must still be open."
-            ) from error
-        except EngineError:
-            self.close()
-            raise
+            if group is None:
+                group = self._join(name, size)
+            with self._changed:
+                self._in_use.add(group)
+            group.broadcast(staging, self._bucket_bytes)
+        except RuntimeError as failure:
+            error = f"the broadcast to {size - 1} workers failed: {failure}"
+            logger.warning("version %d: %s", version, error)
+        if error is not None and group is not None:
+            group.leave()  # so that the other members notice, too
+        # A worker that failed answers at once; one that has the bytes verifies them first.
+        limit_s = REPORT_WAIT_S if error else self._stall_s + staging.numel() / CHECKED_BYTES_PER_S
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed.is_set() or all(one.gone or one.has_answered for one in engines), limit_s
+            )
+            for rank in range(size):
+                self._workers.pop((attempt, rank), None)
+            again = [one for one in engines if one.has_answered and any(one.reports.values()) and not one.gone]
+            lost = [one for one in engines if one.gone or not one.has_answered]
+            # The area may have been overwritten while its bytes were sent.
+            intact = self._offers.get(area) is offer
+            if group is not None:
+                self._in_use.discard(group)
+                # Kept before anybody is told the result, because the next version may be asked for then.
+                if error is None and not again and not lost and not self._closed.is_set():
+                    other = self._keep((group, engines))
+                    group = None if other is None else other[0]
+        if group is not None:
+            group.leave()
+        for engine in engines:
+            if engine in lost:
+                engine.tell({"error": "its workers did not report in time that they have it"})
+            elif engine not in again:
+                engine.tell({"error": None if intact else "a newer version has taken its place meanwhile"})
+        return again, was_kept, error or "a worker did not get all bytes"
 
-    def close(self) -> None:
-        """Leave the pair. Idempotent."""
-        self._location = self._group = self._store = None
-        control, self._control = self._control, None
-        if control is not None:
-            control.close()
+    def _keep(self, kept: tuple[BroadcastGroup, list[_Engine]] | None) -> tuple[BroadcastGroup, list[_Engine]] | None:
+        """Keep a group for the next round; returns the one that was kept."""
+        before, self._kept = self._kept, kept
+        return before
 
-    def _join(self, update: WeightUpdate, location: Mapping[str, Any]) -> _ControlConnection:
-        host, timeout_s = location["host"], location["timeout_s"]
-        connection = socket.create_connection((host, location["port"]), timeout=timeout_s)
-        # Kept at once, so that a failure below closes it.
-        control = self._control = _ControlConnection(connection, timeout_s)
-        control.send({"token": location["token"]})
-        answer = _answer_of(control, update)
-        self._store = _DIST.TCPStore(
-            host, location["store_port"], is_master=False, timeout=timedelta(seconds=timeout_s)
+    def _join(self, name: str, size: int) -> BroadcastGroup:
+        return BroadcastGroup(
+            self._backend, self._store.clone(), name, TRAINER_RANK, size, self._address, self._device, self._stall_s
         )
-        self._group = _join_pair(
-            update.transport, self._store, answer["pair"], ENGINE_RANK, control.own_address, timeout_s
-        )
-        self._location = update.location
-        return control
-
-
-def _answer_of(control: _ControlConnection, update: WeightUpdate) -> dict[str, Any]:
-    answer = control.receive()
-    if answer.get("error") is not None:
-        raise EngineError(f"The trainer cannot send version {update.version}: {answer['error']}.")
-    return answer
-
-
-# Both sides -----------------------------------------------------------------------------------------------------------
-
-
-class _ControlConnection:
-    """Lines of JSON between the two. Every method raises ``OSError`` when the peer is gone or too slow."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float | None) -> None:
-        connection.settimeout(timeout_s)
-        self._connection = connection
-        self._reader = connection.makefile("rb")
-        # An address of the interface that leads to the peer: where the peer reaches this side.
-        self.own_address = str(connection.getsockname()[0])
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message."""
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> dict[str, Any]:
-        """Wait for one message."""
-        # Bounded, so that a stranger's endless line does not fill the memory.
-        line = self._reader.readline(MAX_LINE_BYTES)
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the other side has closed the connection")
-        try:
-            message = json.loads(line)
-        except ValueError as error:
-            raise ConnectionError("the other side does not speak this protocol") from error
-        if not isinstance(message, dict):
-            raise ConnectionError("the other side does not speak this protocol")
-        return message
-
-    def close(self) -> None:
-        """Close the connection, which wakes threads that wait on either side of it."""
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # the peer had closed it already
-        finally:
-            self._reader.close()
-            self._connection.close()
-
-
-def _join_pair(backend: str, store: Any, name: str, rank: int, own_address: str, timeout_s: float) -> Any:
-    """Join the group of two called ``name`` and return it when both have joined.
-
-    The group's ``send`` and ``recv`` start a transfer. ``wait()`` of their result returns when it has ended; with NCCL the
-    current CUDA stream waits for its end instead.
-
-    Raises:
-        RuntimeError: the other one did not join in time.
-    """
-    timeout, names = timedelta(seconds=timeout_s), _DIST.PrefixStore(name, store)
-    if backend == NCCL:
-        nccl = _DIST.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return _DIST.ProcessGroupNCCL(names, rank, 2, nccl)
-    gloo = _DIST.ProcessGroupGloo._Options()
-    gloo._timeout = timeout
-    gloo._devices = [_DIST.ProcessGroupGloo.create_device(hostname=own_address)]
-    return _DIST.ProcessGroupGloo(names, rank, 2, gloo)

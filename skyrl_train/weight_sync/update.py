@@ -40,6 +40,8 @@ class WeightUpdate:
         changed_fraction: the fraction of the bytes that differ from the version before; None where it is unknown.
         adapter: set when the tensors are a LoRA adapter, under peft's names, of the engine's base model. None: they are
             the whole model.
+        receivers: the processes that receive this transfer together; 0: the engine receives alone. An update stays the same
+            one, whoever receives it.
     """
 
     version: int
@@ -50,6 +52,7 @@ class WeightUpdate:
     checksum: str | None = None
     changed_fraction: float | None = None
     adapter: AdapterSpec | None = None
+    receivers: int = dataclasses.field(default=0, compare=False)
 
     def to_message(self) -> dict[str, Any]:
         """Return the update as mappings, lists, numbers and text; the inverse of :meth:`from_message`."""

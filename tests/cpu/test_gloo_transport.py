@@ -1,8 +1,9 @@
-"""Weights over the network: each engine for itself; one that dies, or comes late, is no other one's matter."""
+"""One broadcast for all engines; one that dies, or comes late, is no other one's matter."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync import process_group
+from skyrl_train.weight_sync.broadcast_receiver import BroadcastClient, BroadcastReceiver
 from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
@@ -38,21 +41,32 @@ def gloo(**options: object) -> GlooTransport:
     return GlooTransport(**{"address": "127.0.0.1", "verify": True, "timeout_s": 600.0, **options})
 
 
+def members(transport: GlooTransport) -> int:
+    """The workers of the group that the last version went to."""
+    assert transport._server is not None and transport._server._kept is not None
+    return sum(engine.receivers for engine in transport._server._kept[1])
+
+
 @pytest.fixture
 def staged() -> Iterator[tuple[GlooTransport, WeightUpdate]]:
     with closing(gloo(bucket_bytes=1000)) as transport:
         yield transport, transport.gather([("w", torch.arange(5000.0))], 0)
 
 
-async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival(tmp_path: Path) -> None:
+async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(tmp_path / "model")
     build_model_folder(BuildModelConfig(), Path(folder), seed=0)
     model = load_model(folder, "float32", "cpu")
     engines = [EmbeddedEngine(folder, max_model_len=128) for _ in range(2)]
     client = InferenceEngineClient(engines, load_tokenizer(folder), folder, limits=FleetLimits(max_restarts=0))
-    syncer = WeightSyncer(client, gloo(bucket_bytes=10_000), weights_of(model.named_parameters), PauseMode.KEEP)
+    transport = gloo(bucket_bytes=10_000)
+    syncer = WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.KEEP)
     await client.start()
     await syncer.sync(0)
+    assert members(transport) == 2
+    monkeypatch.setattr(process_group, "JOIN_WAIT_S", 0.0)  # the dead one will not ask
     pid = engines[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -69,6 +83,7 @@ async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival
     await late.receive_weights(staged.update)
     await late.pause(PauseMode.KEEP)
     await late.load_weights(staged.update)
+    assert members(transport) == 1
     assert await late.served_checksum() == staged.update.checksum
     syncer.close()
     await asyncio.gather(client.teardown(), late.teardown())
@@ -77,6 +92,68 @@ async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival
 def test_the_bytes_arrive_with_any_bucket_size(staged: tuple[GlooTransport, WeightUpdate]) -> None:
     with closing(WeightReceiver(CPU)) as receiver:
         assert torch.equal(receiver.open_update(staged[1])["w"], torch.arange(5000.0))
+
+
+def test_one_group_serves_all_versions_while_nobody_leaves(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+    transport, update = staged
+    groups = []
+    with closing(WeightReceiver(CPU)) as one, closing(WeightReceiver(CPU)) as other, ThreadPoolExecutor(2) as threads:
+        for version in range(3):
+            if version:
+                update = transport.gather([("w", torch.full((5000,), float(version)))], version)
+            together = dataclasses.replace(update, receivers=2)
+            for opened in threads.map(lambda receiver: receiver.open_update(together), (one, other)):  # noqa: B023
+                assert opened["w"][-1] == (version or 4999.0)
+            assert transport._server is not None and transport._server._kept is not None
+            groups.append(transport._server._kept[0])
+    assert groups[0] is groups[1] is groups[2] and members(transport) == 2
+
+
+def test_a_worker_that_leaves_the_group_costs_the_others_one_more_broadcast(
+    staged: tuple[GlooTransport, WeightUpdate],
+) -> None:
+    transport, update = staged
+    together = dataclasses.replace(update, receivers=2)
+    with closing(WeightReceiver(CPU)) as living, ThreadPoolExecutor(1) as thread:
+        opened = thread.submit(living.open_update, together)
+        dying, client = BroadcastReceiver(CPU), BroadcastClient()
+        assignment = next(client.assignments(together, receivers=1))
+        dying._join("gloo", json.loads(update.location), assignment, assignment["rank"])
+        dying.close()
+        client.close()
+        assert torch.equal(opened.result()["w"], torch.arange(5000.0))
+        assert members(transport) == 1
+        following = transport.gather([("w", torch.ones(5000))], 1)
+        assert living.open_update(following)["w"][0] == 1.0
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_left_out_in_time() -> None:
+    with (
+        closing(gloo(timeout_s=5.0)) as transport,
+        closing(WeightReceiver(CPU)) as living,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        together = dataclasses.replace(transport.gather([("w", torch.arange(50.0))], 0), receivers=2)
+        opened = thread.submit(living.open_update, together)
+        client = BroadcastClient()
+        assignments = client.assignments(together, receivers=1)
+        next(assignments)  # which nobody follows
+        assert torch.equal(opened.result()["w"], torch.arange(50.0))
+        with pytest.raises(EngineError, match="did not report"):
+            next(assignments)
+        client.close()
+
+
+def test_engines_that_do_not_come_in_time_are_not_waited_for(
+    staged: tuple[GlooTransport, WeightUpdate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "JOIN_WAIT_S", 0.0)
+    together = dataclasses.replace(staged[1], receivers=3)
+    with closing(WeightReceiver(CPU)) as one, closing(WeightReceiver(CPU)) as late:
+        for receiver in (one, late):
+            assert receiver.open_update(together)["w"][1] == 1.0
+            assert members(staged[0]) == 1
 
 
 def test_a_connection_that_cannot_be_taken_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +213,7 @@ def test_no_conversation_outlives_the_transport(staged: tuple[GlooTransport, Wei
     receivers = [WeightReceiver(CPU) for _ in range(2)]
     for receiver in receivers:
         receiver.open_update(update)
-    assert sum(thread.name.startswith("weight-server-") for thread in threading.enumerate()) == 2
+    assert sum(thread.name == "weight-server-listen" for thread in threading.enumerate()) >= 2
     for receiver in receivers:
         receiver.close()
     transport.close()

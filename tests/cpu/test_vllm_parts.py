@@ -35,7 +35,6 @@ from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightR
 from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.weight_sync.disk import DiskTransport
-from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.update import TensorSpec, WeightTransport, WeightUpdate
 
@@ -137,7 +136,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
 def test_capabilities_follow_the_settings() -> None:
     plain = capabilities(settings(), max_model_len=300, on_cpu=False, streams_chunks=True)
     assert (plain.adapters, plain.sleep, plain.priorities, plain.max_top_logprobs) == (False, False, True, 20)
-    assert plain.transports == {"shared_memory", "disk", "delta", "gloo", "cuda_ipc"}
+    assert plain.transports == {"shared_memory", "disk", "delta", "gloo", "nccl", "cuda_ipc"}
     changed = settings(
         enable_lora=True, engine_args={"enable_sleep_mode": True, "scheduling_policy": "fcfs", "max_logprobs": 3}
     )
@@ -298,22 +297,21 @@ def test_tied_weights_that_differ_are_refused() -> None:
 
 
 @pytest.mark.parametrize("here", [True, False])
-@pytest.mark.parametrize("kind", ["shared_memory", "gloo", "disk"])
+@pytest.mark.parametrize("kind", ["shared_memory", "disk"])
 def test_workers_repeat_the_checksum_only_where_they_read_other_bytes(kind: str, here: bool, tmp_path: Path) -> None:
     """The engine verifies every update; workers on its machine map the verified memory, but open files again."""
     transport: WeightTransport = {
         "shared_memory": lambda: SharedMemoryTransport(verify=True),
-        "gloo": lambda: GlooTransport(verify=True, address="127.0.0.1"),
         "disk": lambda: DiskTransport(str(tmp_path), verify=True),
     }[kind]()
     engine = VLLMEngine("/model")
     engine._workers_are_here = here
     try:
         update = transport.gather([("w", torch.randn(50))], 1)
-        passed_on = engine._bring_here(update)
+        passed_on = engine._fetch(update)
         assert passed_on.checksum == (None if here and kind != "disk" else update.checksum)
         with pytest.raises(EngineError, match="checksum"):
-            engine._bring_here(dataclasses.replace(update, checksum="crc32:00000000"))
+            engine._fetch(dataclasses.replace(update, checksum="crc32:00000000"))
     finally:
         for part in (engine._receiver, engine._buffer, transport):
             assert part is not None

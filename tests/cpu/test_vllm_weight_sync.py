@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from vllm_engines import token_logprobs as reference
 
 from skyrl_train.errors import EngineError, RequestError
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.process_group import GlooTransport
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -39,6 +43,37 @@ async def test_synced_weights_are_served_bit_for_bit(vllm: Served, seeds: list[i
         update = await vllm.sync_weights(seed)
         assert await vllm.served_checksum(update) == update.checksum
         await serves(vllm, seed)
+
+
+async def test_one_broadcast_reaches_the_workers_of_all_engines_while_they_sample(
+    vllm: Served, started_vllm: dict[str, Served]
+) -> None:
+    both = [vllm, started_vllm["twin"]]
+    with closing(GlooTransport(verify=True, address="127.0.0.1", bucket_bytes=100_000)) as transport:
+        groups = []
+        for seed in (4, 5):
+            version = max(one.version for one in both) + 1
+            update = transport.gather(tiny_model(seed).named_parameters(), version)
+            running = [asyncio.create_task(one.engine.generate(request(max_tokens=100))) for one in both]
+            together = dataclasses.replace(update, receivers=2)
+            await asyncio.gather(*(one.engine.receive_weights(together) for one in both))
+            assert transport._server is not None and transport._server._kept is not None
+            groups.append(transport._server._kept[0])
+            for one in both:
+                one.version = version
+                await one.load(update, PauseMode.KEEP)
+                assert await one.served_checksum(update) == update.checksum
+            await asyncio.gather(*running)
+        assert groups[0] is groups[1]
+        # What is wrong with an update is said when it is loaded, and the engines go on with what they have.
+        damaged = dataclasses.replace(
+            transport.gather(tiny_model(4).named_parameters(), 10_000), checksum="crc32:00000000"
+        )
+        await vllm.engine.receive_weights(damaged)
+        with pytest.raises(EngineError, match="checksum"):
+            await vllm.load(damaged, PauseMode.KEEP)
+        await vllm.engine.resume()
+        await serves(vllm, 5)
 
 
 async def test_tied_embeddings_are_served_by_both_their_users(tied_vllm: Served) -> None:

@@ -10,6 +10,7 @@ However an update ends (failure, timeout, cancellation), every engine that serve
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -185,7 +186,11 @@ class FleetUpdates:
             WeightSyncError: no engine received them.
         """
         # Not under the lock: the engines serve meanwhile, and a catch-up may run beside the transfer.
-        outcome = await self._on_each("receive", lambda engine: engine.receive_weights(update))
+        # A broadcast waits for so many processes. No engine leaves or joins between here and the calls.
+        engines = (self._pool.engines[number] for number in self._pool.router.routed)
+        receivers = sum(engine.capabilities.weight_receivers for engine in engines)
+        together = dataclasses.replace(update, receivers=receivers)
+        outcome = await self._on_each("receive", lambda engine: engine.receive_weights(together))
         self._received.update(dict.fromkeys(outcome.succeeded, update))
         self._settle("receive", outcome)
 

@@ -252,6 +252,7 @@ class EmbeddedEngineCore:
 
         Like the first access to ``grammars``, it may run in a thread beside the others, so that sampling continues meanwhile.
         """
+        self._received = None  # its memory may be written to now
         try:
             self._received = (update, self._receiver.open_update(update))
         except EngineError as error:

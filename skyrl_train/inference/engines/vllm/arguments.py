@@ -214,7 +214,7 @@ def capabilities(
     grammars = not arguments.get("skip_tokenizer_init") and arguments.get("scheduler_cls", SCHEDULER) == SCHEDULER
     return EngineCapabilities(
         pause_modes=frozenset(PauseMode),
-        transports=frozenset({"shared_memory", "disk", "delta", "gloo", *(() if on_cpu else ("cuda_ipc",))}),
+        transports=frozenset({"shared_memory", "disk", "delta", "gloo", *(() if on_cpu else ("nccl", "cuda_ipc"))}),
         max_model_len=max_model_len,
         sleep=bool(arguments.get("enable_sleep_mode")) and not on_cpu,
         max_top_logprobs=int(arguments.get("max_logprobs", DEFAULT_MAX_LOGPROBS)),
@@ -226,6 +226,7 @@ def capabilities(
         priorities=arguments.get("scheduling_policy", "priority") == "priority",
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,
+        weight_receivers=settings.num_ranks,
     )
 
 

@@ -21,11 +21,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
@@ -49,6 +51,7 @@ from skyrl_train.weight_sync.shared_area import machine
 from skyrl_train.weight_sync.update import WeightUpdate
 
 if TYPE_CHECKING:  # these import torch
+    from skyrl_train.weight_sync.broadcast_receiver import BroadcastClient
     from skyrl_train.weight_sync.receiver import ReceiveBuffer, WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -251,15 +254,14 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
     # Weights ------------------------------------------------------------------------------------------------------
 
     async def receive_weights(self, update: WeightUpdate) -> None:
-        """Check an update and map its memory in every worker. ``load_weights`` raises what is wrong with it."""
+        """Check an update and open it in every worker. ``load_weights`` raises what is wrong with it."""
         link, _ = self._alive()
         self._received = None
         error = self._reject(update)
         if error is None:
             # The engine keeps serving: an error here must not end its requests, so load_weights() reports it.
             try:
-                # A thread cannot be cancelled: it runs on when the caller is, and the next update waits for it.
-                here = await asyncio.shield(asyncio.to_thread(self._bring_here, update))
+                here = await self._bring_here(link, update)
                 errors = await link.on_workers("skyrl_receive", here.to_message())
                 error = next((one for one in errors if one is not None), None)
             except EngineDeadError:
@@ -273,8 +275,8 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
     def _reject(self, update: WeightUpdate) -> str | None:
         """Return why an update cannot be for this engine, or None."""
 
-    def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
-        """Bring the update's bytes to where the workers can map them; returns where that is. Called in a thread."""
+    async def _bring_here(self, link: Link, update: WeightUpdate) -> WeightUpdate:
+        """Bring the update's bytes to where the workers find them; returns where that is."""
         return update
 
     async def load_weights(self, update: WeightUpdate) -> None:
@@ -387,6 +389,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         self._receiving = threading.Lock()  # held in the thread: a cancelled call still receives
         self._buffer: ReceiveBuffer | None = None
         self._receiver: WeightReceiver | None = None
+        self._broadcast_client: BroadcastClient | None = None
         self._adapters: dict[str, Any] = {}  # vLLM's LoRARequests, by the name that requests give
         self._adapter_numbers = itertools.count(1)  # vLLM never sees a number twice
         self._policy_lora: Any = None  # the LoRARequest of the policy's adapter
@@ -512,10 +515,44 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             raise RequestError(f"There is no adapter {name!r}; load_adapter() it first.")
         return self._adapters[name]
 
-    def _bring_here(self, update: WeightUpdate) -> WeightUpdate:
-        """Bring the bytes into this machine's memory and verify them here, where no request waits for it."""
+    async def _bring_here(self, link: AsyncLLMAdapter, update: WeightUpdate) -> WeightUpdate:
+        """Have the bytes come and verified where no request waits for it: in threads of the workers, or here."""
         if update.transport == "cuda_ipc":  # in the GPU's memory, which only the workers open
             return update
+        if update.transport in ("gloo", "nccl"):
+            await self._receive_broadcast(link, update)
+            return update
+        # A thread cannot be cancelled: it runs on when the caller is, and the next update waits for it.
+        return await asyncio.shield(asyncio.to_thread(self._fetch, update))
+
+    async def _receive_broadcast(self, link: AsyncLLMAdapter, update: WeightUpdate) -> None:
+        """Let the workers join the broadcast group that the trainer names, and wait for the end of the broadcast."""
+        from skyrl_train.weight_sync.broadcast_receiver import BroadcastClient
+
+        if self._broadcast_client is None:
+            self._broadcast_client = BroadcastClient()
+        assignments = self._broadcast_client.assignments(update, self._settings.num_ranks)
+        # In a thread, because the trainer answers when all engines have asked or have the bytes. A thread of its own: if engines
+        # of this process shared a few threads, some would wait for others that have none.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="weight-broadcast")
+        try:
+            following = functools.partial(asyncio.get_running_loop().run_in_executor, thread, next, assignments, None)
+            while (assignment := await following()) is not None:
+                await link.on_workers("skyrl_begin_broadcast", update.to_message(), assignment)
+        except BaseException:
+            self._leave_trainer()
+            raise
+        finally:
+            thread.shutdown(wait=False)
+
+    def _leave_trainer(self) -> None:
+        """Close the connection to the trainer, which then stops waiting for this engine."""
+        client, self._broadcast_client = self._broadcast_client, None
+        if client is not None:
+            client.close()
+
+    def _fetch(self, update: WeightUpdate) -> WeightUpdate:
+        """Bring the bytes into this machine's memory and verify them. Called in a thread."""
         import torch
 
         from skyrl_train.weight_sync.receiver import ReceiveBuffer, WeightReceiver
@@ -533,6 +570,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
 
     def _on_death(self, reason: str) -> None:
         super()._on_death(reason)
+        self._leave_trainer()
         if self._buffer is not None and self._receiver is not None:
             self._receiver.close()
             self._buffer.close()

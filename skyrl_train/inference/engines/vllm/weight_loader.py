@@ -25,6 +25,8 @@ from safetensors.torch import save_file
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER
 from skyrl_train.models.adapter_spec import AdapterSpec
+from skyrl_train.weight_sync.broadcast_group import GLOO, NCCL
+from skyrl_train.weight_sync.broadcast_receiver import BroadcastReceiver
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.staging import moved
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
@@ -42,19 +44,28 @@ class WeightLoader:
         self._device = device
         self._tensors: ModelTensors | None = None
         self._receiver = WeightReceiver(device)
+        self._broadcast_receiver = BroadcastReceiver(device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor]] | None = None
         # It warns of each module without weights; that no weight is missing has been checked here.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
+    def begin(self, update: WeightUpdate, assignment: Mapping[str, Any], number: int) -> None:
+        """Begin to receive a broadcast update in a thread; :meth:`receive` it afterwards."""
+        self._received = None  # the staging copy is written to now
+        self._broadcast_receiver.begin(update, assignment, number)
+
     def receive(self, update: WeightUpdate) -> str | None:
-        """Check an update and map its memory; returns why it cannot be loaded, or None."""
+        """Check an update and open it; returns why it cannot be loaded, or None."""
         config = self._vllm_config.model_config
         self._received = None
         try:
             if self._tensors is None:  # takes seconds for a large model; the first update pays for it, before the pause
                 self._tensors = ModelTensors.of_model(str(config.model), bool(config.trust_remote_code))
             check_update(update, self._tensors, dtype=str(config.dtype).removeprefix("torch."))
-            weights = self._receiver.open_update(update)
+            if update.transport in (GLOO, NCCL):
+                weights = self._broadcast_receiver.result(update.version)
+            else:
+                weights = self._receiver.open_update(update)
             if update.adapter is None:
                 # Tied weights are loaded one after the other, and only the last would stay: they must be equal.
                 self._tensors.check_ties(weights)

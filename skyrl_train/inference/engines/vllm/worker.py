@@ -25,6 +25,7 @@ class WorkerExtension:
 
     # Attributes of vLLM's worker.
     device: torch.device
+    rank: int
     model_runner: Any
     vllm_config: Any
 
@@ -38,8 +39,12 @@ class WorkerExtension:
         states = getattr(self.model_runner, "req_states", None)
         return len(self.model_runner.requests if states is None else states.req_id_to_index)
 
+    def skyrl_begin_broadcast(self, update: dict[str, Any], assignment: dict[str, Any]) -> None:
+        """Begin to receive a broadcast update in a thread, in the group that ``BroadcastClient.assignments`` named."""
+        self.skyrl_loader().begin(WeightUpdate.from_message(update), assignment, self.rank)
+
     def skyrl_receive(self, update: dict[str, Any]) -> str | None:
-        """Check an update (see ``WeightUpdate.to_message``) and map its memory; returns why it cannot be loaded, or None."""
+        """Check an update (see ``WeightUpdate.to_message``) and open it; returns why it cannot be loaded, or None."""
         return self.skyrl_loader().receive(WeightUpdate.from_message(update))
 
     def skyrl_load(self, version: int) -> float:
