@@ -97,7 +97,7 @@ def check_import_paths(config: RunConfig) -> None:
         SCHEDULES.get(setting(config, key), key)
     resolve_staleness_policy(derive.staleness_policy(config))  # the rollout manager has one in every mode
     if reward is not None:
-        is_async(reward)
+        is_async(reward, config.rollout.stages.reward.kwargs)
         check_signature(reward, config.rollout.stages.reward.kwargs)
     # Imported, not constructed: the generator needs a client, which does not exist yet.
     GeneratorSpec(generator, config.environment, model_path="").import_class()

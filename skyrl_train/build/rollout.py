@@ -164,7 +164,7 @@ def _reference_executor(config: RunConfig, model_path: str) -> Executor:
 
 
 def _reward_executor(reward: RewardStageConfig, function: str) -> Executor:
-    asynchronous = is_async(function)
+    asynchronous = is_async(function, reward.kwargs)
     executor = reward.executor or ("loop" if asynchronous else "thread")
     work = reward_work(function, reward.kwargs)
     if executor != "loop":

@@ -28,6 +28,7 @@ from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import Run, load_run
 from skyrl_train.observability.run_folder import replace_file
+from skyrl_train.rollout.stages.reward import WeightedSum
 
 if TYPE_CHECKING:
     import datasets
@@ -49,7 +50,8 @@ def train(
     generator: type[GeneratorInterface] | Callable[..., GeneratorInterface] | None = None,
     environment: str | type | Callable[..., Any] | None = None,
     agent: Callable[..., Any] | None = None,
-    reward_fn: Callable[..., Any] | None = None,
+    reward_fn: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    reward_weights: Sequence[float] | None = None,
     config_dir: str | Path | None = None,
     strict: bool = False,
     quiet: bool = False,
@@ -74,7 +76,9 @@ def train(
         agent: a function agent, ``async def agent(prompt, base_url, api_key, extras)``, which returns its reward; sets
             ``generator.name=harness`` and ``generator.kwargs.agent``.
         reward_fn: scores each finished group, see :mod:`skyrl_train.rollout.stages.reward`; sets
-            ``rollout.stages.reward.function``. With data of yours and no other environment, each answer is one turn.
+            ``rollout.stages.reward.function``. With data of yours and no other environment, each answer is one turn. A list
+            of functions: the reward is their sum, and the mean of each the metric ``environment/<its name>``.
+        reward_weights: of each function in ``reward_fn``; by default 1 each.
         config_dir: a folder with further recipes.
         strict: an error, instead of a warning, if a setting has no effect or this machine's memory does not suffice; the
             ``--strict`` of the command line.
@@ -87,7 +91,7 @@ def train(
     # A file may have changed since the last run in this notebook.
     forget_files()
     # After the overrides: an argument of this call is the more explicit choice.
-    settings = dict(_classes(trainer_cls, generator, environment, agent, reward_fn))
+    settings = dict(_classes(trainer_cls, generator, environment, agent, reward_fn, reward_weights))
     config = _compose(recipe_or_config, [*_as_list(overrides), *_as_list(settings)], config_dir)
     for argument, rows, key in (
         ("dataset", dataset, "data.train_data"),
@@ -127,8 +131,9 @@ def _classes(
     generator: Callable[..., GeneratorInterface] | None,
     environment: str | Callable[..., Any] | None,
     agent: Callable[..., Any] | None,
-    reward_fn: Callable[..., Any] | None,
-) -> Iterator[tuple[str, str]]:
+    reward_fn: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
+    reward_weights: Sequence[float] | None,
+) -> Iterator[tuple[str, object]]:
     """The settings that name the given classes and functions."""
     if trainer_cls is not None:
         from skyrl_train.trainer import PPOTrainer
@@ -166,10 +171,22 @@ def _classes(
             )
         yield "generator.name", "harness"
         yield "generator.kwargs.agent", import_path_of(agent)
-    if reward_fn is not None:
-        if not (inspect.isfunction(reward_fn) or inspect.isclass(reward_fn)):
-            raise ConfigError(f"reward_fn must be a function, or a class with a __call__ method, got {reward_fn!r}.")
-        yield "rollout.stages.reward.function", import_path_of(reward_fn)
+    several = isinstance(reward_fn, Sequence)
+    functions = list(reward_fn) if isinstance(reward_fn, Sequence) else [] if reward_fn is None else [reward_fn]
+    for function in functions:
+        if not (inspect.isfunction(function) or inspect.isclass(function)):
+            raise ConfigError(f"reward_fn must be a function, or a class with a __call__ method, got {function!r}.")
+    paths = list(map(import_path_of, functions))
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"Two functions in reward_fn have the name {max(paths, key=paths.count)}; give each its own.")
+    setting = "rollout.stages.reward"
+    if several:
+        yield f"{setting}.function", import_path_of(WeightedSum)
+        yield f"{setting}.kwargs", {"functions": paths, "weights": reward_weights}
+    elif reward_weights is not None:
+        raise ConfigError("reward_weights belong to a list of functions: reward_fn=[first, second].")
+    elif paths:
+        yield f"{setting}.function", paths[0]
 
 
 def write_rows(argument: str, dataset: Any, folder: Path) -> Path:

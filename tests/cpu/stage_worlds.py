@@ -115,6 +115,17 @@ class AsyncModel(Model):
         return super().__call__(group)
 
 
+def one_is_not_judged(completions: list[Any], **columns: Any) -> list[Any]:
+    return [None, {"reward": 4.0, "metrics": {"judged": 1}}]
+
+
+def judge() -> Any:
+    async def reward(group: GroupToReward) -> list[Any]:
+        return [{"reward": 0.5, "metrics": {"judged": 3}} for _ in group.samples]
+
+    return reward
+
+
 NOT_CALLABLE = 3
 
 # Groups ---------------------------------------------------------------------------------------------------------------

@@ -103,6 +103,19 @@ def test_rows_train_with_a_reward_function_of_trl(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "datasets").iterdir()] == [".jsonl", ".jsonl"]
 
 
+def test_several_reward_functions_are_summed_with_weights_as_in_trl(tmp_path: Path) -> None:
+    def accuracy(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [2.0 for _ in completions]
+
+    def shape(completions: list[str], **_: Any) -> list[float | None]:
+        return [None, *(4.0 for _ in completions[1:])]
+
+    run = train(tmp_path, dataset=ROWS, reward_fn=[accuracy, shape], reward_weights=[1.0, 0.5])
+    assert run.metrics["reward/mean"].tolist() == [3.0] * 3
+    assert run.metrics["environment/accuracy"].tolist() == [2.0] * 3
+    assert run.metrics["environment/shape"].tolist() == [4.0] * 3
+
+
 class Twice(skyrl_train.Environment):
     """Ends after two turns; its reward is a column of the row."""
 
@@ -282,6 +295,10 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own(tmp_path: Path) 
             {"overrides": {"trainer.eval.eval_data": [{"prompt": "a"}]}},
             "In Python, train(eval_dataset=...) takes rows.",
         ),
+        ({"reward_fn": [print, "file.py:reward"]}, "reward_fn must be a function"),
+        ({"reward_fn": [train, train]}, "test_front_door:train; give each its own"),
+        ({"reward_fn": train, "reward_weights": [1.0]}, "reward_weights belong to a list of functions"),
+        ({"reward_fn": [train], "reward_weights": [1.0, 2.0]}, "one number for each of the 1 functions"),
         ({"reward_fn": "file.py:reward"}, "reward_fn must be a function"),
         (
             {"dataset": "rows.jsonl"},

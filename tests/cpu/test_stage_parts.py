@@ -29,9 +29,11 @@ from skyrl_train.rollout.stages.logprobs import (
 from skyrl_train.rollout.stages.reward import (
     GroupToReward,
     RewardStage,
+    check_signature,
     group_to_reward,
     is_async,
     load_reward_function,
+    mean_metrics,
     with_rewards,
 )
 from skyrl_train.training.backend import TrainingSequence
@@ -115,7 +117,7 @@ def test_a_setting_of_a_reward_function_of_trl_wins_over_a_column_of_its_name() 
 
 def test_a_wrong_name_in_a_setting_is_rejected_before_the_run() -> None:
     assert [
-        is_async(f"stage_worlds:{name}") for name in ("length_reward", "async_length_reward", "Model", "AsyncModel")
+        is_async(f"stage_worlds:{name}", {}) for name in ("length_reward", "async_length_reward", "Model", "AsyncModel")
     ] == [
         False,
         True,
@@ -123,11 +125,74 @@ def test_a_wrong_name_in_a_setting_is_rejected_before_the_run() -> None:
         True,
     ]
     with pytest.raises(ConfigError, match="cannot be called"):
-        is_async("stage_worlds:NOT_CALLABLE")
+        is_async("stage_worlds:NOT_CALLABLE", {})
     with pytest.raises(ConfigError, match=r"rollout.stages.reward.function='stage_worlds:nothing' cannot be imported"):
-        is_async("stage_worlds:nothing")
+        is_async("stage_worlds:nothing", {})
     with pytest.raises(ConfigError, match=r"rollout.stages.reward.kwargs.*no_such"):
         load_reward_function("stage_worlds:Model", {"no_such": 1})
+
+
+SUM = "skyrl_train.rollout.stages.reward:WeightedSum"
+
+
+def summed(*names: str, weights: list[float] | None = None) -> dict[str, Any]:
+    return {"functions": [f"stage_worlds:{name}" for name in names], "weights": weights}
+
+
+async def test_several_functions_are_summed_with_their_weights_and_each_is_a_metric() -> None:
+    asked = group_to_reward(RECORD, [Sample((sequence(3, 4),)), Sample((sequence(9),))], decode)
+    answer = load_reward_function(SUM, summed("length_reward", "one_is_not_judged", weights=[0.5, 10]))(asked)
+    assert [entry["reward"] for entry in answer] == [1.0, 40.5]
+    assert mean_metrics(answer) == {
+        "environment/length_reward": 1.5,
+        "environment/one_is_not_judged": 4.0,
+        "environment/judged": 1.0,
+    }
+    asynchronous = summed("async_trl_reward", "length_reward")
+    answer = await load_reward_function(SUM, asynchronous)(asked)
+    assert [entry["reward"] for entry in answer] == [3.0, 1.0]
+    assert not is_async(SUM, asynchronous)  # the other function would block the loop
+    assert is_async(SUM, summed("async_trl_reward", "async_length_reward"))
+
+
+async def test_metrics_of_a_reward_function_are_those_of_its_group() -> None:
+    stage = RewardStage(LoopExecutor(Work("stage_worlds:judge", {})), decode, max_parallel=1)
+    await stage.start()
+    before = dataclasses.replace(group(), metrics={"environment/turns": 2.0})
+    rewarded = await stage.run(before, RECORD)
+    assert [sample.reward for sample in rewarded.samples] == [0.5, 0.5]
+    assert rewarded.metrics == {"environment/turns": 2.0, "environment/judged": 3.0}
+    with pytest.raises(StageError, match="returned the metric judged='x', no finite number"):
+        mean_metrics([{"reward": 1.0, "metrics": {"judged": "x"}}])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "list the import paths of the functions"),
+        ({"functions": "stage_worlds:length_reward"}, "list the import paths of the functions"),
+        (summed("Model"), r"cannot be constructed with rollout.stages.reward.kwargs: .*'bonus'"),
+        (summed(), "name at least one reward function"),
+        (summed("length_reward", "length_reward"), "each with a name of its own"),
+        (summed("length_reward", weights=["x"]), "must be one number for each of the 1 functions"),
+        (summed("length_reward", weights=[1, 2]), "must be one number for each of the 1 functions"),
+        ({**summed("length_reward"), "weight": 1}, "unexpected keyword argument 'weight'"),
+    ],
+)
+def test_a_sum_that_cannot_be_made_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    def check_and_load() -> None:
+        check_signature(SUM, kwargs)
+        load_reward_function(SUM, kwargs)
+
+    with pytest.raises(ConfigError, match=message):
+        check_and_load()
+
+
+def test_a_function_of_a_sum_that_leaves_a_sample_out_stops_the_run() -> None:
+    with pytest.raises(StageError, match=r"one_is_not_judged returned .* for 1 samples"):
+        load_reward_function(SUM, summed("one_is_not_judged"))(
+            group_to_reward(RECORD, [Sample((sequence(3, 4),))], decode)
+        )
 
 
 def reward_stage(

@@ -10,6 +10,9 @@ A function whose first parameter is ``prompts`` or ``completions``, or that requ
 of TRL. It gets what it names of ``prompts``, ``completions``, ``completion_ids`` and the other columns of the data row,
 each as a list with one entry per sample; a setting in ``kwargs`` wins over a column of its name. Prompts and
 completions are text where the data set has text, else lists of messages.
+
+The entry of a sample may be ``{"reward": number, "metrics": {name: number}}``; the metrics are averaged as
+``environment/<name>``. :class:`WeightedSum` is several functions as one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +33,7 @@ from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, 
 from skyrl_train.generators.validation import is_finite
 from skyrl_train.observability.failures import OnFailure
 from skyrl_train.rollout.stages.pipeline import Stage
+from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 from skyrl_train.workers.executors import CallFailed, Executor, Function, Work
 
@@ -119,16 +123,101 @@ def _call_with_columns(function: Callable[..., Any], group: GroupToReward) -> An
     return function(**given)
 
 
-def is_async(path: str) -> bool:
-    """Return whether ``path`` names an ``async def``, or a class whose ``__call__`` is one.
+class WeightedSum:
+    """Several reward functions: a sample's reward is the sum of theirs, each times its weight.
+
+    As in TRL, the reward None says that a function does not judge a sample. The mean of each function, without its weight and
+    over the samples that it judged, is the metric ``environment/<its name>``.
+
+    Args:
+        functions: import paths of functions, or of classes without arguments.
+        weights: of each function; None: 1 each.
+
+    Raises:
+        ConfigError: (constructor) there are no functions, two have one name, or the weights are others than theirs.
+    """
+
+    def __init__(self, functions: Sequence[str], weights: Sequence[float] | None = None) -> None:
+        names = [_name(path) for path in functions]
+        if isinstance(functions, str) or not names or len(set(names)) < len(names):
+            raise ConfigError(
+                f"rollout.stages.reward.kwargs.functions={functions!r}: name at least one reward function, each with a name of "
+                "its own, by which metrics tell them apart."
+            )
+        if weights is not None and not (len(weights) == len(names) and all(map(_is_number, weights))):
+            raise ConfigError(
+                f"rollout.stages.reward.kwargs.weights={weights!r}: must be one number for each of the {len(names)} functions."
+            )
+        self.functions = {name: load_reward_function(path, {}) for name, path in zip(names, functions, strict=True)}
+        self._weights = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
+
+    def __call__(self, group: GroupToReward) -> Any:
+        """Return an entry per sample; a coroutine if a function is an ``async def``."""
+        answers = [function(group) for function in self.functions.values()]
+        if not any(map(inspect.isawaitable, answers)):
+            return self._sum(answers, len(group.samples))
+
+        async def answer(value: Any) -> Any:
+            return await value if inspect.isawaitable(value) else value
+
+        async def awaited() -> Any:
+            return self._sum(await gather_or_cancel(map(answer, answers)), len(group.samples))
+
+        return awaited()
+
+    def _sum(self, answers: Sequence[Any], count: int) -> list[dict[str, Any]]:
+        sums: list[float] = [0.0] * count
+        metrics: list[dict[str, float]] = [{} for _ in range(count)]
+        for name, weight, answer in zip(self.functions, self._weights, answers, strict=True):
+            values = list(answer) if isinstance(answer, Iterable) else []
+            if len(values) != count:
+                raise StageError(
+                    f"The reward function {name} returned {answer!r:.200} for {count} samples. It must return one number, or "
+                    "None, for each of them, in their order."
+                )
+            for index, entry in enumerate(values):
+                value, further = _reward_and_metrics(entry)
+                metrics[index].update(further)
+                if value is not None:
+                    metrics[index][name] = value
+                    sums[index] += weight * value
+        return [{"reward": total, "metrics": each} for total, each in zip(sums, metrics, strict=True)]
+
+
+def _name(path: str) -> str:
+    return path.rpartition(":")[2].rpartition(".")[2]
+
+
+def _parts(path: str, kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Mapping[str, Any]]]:
+    """Return path, object and arguments of the function at ``path``; of a :class:`WeightedSum`, of each of its functions.
+
+    Raises:
+        ConfigError: one cannot be imported, or ``kwargs`` are not those of a sum.
+    """
+    target = import_name(path, SETTING, "function")
+    if target is not WeightedSum:
+        return [(path, target, kwargs)]
+    functions = kwargs.get("functions")
+    if not isinstance(functions, Sequence) or isinstance(functions, str):
+        raise ConfigError("rollout.stages.reward.kwargs.functions: list the import paths of the functions to sum.")
+    return [(part, import_name(part, SETTING, "function"), {}) for part in functions]
+
+
+def is_async(path: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether ``path`` names an ``async def``, a class whose ``__call__`` is one, or a sum of nothing else.
 
     Raises:
         ConfigError: it cannot be imported or called.
     """
-    target = import_name(path, SETTING, "function")
-    if not callable(target) or (inspect.isclass(target) and "__call__" not in dir(target)):
-        raise ConfigError(f"{SETTING}={path!r} cannot be called. Name a function, or a class with a __call__ method.")
-    return inspect.iscoroutinefunction(target.__call__ if inspect.isclass(target) else target)
+    parts = _parts(path, kwargs)
+    for part, target, _ in parts:
+        if not callable(target) or (inspect.isclass(target) and "__call__" not in dir(target)):
+            raise ConfigError(
+                f"{SETTING}={part!r} cannot be called. Name a function, or a class with a __call__ method."
+            )
+    return all(
+        inspect.iscoroutinefunction(target.__call__ if inspect.isclass(target) else target) for _, target, _ in parts
+    )
 
 
 def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
@@ -137,26 +226,23 @@ def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it takes other arguments.
     """
-    target = import_name(path, SETTING, "function")
-    signature = _signature(target)
-    if signature is None:
-        return
-    arguments = {} if inspect.isclass(target) else kwargs
-    try:
-        if _is_of_trl(target):
-            signature.bind_partial(**arguments)
-        else:
-            signature.bind(None, **arguments)
-        return
-    except TypeError as error:
-        problem = error
-    name = path.rpartition(":")[2].rpartition(".")[2]
-    raise ConfigError(
-        f"{SETTING}={path!r} takes {signature}, and is called "
-        f"with the samples of a prompt, its group, and rollout.stages.reward.kwargs ({problem}). Write "
-        f"def {name}(group), which returns one number for each of group.samples; sample.text is a response, and "
-        "group.env_extras has the other columns of the data row. A reward function of TRL names completions."
-    )
+    for part, target, bound in _parts(path, kwargs):
+        signature = _signature(target)
+        if signature is None:
+            continue
+        arguments = {} if inspect.isclass(target) else bound
+        try:
+            if _is_of_trl(target):
+                signature.bind_partial(**arguments)
+            else:
+                signature.bind(None, **arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"{SETTING}={part!r} takes {signature}, and is called "
+                f"with the samples of a prompt, its group, and rollout.stages.reward.kwargs ({error}). Write "
+                f"def {_name(part)}(group), which returns one number for each of group.samples; sample.text is a response, "
+                "and group.env_extras has the other columns of the data row. A reward function of TRL names completions."
+            ) from error
 
 
 def check_columns(path: str, kwargs: Mapping[str, Any], record: PromptRecord) -> None:
@@ -165,19 +251,20 @@ def check_columns(path: str, kwargs: Mapping[str, Any], record: PromptRecord) ->
     Raises:
         ConfigError: it names a column that the row lacks.
     """
-    target = import_name(path, SETTING, "function")
-    signature = _signature(target)
-    if signature is None or not _is_of_trl(target):
-        return
-    bound = () if inspect.isclass(target) else kwargs
-    known = {"prompts", "completions", "completion_ids", *record.env_extras, *bound}
-    for parameter in signature.parameters.values():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and parameter.name not in known:
-            raise ConfigError(
-                f"{SETTING}={path!r} names {parameter.name!r}, and prompt {record.uid!r} has no such column. It gets prompts, "
-                f"completions, completion_ids and the columns of its row: {', '.join(sorted(record.env_extras)) or 'none'}."
-            )
+    for part, target, arguments in _parts(path, kwargs):
+        signature = _signature(target)
+        if signature is None or not _is_of_trl(target):
+            continue
+        bound = () if inspect.isclass(target) else arguments
+        known = {"prompts", "completions", "completion_ids", *record.env_extras, *bound}
+        for parameter in signature.parameters.values():
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if named and parameter.default is parameter.empty and parameter.name not in known:
+                raise ConfigError(
+                    f"{SETTING}={part!r} names {parameter.name!r}, and prompt {record.uid!r} has no such column. It gets "
+                    "prompts, completions, completion_ids and the columns of its row: "
+                    f"{', '.join(sorted(record.env_extras)) or 'none'}."
+                )
 
 
 def reward_work(path: str, kwargs: Mapping[str, Any]) -> Work:
@@ -233,7 +320,8 @@ class RewardStage(Stage):
                     ) from failure
                 logger.warning("%s: %s (attempt %d of %d)", group.name, reason, attempt, self._attempts)
             else:
-                return replace(group, samples=with_rewards(group.samples, answer))
+                samples = with_rewards(group.samples, answer)
+                return replace(group, samples=samples, metrics={**group.metrics, **mean_metrics(answer)})
         raise ValueError("attempts must be at least 1")
 
 
@@ -274,7 +362,8 @@ def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
         NonFiniteRewardError: a reward is NaN or infinite, in float64 or float32.
     """
     try:
-        rewards = [float(value) if is_finite(value) else math.nan for value in answer]
+        values = [_reward_and_metrics(entry)[0] for entry in answer]
+        rewards = [float(value) if is_finite(value) else math.nan for value in values]
     except (TypeError, ValueError):
         # No list of numbers: the check of the length below reports the answer.
         rewards = []
@@ -288,6 +377,32 @@ def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
             "finite number for each of them, in their order."
         )
     return tuple(_with_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True))
+
+
+def mean_metrics(answer: Iterable[Any]) -> dict[str, float]:
+    """Return the means of the metrics in ``answer``, each over the samples that have it, as ``environment/<name>``. Pure.
+
+    Raises:
+        StageError: a metric is no finite number.
+    """
+    values: dict[str, list[float]] = {}
+    for entry in answer:
+        for name, value in _reward_and_metrics(entry)[1].items():
+            if not _is_number(value):
+                raise StageError(
+                    f"The reward function ({SETTING}) returned the metric {name}={value!r:.80}, no finite number."
+                )
+            values.setdefault(f"environment/{name}", []).append(float(value))
+    return {name: math.fsum(each) / len(each) for name, each in values.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and is_finite(value)  # numbers of other libraries too, and no text
+
+
+def _reward_and_metrics(entry: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Split the entry of a sample: a number, or a mapping of reward and metrics."""
+    return (entry.get("reward"), entry.get("metrics") or {}) if isinstance(entry, Mapping) else (entry, {})
 
 
 def _with_reward(sample: Sample, reward: float) -> Sample:
