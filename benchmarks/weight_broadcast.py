@@ -4,7 +4,8 @@
 
 The plain copy is one broadcast of one flat tensor of as many bytes, by the same processes over the same connections; the two take
 turns. *transfer* is the part of a weight sync that should take no longer than this: until all engines have the bytes, in buckets
-that arrive while they sample. *sync* adds gathering the weights and loading them into vLLM, which packs them for the CPU.
+that arrive while they sample. *sync* adds gathering the weights and loading them into vLLM, which packs them for the CPU. The
+engines receive as on another machine; on the trainer's they would map its memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync import process_group
 from skyrl_train.weight_sync.process_group import GlooTransport
 
 PARAMS = {"max_tokens": 100, "ignore_eos": True}
@@ -43,6 +45,7 @@ class PlainCopy(WorkerExtension):
 
 
 async def measure(engines: int, updates: int, requests: int, hidden_size: int, layers: int, verify: bool) -> None:
+    process_group.machine = lambda: "another machine"  # else engines would map the trainer's memory
     arguments.WORKER_EXTENSION = f"{Path(__file__).stem}.{PlainCopy.__name__}"
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/model"

@@ -28,6 +28,7 @@ from skyrl_train.inference.interface import InferenceEngineInput
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync import process_group
 from skyrl_train.weight_sync.delta import DeltaTransport
 from skyrl_train.weight_sync.disk import DiskTransport
 from skyrl_train.weight_sync.process_group import GlooTransport
@@ -110,8 +111,9 @@ async def measure(updates: int, requests: int, hidden_size: int) -> None:
             "shared_memory": SharedMemoryTransport,
             "disk": lambda: DiskTransport(f"{folder}/disk"),
             "delta": lambda: DeltaTransport(f"{folder}/delta", "float32"),
-            "gloo": lambda: GlooTransport(address="127.0.0.1"),
+            "gloo": lambda: GlooTransport(address="127.0.0.1"),  # as to an engine on another machine
         }
+        process_group.machine = lambda: "another machine"
         engine = TimedEngine(path, max_model_len=512)
         client = InferenceEngineClient([engine], load_tokenizer(path), path)
         await client.start()

@@ -241,12 +241,17 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 
 def weight_transport(config: RunConfig) -> str:
-    """Return the transport's name: by default disk if a folder is named, else CUDA IPC on a shared GPU, else shared memory."""
+    """Return the transport's name.
+
+    By default disk if a folder is named, gloo to engines in Ray actors, CUDA IPC on a shared GPU, else shared memory.
+    """
     if config.generator.weight_transport is not None:
         return config.generator.weight_transport
     if config.generator.weight_folder is not None:
         return "disk"
     engine, trainer = config.generator.inference_engine, config.trainer
+    if engine.executor == "ray" and engine.backend in TRANSPORTS["gloo"].backends:
+        return "gloo"
     on_one_gpu = trainer.device != "cpu" and engine_device_names(engine) == {full_device_name(trainer.device)}
     colocated = trainer.placement.colocate_all and engine.executor == "process"
     return "cuda_ipc" if colocated and on_one_gpu else "shared_memory"

@@ -583,8 +583,8 @@ class GeneratorConfig:
     pause_mode: Annotated[str, OneOf("keep", "recompute", "abort", "wait")] = "keep"
     pause_timeout_s: Positive = 60.0  # for each phase of a weight sync
     verify_weights: bool = False  # checksum each weight sync
-    # shared_memory | disk | delta | gloo | nccl | cuda_ipc | path.to.Transport; None: disk if a folder is named, cuda_ipc if
-    # engine processes and trainer share one GPU in turns, else shared_memory
+    # shared_memory | disk | delta | gloo | nccl | cuda_ipc | path.to.Transport; None: disk if a folder is named, gloo to engines
+    # in Ray actors, cuda_ipc if engine processes and trainer share one GPU in turns, else shared_memory
     weight_transport: str | None = None
     weight_folder: str | None = None  # disk, delta: a folder that trainer and engines share, under the same path
     weight_transport_kwargs: dict[str, Any] = field(default_factory=dict)  # for the transport's constructor

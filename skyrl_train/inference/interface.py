@@ -251,7 +251,8 @@ class EngineCapabilities:
     penalties and biases. ``min_p``, ``logit_bias``: these two are not excluded, as they are in vLLM with speculative decoding.
     ``count_continuation``: with ``LogitAdjustment.continued_tokens``, so that counts continue with a
     continued response. Without it, an interrupted response whose penalties count starts over. ``weight_receivers``: the processes
-    that receive weights which are broadcast.
+    that receive weights which are broadcast. ``machine``: whose shared memory the engine maps instead
+    (``weight_sync.shared_area.machine``); "": it maps none.
     """
 
     pause_modes: frozenset[PauseMode]
@@ -271,6 +272,7 @@ class EngineCapabilities:
     adapters: bool = False
     chunked_streaming: bool = False
     weight_receivers: int = 1
+    machine: str = ""
 
 
 @dataclass(frozen=True, slots=True)

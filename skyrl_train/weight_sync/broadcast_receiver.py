@@ -18,8 +18,9 @@ import torch
 import torch.distributed
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.broadcast_group import BroadcastGroup
+from skyrl_train.weight_sync.broadcast_group import NCCL, BroadcastGroup
 from skyrl_train.weight_sync.control import ControlConnection, address_towards
+from skyrl_train.weight_sync.pinning import Registration
 from skyrl_train.weight_sync.staging import checked_views
 from skyrl_train.weight_sync.update import WeightUpdate
 
@@ -31,7 +32,7 @@ class BroadcastClient:
     """An engine's conversation with one trainer. One call at a time; ``close`` may come from another thread."""
 
     def __init__(self) -> None:
-        self._location: str | None = None
+        self._token: str | None = None  # of the trainer that it is connected to
         self._control: ControlConnection | None = None
 
     def assignments(self, update: WeightUpdate, receivers: int) -> Iterator[dict[str, Any]]:
@@ -46,12 +47,12 @@ class BroadcastClient:
         """
         try:
             location = json.loads(update.location)
-            if self._location != update.location:  # another trainer, or the same one after a restart
+            if self._token != location["token"]:  # another trainer, or the same one after a restart
                 self.close()
             if self._control is None:
                 self._control = ControlConnection.open(location)
                 self._control.keep_alive()
-                self._location = update.location
+                self._token = location["token"]
             control = self._control
             control.send(
                 {
@@ -74,7 +75,7 @@ class BroadcastClient:
 
     def close(self) -> None:
         """Leave the trainer, which wakes a thread that waits for it. Idempotent."""
-        self._location = None
+        self._token = None
         control, self._control = self._control, None
         if control is not None:
             control.close()
@@ -83,13 +84,16 @@ class BroadcastClient:
 class BroadcastReceiver:
     """Takes the bytes in the process that needs them, into one staging copy: an update lasts until the next one begins.
 
+    The copy lies in main memory with gloo, where a GPU copies from it asynchronously, and on ``device`` with NCCL.
+
     Args:
-        device: of the staging copy: the CPU with gloo, this process's GPU with NCCL.
+        device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._registration = Registration()  # of main memory, if the model is on a GPU
         self._group: BroadcastGroup | None = None
         # One thread: a group is joined when the work in the one before has ended.
         self._thread: ThreadPoolExecutor | None = None
@@ -111,14 +115,14 @@ class BroadcastReceiver:
         """
         location, rank, failed = json.loads(update.location), assignment["rank"] + number, False
         try:
-            staging = self._room(update.num_bytes)
+            staging = self._room(update)
             try:
                 self._join(update.transport, location, assignment, rank).broadcast(staging, location["bucket_bytes"])
             except (RuntimeError, OSError) as error:
                 failed = True
                 self._leave()
                 raise EngineError(f"The broadcast of version {update.version} failed: {error}.") from error
-            return checked_views(update, staging)
+            return checked_views(update, staging, self._registration.device)
         finally:
             _report(location, {"attempt": assignment["attempt"], "rank": rank, "again": failed})
 
@@ -137,21 +141,28 @@ class BroadcastReceiver:
     def close(self) -> None:
         """Leave the group and free the staging copy. Idempotent."""
         self._leave()
-        self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._registration.release()
+        self._staging = torch.empty(0, dtype=torch.uint8)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
 
-    def _room(self, num_bytes: int) -> torch.Tensor:
-        if self._staging.numel() != num_bytes:
-            self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)  # freed first
+    def _room(self, update: WeightUpdate) -> torch.Tensor:
+        if self._staging.numel() != update.num_bytes:
+            device = self._device if update.transport == NCCL else torch.device("cpu")
+            self._registration.release()
+            self._staging = torch.empty(0, dtype=torch.uint8)  # freed first
             try:
-                self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            except torch.OutOfMemoryError as error:
+                self._staging = torch.empty(update.num_bytes, dtype=torch.uint8, device=device)
+            except RuntimeError as error:
+                remedy = "Free some memory of the engine's machine."
+                if device.type == "cuda":
+                    remedy = "Lower the engine's gpu_memory_utilization, or set generator.weight_transport=gloo."
                 raise EngineError(
-                    f"No memory on {self._device} for {num_bytes / 1e6:.0f} MB of weights beside the model. Lower the engine's "
-                    "gpu_memory_utilization, or set generator.weight_transport=shared_memory."
+                    f"No memory on {device} for {update.num_bytes / 1e6:.0f} MB of weights beside the model. {remedy}"
                 ) from error
+            if self._device.type == "cuda" and device.type == "cpu":
+                self._registration.cover(self._staging, self._device)
         return self._staging
 
     def _join(
@@ -164,7 +175,7 @@ class BroadcastReceiver:
             store = _DIST.TCPStore(host, location["store_port"], is_master=False, timeout=timeout)
             address = address_towards(host) or host
             self._group = BroadcastGroup(
-                backend, store, assignment["group"], rank, assignment["size"], address, self._device, timeout_s
+                backend, store, assignment["group"], rank, assignment["size"], address, self._staging.device, timeout_s
             )
         return self._group
 

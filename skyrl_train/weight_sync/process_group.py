@@ -40,7 +40,8 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.broadcast_group import GLOO, NCCL, TRAINER_RANK, BroadcastGroup
 from skyrl_train.weight_sync.checksum import checksum
 from skyrl_train.weight_sync.control import ControlConnection, address_towards
-from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, pack
+from skyrl_train.weight_sync.shared_area import machine
+from skyrl_train.weight_sync.staging import DeviceStaging, DoubleBuffer, HostStaging, pack
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
@@ -90,7 +91,10 @@ class ProcessGroupTransport(WeightTransport):
         self._bucket_bytes = bucket_bytes
         self._address = address
         self._stall_s = timeout_s / STALLS
-        self._areas = DoubleBuffer(functools.partial(DeviceStaging, device))
+        # In main memory, engines on this machine map the copy.
+        self._areas: DoubleBuffer[HostStaging | DeviceStaging] = DoubleBuffer(
+            HostStaging if device.type == "cpu" else functools.partial(DeviceStaging, device)
+        )
         # Started with the first version, so that an unused transport can be pickled.
         self._server: _WeightServer | None = None
 
@@ -116,13 +120,17 @@ class ProcessGroupTransport(WeightTransport):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the bytes are sent from another stream
         self._server.offer(id(area), version, staging)
+        location, mapped_on, gpu = self._server.location, "", None
+        if isinstance(area, HostStaging):
+            location, mapped_on, gpu = {**location, "path": area.location}, machine(), area.gpu
         return WeightUpdate(
             version=version,
             transport=self.name,
-            location=self._server.location,
+            location=json.dumps(location),
             num_bytes=staging.numel(),
             tensors=specs,
-            checksum=checksum(staging) if self._verify else None,
+            checksum=checksum(staging, gpu) if self._verify else None,
+            machine=mapped_on,
         )
 
     def close(self) -> None:
@@ -234,16 +242,14 @@ class _WeightServer:
             master_listen_fd=meeting.detach(),
         )
         self._listening = listening
-        self.location = json.dumps(
-            {
-                "host": address,
-                "port": listening.getsockname()[1],
-                "store_port": store_port,
-                "token": self._token,
-                "bucket_bytes": bucket_bytes,
-                "stall_s": stall_s,
-            }
-        )
+        self.location = {
+            "host": address,
+            "port": listening.getsockname()[1],
+            "store_port": store_port,
+            "token": self._token,
+            "bucket_bytes": bucket_bytes,
+            "stall_s": stall_s,
+        }
         self._accepting = threading.Thread(target=self._accept, name="weight-server", daemon=True)
         self._accepting.start()
 

@@ -1,6 +1,6 @@
 """The engine's side of a weight sync: opens an update by the transport that it names.
 
-disk, cuda_ipc, shared_memory ──────────────────────────────────────┐
+disk, cuda_ipc, shared_memory, gloo from this machine ──────────────┐
 gloo, nccl: broadcast ───────> staging copy ────────────────────────┼──> views of the weights ──load──> model
 delta: base + what changed ──> receive buffer ──shared memory───────┘
 
@@ -11,6 +11,7 @@ weights by name.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +23,7 @@ from skyrl_train.weight_sync.broadcast_receiver import BroadcastClient, Broadcas
 from skyrl_train.weight_sync.cuda_ipc import CUDA_IPC, open_device_memory
 from skyrl_train.weight_sync.delta import DELTA, Chain, read_into
 from skyrl_train.weight_sync.disk import DISK, open_file
-from skyrl_train.weight_sync.shared_area import SharedArea
+from skyrl_train.weight_sync.shared_area import SharedArea, machine
 from skyrl_train.weight_sync.shared_memory import SHARED_MEMORY, SharedMemoryReceiver
 from skyrl_train.weight_sync.staging import checked_views
 from skyrl_train.weight_sync.update import WeightUpdate
@@ -47,7 +48,7 @@ class WeightReceiver:
             return checked_views(update, open_file(update, update.location))
         if update.transport == CUDA_IPC:
             return checked_views(update, open_device_memory(update, self._device))
-        if update.transport in (GLOO, NCCL):
+        if update.transport in (GLOO, NCCL) and update.machine != machine():
             return self._receive_broadcast(update)
         if is_import_path(update.transport):
             function = import_name(update.transport, "the transport of a weight update", "function")
@@ -98,6 +99,8 @@ class ReceiveBuffer:
         Raises:
             EngineError: the bytes could not be fetched, or are damaged.
         """
+        if update.transport == GLOO:  # from this machine
+            return dataclasses.replace(update, transport=SHARED_MEMORY, location=json.loads(update.location)["path"])
         if update.transport != DELTA:
             return update
         chain = Chain.parse(update)

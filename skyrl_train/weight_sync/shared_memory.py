@@ -82,8 +82,9 @@ class SharedMemoryReceiver:
             mapping = self._map(update.location)
         except (OSError, ValueError) as error:  # mmap raises ValueError for a file of size 0
             raise EngineError(
-                f"Cannot open the weights of version {update.version} at {update.location!r}: {error}. The engine and "
-                "the trainer must run on one machine as one user, and the transport must still be open."
+                f"Cannot open the weights of version {update.version} at {update.location!r}: {error}. The transport "
+                "must still be open, and engine and trainer must run on one machine as one user; else set "
+                "generator.weight_transport=gloo."
             ) from error
         if mapping.memory.numel() < update.num_bytes:
             raise EngineError(

@@ -40,7 +40,8 @@ class WeightUpdate:
         changed_fraction: the fraction of the bytes that differ from the version before; None where it is unknown.
         adapter: set when the tensors are a LoRA adapter, under peft's names, of the engine's base model. None: they are
             the whole model.
-        receivers: the processes that receive this transfer together; 0: the engine receives alone. An update stays the same
+        machine: where engines map the staging copy instead of receiving a broadcast (``shared_area.machine``); "": nowhere.
+        receivers: the processes that receive a broadcast together; 0: the engine receives alone. An update stays the same
             one, whoever receives it.
     """
 
@@ -52,6 +53,7 @@ class WeightUpdate:
     checksum: str | None = None
     changed_fraction: float | None = None
     adapter: AdapterSpec | None = None
+    machine: str = ""
     receivers: int = dataclasses.field(default=0, compare=False)
 
     def to_message(self) -> dict[str, Any]:

@@ -64,10 +64,6 @@ class ActorHost:
             messages += self._outbox.get_nowait()
         return join_items(messages, self._hosted) if self._joins_items else messages
 
-    async def call_directly(self, method: str, *arguments: Any) -> Any:
-        """Call a method beside the messages, for arguments that are too large for a batch."""
-        return getattr(self._hosted, method)(*arguments)
-
     async def stop(self) -> None:
         """Cancel what runs and clean up."""
         await self._peer.end("its driver stops it")

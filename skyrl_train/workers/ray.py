@@ -116,11 +116,6 @@ def cluster_is_own() -> bool:
     return node is not None and node.is_head()
 
 
-def this_node() -> str:
-    """Return the id of the node that this process runs on."""
-    return str(ray.get_runtime_context().get_node_id())
-
-
 def free_resources() -> dict[str, float]:
     """Return the CPUs and GPUs that are free in the cluster now, for error messages."""
     return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
@@ -163,7 +158,6 @@ class RayLink(_ActorLink):
 
     def __init__(self, hosted: type[Hosted], placement: RayPlacement, *, stop_timeout_s: float = STOP_LIMIT_S) -> None:
         super().__init__(placement)
-        self.node = ""  # id of the actor's node, once started
         self._hosted = hosted
         self._stop_timeout_s = stop_timeout_s
         self._numbers = itertools.count()
@@ -171,9 +165,9 @@ class RayLink(_ActorLink):
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
         try:
-            actor = await self._create(_RayActorHost, self._hosted)
+            actor = await self._create(ActorHost, self._hosted)
             # The first answer of the actor: resources were found and its process has started.
-            self.node = await actor.node.remote()
+            await actor.__ray_ready__.remote()
         except RayError as error:
             # Ray appends the remote traceback to the message.
             raise StartError(f"its actor ended: {first_line(error)}") from error
@@ -197,17 +191,6 @@ class RayLink(_ActorLink):
         if self._actor is not None:
             self._actor.deliver.remote(next(self._numbers), messages)
 
-    async def call_directly(self, method: str, *arguments: Any) -> Any:
-        """Call a method beside the messages, for arguments that are too large for a batch.
-
-        Raises:
-            RayError: the actor has died or was stopped.
-        """
-        if self._actor is None:
-            raise RayError("the actor was stopped")
-        # In a thread: Ray copies large arguments into the object store before it returns.
-        return await (await asyncio.to_thread(self._actor.call_directly.remote, method, *arguments))
-
     async def stop(self, graceful: bool) -> None:
         actor, self._actor = self._actor, None
         if self._reading is not None:
@@ -223,11 +206,6 @@ class RayLink(_ActorLink):
                         await actor.stop.remote()
         finally:
             await asyncio.to_thread(ray.kill, actor)
-
-
-class _RayActorHost(ActorHost):
-    async def node(self) -> str:
-        return this_node()
 
 
 class RayBlockingLink(_ActorLink):

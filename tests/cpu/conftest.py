@@ -44,6 +44,12 @@ def forked_runs(forks: Forks) -> ForkedRuns:
     return ForkedRuns(forks)
 
 
+@pytest.fixture
+def trainer_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets gloo see the trainer on another machine than the engines, which then receive a broadcast."""
+    monkeypatch.setattr("skyrl_train.weight_sync.process_group.machine", lambda: "another machine")
+
+
 RAY = pytest.StashKey[SharedRay]()
 
 

@@ -31,9 +31,11 @@ from skyrl_train.weight_sync import process_group
 from skyrl_train.weight_sync.broadcast_receiver import BroadcastClient, BroadcastReceiver
 from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.shared_area import machine
 from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 from skyrl_train.weight_sync.update import WeightUpdate
 
+pytestmark = pytest.mark.usefixtures("trainer_elsewhere")
 CPU = torch.device("cpu")
 
 
@@ -92,6 +94,20 @@ async def test_engines_in_other_processes_take_turns_with_death_and_late_arrival
 def test_the_bytes_arrive_with_any_bucket_size(staged: tuple[GlooTransport, WeightUpdate]) -> None:
     with closing(WeightReceiver(CPU)) as receiver:
         assert torch.equal(receiver.open_update(staged[1])["w"], torch.arange(5000.0))
+
+
+def test_engines_on_the_trainers_machine_map_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "machine", machine)
+    with closing(gloo()) as transport, closing(WeightReceiver(CPU)) as receiver:
+        for version in range(3):
+            update = transport.gather([("w", torch.full((5000,), float(version)))], version)
+            weights = receiver.open_update(dataclasses.replace(update, receivers=1))["w"]
+            assert weights[0] == version
+        assert transport._server is not None and not transport._server._connections
+        transport._areas.next().room(1).fill_(7)  # which the version before the last one was gathered into
+        assert weights[0] == version
+        transport._areas.next().room(1).fill_(0)
+        assert torch.equal(weights, torch.zeros(5000)), "it is the same memory"
 
 
 def test_one_group_serves_all_versions_while_nobody_leaves(staged: tuple[GlooTransport, WeightUpdate]) -> None:

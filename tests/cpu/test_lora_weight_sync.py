@@ -100,6 +100,7 @@ SLOW = {"disk", "gloo"}  # other tests send whole models by them
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TRANSPORTS]
 )
+@pytest.mark.usefixtures("trainer_elsewhere")
 async def test_an_embedded_engine_serves_the_trainers_policy(folder: str, tmp_path: Path, name: str) -> None:
     trainer, transport = policy(folder, 1), TRANSPORTS[name](str(tmp_path), "float32")
     whole = sum(p.nbytes for p in trainer.model.parameters())

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,8 @@ pytest.importorskip("ray")
 from ray_worlds import FAR, RayNodes
 
 from skyrl_train.inference.engines.ray_engine import EngineHost, RayEngine
+from skyrl_train.weight_sync.process_group import GlooTransport
+from skyrl_train.weight_sync.update import WeightTransport
 from skyrl_train.workers import ray as workers_ray
 from skyrl_train.workers.ray import RayPlacement, connect
 
@@ -196,7 +199,7 @@ def quick(**placement: Any) -> RayEngine:
 async def publish(
     engine: InferenceEngineInterface,
     folder: str,
-    transport: SharedMemoryTransport,
+    transport: WeightTransport,
     version: int,
     reads_back: bool = True,
 ) -> None:
@@ -212,7 +215,7 @@ async def publish(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(cluster: None, folder: str, transport: SharedMemoryTransport) -> AsyncIterator[RayEngine]:
-    engine = hosted(folder)
+    engine = hosted(folder, resources={FAR: 1})
     await engine.start()
     assert engine.policy_version == -1
     await publish(engine, folder, transport, 0)
@@ -346,26 +349,18 @@ async def test_an_in_flight_update_through_the_client_has_exact_versions(
 
 
 @on_the_modules_loop
-async def test_an_engine_on_another_node_is_updated_over_the_network(
-    cluster: None, folder: str, transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+async def test_an_engine_on_another_node_receives_the_trainers_broadcast(
+    engine: RayEngine, folder: str, trainer_elsewhere: None
 ) -> None:
-    monkeypatch.setattr(
-        "skyrl_train.inference.engines.ray_engine.RELAY_PART_BYTES", 1000
-    )  # many parts, one of them short
-    engine = quick(resources={FAR: 1})
-    await engine.start()
-    for version in range(3):
-        await publish(engine, folder, transport, version)
-    assert set((await engine.generate(request(max_tokens=3)))["response_versions"][0]) == {2}
-    update = dataclasses.replace(transport.gather([], 3), checksum="crc32:00000000")
-    await engine.receive_weights(update)
-    await engine.pause(PauseMode.KEEP)
-    with pytest.raises(EngineError, match="differ"):
-        await engine.load_weights(update)
-    assert engine.policy_version == 2
-    with pytest.raises(EngineError, match="/nowhere"):
-        await engine.receive_weights(dataclasses.replace(update, location="/nowhere"))
-    await engine.teardown()
+    with closing(GlooTransport(verify=True, bucket_bytes=10_000)) as transport:
+        for _ in range(2):
+            await publish(engine, folder, transport, engine.policy_version + 1)
+        damaged = dataclasses.replace(transport.gather([], engine.policy_version + 1), checksum="crc32:00000000")
+        await engine.receive_weights(damaged)
+        await engine.pause(PauseMode.KEEP)
+        with pytest.raises(EngineError, match="differ"):
+            await engine.load_weights(damaged)
+        await engine.resume()
 
 
 @on_the_modules_loop

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["shared_memory", "disk", "delta", "gloo"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeTransport:
+def make(request: pytest.FixtureRequest, tmp_path: Path, trainer_elsewhere: None) -> MakeTransport:
     """Makes transports of one kind, that check and cast to ``dtype``."""
     kinds: dict[str, MakeTransport] = {
         "shared_memory": SharedMemoryTransport,

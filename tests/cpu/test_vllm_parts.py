@@ -35,6 +35,8 @@ from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightR
 from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.weight_sync.disk import DiskTransport
+from skyrl_train.weight_sync.process_group import GlooTransport
+from skyrl_train.weight_sync.shared_area import machine
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_train.weight_sync.update import TensorSpec, WeightTransport, WeightUpdate
 
@@ -297,15 +299,16 @@ def test_tied_weights_that_differ_are_refused() -> None:
 
 
 @pytest.mark.parametrize("here", [True, False])
-@pytest.mark.parametrize("kind", ["shared_memory", "disk"])
+@pytest.mark.parametrize("kind", ["shared_memory", "disk", "gloo"])
 def test_workers_repeat_the_checksum_only_where_they_read_other_bytes(kind: str, here: bool, tmp_path: Path) -> None:
     """The engine verifies every update; workers on its machine map the verified memory, but open files again."""
     transport: WeightTransport = {
         "shared_memory": lambda: SharedMemoryTransport(verify=True),
         "disk": lambda: DiskTransport(str(tmp_path), verify=True),
+        "gloo": lambda: GlooTransport(address="127.0.0.1", verify=True),
     }[kind]()
     engine = VLLMEngine("/model")
-    engine._workers_are_here = here
+    engine._capabilities = dataclasses.replace(engine.capabilities, machine=machine() if here else "")
     try:
         update = transport.gather([("w", torch.randn(50))], 1)
         passed_on = engine._fetch(update)

@@ -46,7 +46,7 @@ async def test_synced_weights_are_served_bit_for_bit(vllm: Served, seeds: list[i
 
 
 async def test_one_broadcast_reaches_the_workers_of_all_engines_while_they_sample(
-    vllm: Served, started_vllm: dict[str, Served]
+    vllm: Served, started_vllm: dict[str, Served], monkeypatch: pytest.MonkeyPatch, trainer_elsewhere: None
 ) -> None:
     both = [vllm, started_vllm["twin"]]
     with closing(GlooTransport(verify=True, address="127.0.0.1", bucket_bytes=100_000)) as transport:
@@ -74,6 +74,14 @@ async def test_one_broadcast_reaches_the_workers_of_all_engines_while_they_sampl
             await vllm.load(damaged, PauseMode.KEEP)
         await vllm.engine.resume()
         await serves(vllm, 5)
+        # On the trainer's machine they map its memory, and nobody is asked.
+        monkeypatch.undo()
+        vllm.version += 1
+        update = transport.gather(tiny_model(4).named_parameters(), vllm.version)
+        transport._server.close()
+        await vllm.engine.receive_weights(update)
+        await vllm.load(update, PauseMode.KEEP)
+        await serves(vllm, 4)
 
 
 async def test_tied_embeddings_are_served_by_both_their_users(tied_vllm: Served) -> None:

@@ -50,6 +50,9 @@ class HostedEngine(InferenceEngineInterface):
             await connection.call("load_grammars")
             self._grammars_of = connection
 
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        await self.connection.call("receive_weights", update)
+
     async def load_weights(self, update: WeightUpdate) -> None:
         await self.connection.call("load_weights", update)
 

@@ -23,6 +23,7 @@ from skyrl_train.inference.interface import (
     output_of,
 )
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_area import machine
 from skyrl_train.weight_sync.update import WeightUpdate
 from skyrl_train.workers.connection import WorkerLink
 from skyrl_train.workers.process import ChildProcess, ProcessLink
@@ -126,6 +127,7 @@ class EmbeddedEngine(HostedEngine):
             logit_adjustment=True,
             count_continuation=True,
             chunked_streaming=True,
+            machine=machine(),
         )
 
     @property
@@ -176,9 +178,6 @@ class EmbeddedEngine(HostedEngine):
 
     async def reset_prefix_cache(self) -> None:
         """Do nothing: no KV cache outlives its request here."""
-
-    async def receive_weights(self, update: WeightUpdate) -> None:
-        await self.connection.call("receive_weights", update)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         self._version = await self.connection.call("load_weights", update)

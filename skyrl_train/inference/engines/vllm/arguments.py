@@ -207,7 +207,7 @@ def process_environment(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, st
 
 
 def capabilities(
-    settings: VLLMSettings, *, max_model_len: int, on_cpu: bool, streams_chunks: bool
+    settings: VLLMSettings, *, max_model_len: int, on_cpu: bool, streams_chunks: bool, machine: str = ""
 ) -> EngineCapabilities:
     """Return what an engine with these settings can do."""
     arguments = settings.engine_args
@@ -227,6 +227,7 @@ def capabilities(
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,
         weight_receivers=settings.num_ranks,
+        machine=machine,
     )
 
 

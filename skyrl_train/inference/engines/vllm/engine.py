@@ -385,7 +385,6 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         )
         self._salted = not keep_prefix_cache_across_versions
         self._processes: AsyncLLMAdapter | None = None  # until they are shut down
-        self._workers_are_here = False  # on this machine, where a path to shared memory names the same pages
         self._receiving = threading.Lock()  # held in the thread: a cancelled call still receives
         self._buffer: ReceiveBuffer | None = None
         self._receiver: WeightReceiver | None = None
@@ -417,9 +416,6 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             starting.add_done_callback(_shut_down_late)
             raise
         link = self._processes = AsyncLLMAdapter(llm, self._on_death)
-        self._capabilities = capabilities(
-            settings, max_model_len=link.max_model_len, on_cpu=link.on_cpu, streams_chunks=link.streams_chunks
-        )
         self._vocab_size, self._end_token_ids = link.vocab_size, link.end_token_ids
         self._received = None
         self._adapters.clear()
@@ -427,7 +423,14 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             self._policy_lora = lora_request("policy", POLICY_ADAPTER, settings.model_path)
         self._begin(link, version=-1, salted=self._salted)
         # The first call: from here on vLLM notices the death of its process.
-        self._workers_are_here = all(where == machine() for where, _ in await link.on_workers("skyrl_process"))
+        workers_are_here = all(where == machine() for where, _ in await link.on_workers("skyrl_process"))
+        self._capabilities = capabilities(
+            settings,
+            max_model_len=link.max_model_len,
+            on_cpu=link.on_cpu,
+            streams_chunks=link.streams_chunks,
+            machine=machine() if workers_are_here else "",
+        )
 
     async def teardown(self) -> None:
         if self._link is not None:
@@ -519,7 +522,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         """Have the bytes come and verified where no request waits for it: in threads of the workers, or here."""
         if update.transport == "cuda_ipc":  # in the GPU's memory, which only the workers open
             return update
-        if update.transport in ("gloo", "nccl"):
+        if update.transport in ("gloo", "nccl") and update.machine != self.capabilities.machine:
             await self._receive_broadcast(link, update)
             return update
         # A thread cannot be cancelled: it runs on when the caller is, and the next update waits for it.
@@ -562,7 +565,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
                 self._buffer, self._receiver = ReceiveBuffer(), WeightReceiver(torch.device("cpu"))
             here = self._buffer.fetch(update)
             self._receiver.open_update(here)  # raises where the checksum differs
-        if here.transport == "shared_memory" and self._workers_are_here:
+        if here.transport == "shared_memory" and self.capabilities.machine:
             # The workers map the very pages that were verified here, and a second pass there would hold up decoding. Files
             # keep their checksum: the workers open them again by path.
             return dataclasses.replace(here, checksum=None)

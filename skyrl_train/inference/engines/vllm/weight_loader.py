@@ -62,7 +62,7 @@ class WeightLoader:
             if self._tensors is None:  # takes seconds for a large model; the first update pays for it, before the pause
                 self._tensors = ModelTensors.of_model(str(config.model), bool(config.trust_remote_code))
             check_update(update, self._tensors, dtype=str(config.dtype).removeprefix("torch."))
-            if update.transport in (GLOO, NCCL):
+            if update.transport in (GLOO, NCCL):  # begin() has begun it
                 weights = self._broadcast_receiver.result(update.version)
             else:
                 weights = self._receiver.open_update(update)
