@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import re
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from skyrl_train.rollout.stages.reward import WeightedSum
 if TYPE_CHECKING:
     import datasets
     import pandas
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from skyrl_train.generators.base import GeneratorInterface
     from skyrl_train.trainer import PPOTrainer
@@ -41,9 +43,11 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def train(
-    recipe_or_config: str | Path | RunConfig = "quickstart",
+    recipe_or_config: str | Path | RunConfig | None = None,
     *,
     overrides: Overrides = (),
+    model: str | Path | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | pandas.DataFrame | None = None,
     eval_dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | pandas.DataFrame | None = None,
     trainer_cls: type[PPOTrainer] | None = None,
@@ -62,8 +66,12 @@ def train(
     interrupting the kernel) stops the run after its current step, with a checkpoint.
 
     Args:
-        recipe_or_config: a recipe's name, the path of a yaml file, or a configuration from ``compose``.
+        recipe_or_config: a recipe's name, the path of a yaml file, or a configuration from ``compose``. None: with ``model``, the
+            defaults of all settings and ``trainer.mode=fully_async``; else the recipe ``quickstart``.
         overrides: settings, as ``["trainer.max_steps=10"]`` or as ``{"trainer.max_steps": 10}``; a mapping may be nested.
+        model: a folder, a name on the hub, or a model of transformers; sets ``trainer.policy.model.path``. An object is not
+            changed: it is saved to ``trainer.runs_dir/models/DIGEST``, and the trained model is in the folder ``Run.policy``.
+        tokenizer: of a model that is an object; by default that of ``model.name_or_path``.
         dataset: the prompts: rows as dictionaries, a ``datasets.Dataset`` or a pandas frame. Sets ``data.train_data`` to a file
             with the rows, ``trainer.runs_dir/datasets/DIGEST.jsonl``: equal rows have the same file, so an equal call continues
             the run.
@@ -91,8 +99,16 @@ def train(
     # A file may have changed since the last run in this notebook.
     forget_files()
     # After the overrides: an argument of this call is the more explicit choice.
+    if recipe_or_config is None:
+        recipe_or_config = "quickstart" if model is None else compose("base", ["trainer.mode=fully_async"])
     settings = dict(_classes(trainer_cls, generator, environment, agent, reward_fn, reward_weights))
     config = _compose(recipe_or_config, [*_as_list(overrides), *_as_list(settings)], config_dir)
+    if model is not None:
+        if not isinstance(model, str | Path):
+            model = write_model(model, tokenizer, Path(config.trainer.runs_dir) / "models")
+        elif tokenizer is not None:
+            raise ConfigError("tokenizer belongs to a model that is an object: a folder has its own.")
+        config = with_overrides(config, _as_list({"trainer.policy.model.path": str(model)}))
     for argument, rows, key in (
         ("dataset", dataset, "data.train_data"),
         ("eval_dataset", eval_dataset, "trainer.eval.eval_data"),
@@ -245,6 +261,54 @@ def write_rows(argument: str, dataset: Any, folder: Path) -> Path:
         own = path.with_name(f".{uuid.uuid4().hex}.jsonl")
         replace_file(own, "".join(lines))
         own.replace(path)
+    return path
+
+
+def write_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
+    """Save a model of transformers and its tokenizer, unless they are there; return their folder, named after its content.
+
+    Args:
+        tokenizer: None: the one of ``model.name_or_path``.
+
+    Raises:
+        ConfigError: ``model`` is of another kind, its tokenizer is unknown, or they cannot be saved in ``folder``.
+        ModelError: ``model.name_or_path`` has no usable tokenizer.
+    """
+    from transformers import PreTrainedModel
+
+    from skyrl_train.models.folder import load_tokenizer, quiet_transformers
+
+    # A model with an adapter would save nothing else.
+    if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"model must be a folder, a name on the hub, or a model of transformers, got {type(model).__name__}. Merge the "
+            "adapter of a PEFT model first: model.merge_and_unload()."
+        )
+    if tokenizer is None:
+        if not model.name_or_path:
+            raise ConfigError(
+                "model comes from no folder or hub, so its tokenizer is unknown: give train(tokenizer=...)."
+            )
+        tokenizer = load_tokenizer(model.name_or_path)
+    own = folder / f".{uuid.uuid4().hex}"
+    try:
+        own.mkdir(parents=True)
+        with quiet_transformers():
+            model.save_pretrained(own)
+            tokenizer.save_pretrained(own)
+        digest = hashlib.sha256()
+        for file in sorted(own.iterdir()):
+            with file.open("rb") as content:
+                digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+        path = folder / digest.hexdigest()[:16]
+        if not path.is_dir():
+            own.rename(path)
+    except OSError as error:
+        raise ConfigError(
+            f"The model cannot be saved in {folder}: {error}. Make space there, or correct trainer.runs_dir."
+        ) from error
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
     return path
 
 

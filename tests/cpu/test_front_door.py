@@ -16,13 +16,16 @@ import datasets
 import numpy
 import pandas
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import skyrl_train
 from skyrl_train.config.memory import Machine
-from skyrl_train.entrypoints.api import write_rows
+from skyrl_train.entrypoints.api import write_model, write_rows
 from skyrl_train.entrypoints.run import StopRequest, load_inputs
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.process_backend import ProcessBackend
 
@@ -114,6 +117,41 @@ def test_several_reward_functions_are_summed_with_weights_as_in_trl(tmp_path: Pa
     assert run.metrics["reward/mean"].tolist() == [3.0] * 3
     assert run.metrics["environment/accuracy"].tolist() == [2.0] * 3
     assert run.metrics["environment/shape"].tolist() == [4.0] * 3
+
+
+def tiny_model(seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer("0123456789=c")
+    sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3Config(num_hidden_layers=1, intermediate_size=32, vocab_size=len(tokenizer), **sizes)
+    return Qwen3ForCausalLM(config), tokenizer
+
+
+def test_a_model_may_be_an_object_with_its_tokenizer(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(seed=1)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def length(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    overrides = {"trainer.max_steps": 1, "trainer.runs_dir": str(tmp_path), "generator.sampling_params.max_tokens": 4}
+    overrides |= {"trainer.policy_mini_batch_size": 2, "generator.inference_engine.executor": "thread"}
+    run = skyrl_train.train(
+        model=model, tokenizer=tokenizer, dataset=ROWS, reward_fn=length, overrides=overrides, quiet=True
+    )
+    assert run.config.trainer.mode == "fully_async"
+    folder = Path(run.config.trainer.policy.model.path or "")
+    assert folder.parent == tmp_path / "models"
+    started = Qwen3ForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(started[name], weight) for name, weight in before.items())
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+    assert run.policy is not None
+    trained = AutoModelForCausalLM.from_pretrained(run.policy)
+    # It came from a folder, so it brings its tokenizer.
+    again = write_model(trained, None, tmp_path / "models")
+    assert (again / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
+    assert write_model(*tiny_model(seed=1), tmp_path / "models") == folder != again
+    assert sorted((tmp_path / "models").iterdir()) == sorted([folder, again])
 
 
 class Twice(skyrl_train.Environment):
@@ -299,6 +337,9 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own(tmp_path: Path) 
         ({"reward_fn": [train, train]}, "test_front_door:train; give each its own"),
         ({"reward_fn": train, "reward_weights": [1.0]}, "reward_weights belong to a list of functions"),
         ({"reward_fn": [train], "reward_weights": [1.0, 2.0]}, "one number for each of the 1 functions"),
+        ({"model": 3}, "model must be a folder, a name on the hub, or a model of transformers, got int"),
+        ({"model": tiny_model(0)[0]}, "its tokenizer is unknown: give train(tokenizer=...)"),
+        ({"model": "folder", "tokenizer": tiny_model(0)[1]}, "a folder has its own"),
         ({"reward_fn": "file.py:reward"}, "reward_fn must be a function"),
         (
             {"dataset": "rows.jsonl"},
