@@ -137,7 +137,8 @@ def train(
     run = load_run(result.path)
     if not result.finished:
         console.print("Stopped with a checkpoint; the same call continues the run.", highlight=False)
-    for line in (*map(str, run.advice), repr(run)):
+    alarms = [str(advice) for advice in run.advice if advice.level == "alarm"]
+    for line in (*alarms, run.learned, repr(run)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return run
 

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from skyrl_train.config.compose import recipe_names
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.entrypoints.run import check_implementations, load_inputs, print_warnings, train
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.observability.advice import CONSTANT_STEPS
 from skyrl_train.observability.run import load_run
-from skyrl_train.observability.screen import final_line, train_command
+from skyrl_train.observability.run_folder import REPORT_HTML
+from skyrl_train.observability.screen import final_lines, train_command
 
 NOTHING_LEARNED = 3  # exit code
 
@@ -48,7 +50,7 @@ def print_plan(
 def train_recipe(
     recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool, library: str | None = None
 ) -> int:
-    """Train, print alarms or advice and the final line, and return the exit code.
+    """Train, print alarms, whether it learned and what comes next, and return the exit code.
 
     Args:
         library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
@@ -74,20 +76,29 @@ def train_recipe(
             "another trainer.run_dir to train again."
         )
     else:
-        for advice in load_run(result.path).advice:
-            console.print(str(advice), markup=False, highlight=False, soft_wrap=True)
+        run = load_run(result.path)
+        # Advice on speed is on the screen while the run trains, on the page, and in the report.
+        for advice in run.advice:
+            if advice.level == "alarm":
+                console.print(str(advice), markup=False, highlight=False, soft_wrap=True)
         # A run of a few steps tests a set-up; a rare reward may be missing there.
         if result.finished and result.summary.only_reward is not None and result.summary.steps >= CONSTANT_STEPS:
             code = NOTHING_LEARNED
         options = [*(["--strict"] if strict else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
         options += ["--from", library] if library else []
         run_dir = None if result.finished else str(result.path)  # a finished run is repeated in another folder
-        line = final_line(
-            result.summary,
+        commands = {} if not result.summary.steps else {"Look at it": f"{program()} page {result.path.parent}"}
+        if recipe in recipe_names() and result.finished:
+            commands["Your own task"] = f"{program()} init my-task --data prompts.jsonl"
+        again = train_command(program(), [recipe, *options, *overrides], run_dir=run_dir)
+        commands["Train again" if result.finished else "Resume" if result.summary.steps else "Start again"] = again
+        line = final_lines(
+            run.learned if result.summary.steps else None,
             str(result.path),
             finished=result.finished,
-            command=train_command(program(), [recipe, *options, *overrides], run_dir=run_dir),
+            report=(result.path / REPORT_HTML).is_file(),
             seconds=result.seconds,
+            commands=commands,
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code

@@ -18,6 +18,7 @@ from skyrl_train.observability.readers.folders import read_settings
 from skyrl_train.observability.readers.incidents import run_advice
 from skyrl_train.observability.readers.series import MetricTable
 from skyrl_train.observability.readers.timeline import EventStore
+from skyrl_train.observability.readers.verdict import learning
 from skyrl_train.observability.report.sections import text_curve
 from skyrl_train.observability.run_folder import (
     CONFIG,
@@ -68,6 +69,11 @@ class Run:
     def summary(self) -> RunSummary:
         """Steps, rewards and training time."""
         return summarize(list(read_jsonl(self.path / METRICS)))
+
+    @cached_property
+    def learned(self) -> str:
+        """A sentence that says whether the reward rose, as in the report."""
+        return learning(MetricTable(self.path / METRICS).columns())
 
     @cached_property
     def advice(self) -> list[Advice]:
@@ -159,11 +165,11 @@ class Run:
         return f"Run({str(self.path)!r}: {state}, {summary.steps} steps{reward})"
 
     def _repr_html_(self) -> str:
-        """Return the run as a notebook shows it: its state, the curve of its reward, and its advice."""
+        """Return the run as a notebook shows it: whether it learned, its state, the curve of its reward, and its advice."""
         rewards = [row["reward/mean"] for row in read_jsonl(self.path / METRICS) if row.get("reward/mean") is not None]
         curve = f"<pre>reward by step\n{escape(text_curve(rewards, 60, 8))}</pre>" if rewards else ""
         advice = "".join(f"<li>{escape(str(line))}</li>" for line in self.advice)
-        return f"<p><code>{escape(repr(self))}</code></p>{curve}{advice and f'<ul>{advice}</ul>'}"
+        return f"<p>{escape(self.learned)}</p><p><code>{escape(repr(self))}</code></p>{curve}{advice and f'<ul>{advice}</ul>'}"
 
 
 def load_run(path: str | Path) -> Run:

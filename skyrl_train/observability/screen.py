@@ -426,31 +426,25 @@ def spent_s(rows: Sequence[Mapping[str, Any]], start_step: int, command_s: float
     return command_s + math.fsum(row.get("time/step", 0.0) for row in rows if row["step"] <= start_step)
 
 
-def final_line(summary: RunSummary, run_dir: str, *, finished: bool, command: str, seconds: float) -> str:
-    """Return the final line: rewards, run folder, and ``command``, which resumes or repeats the run.
+def final_lines(
+    learned: str | None, run_dir: str, *, finished: bool, report: bool, seconds: float, commands: Mapping[str, str]
+) -> str:
+    """Return the last lines: whether the run learned, where it is, and the commands that come next.
 
     Args:
+        learned: such as :attr:`skyrl_train.Run.learned`; None: the run has trained no step.
+        report: whether the run folder has one.
         seconds: duration of the run.
+        commands: by their purpose, a line each.
     """
-    if not finished and not summary.steps:
-        return (
-            f"Stopped after {duration(seconds)}, before the first step: nothing is trained yet. The run folder is "
-            f"{run_dir}. Start it again there with: {command}"
-        )
-    if summary.first_reward is None or summary.last_reward is None:
-        learned = "no reward yet"
-    elif summary.only_reward is not None:
-        learned = f"WARNING: all samples have the reward {summary.only_reward:.3f}, so there was nothing to learn"
+    done = f"{'Finished' if finished else 'Stopped'} after {duration(seconds)}"
+    if learned is None:
+        lines = [f"{done}, before the first step: nothing is trained yet. The run folder is {run_dir}."]
     else:
-        learned = (
-            f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (best step {summary.best_reward:.3f})"
-        )
-    done = "Trained" if finished else "Stopped after"
-    after = "Train again" if finished else "Resume"
-    return (
-        f"{done} {counted(summary.steps, 'step', 'steps')} in {duration(seconds)}: {learned}. Everything is in {run_dir}. "
-        f"{after} with: {command}"
-    )
+        contents = ": report.html has curves, samples and advice on speed" if report else ""
+        lines = [learned, f"{done}. Everything is in {run_dir}{contents}."]
+    width = max(map(len, commands)) + 2
+    return "\n".join([*lines, *(f"{f'{purpose}:':{width}}{command}" for purpose, command in commands.items())])
 
 
 def train_command(program: str, arguments: Sequence[str], *, run_dir: str | None = None) -> str:

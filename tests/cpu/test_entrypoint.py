@@ -104,9 +104,11 @@ def test_a_run_that_had_nothing_to_learn_from_says_so_and_fails(
     monkeypatch.setattr("skyrl_train.entrypoints.run._train", training)
     ended, text = run(tmp_path, capfd)
     assert ended == code
-    *_, before, last = text.splitlines()
-    assert "WARNING: all samples have the reward 0.000" in last
-    assert before.startswith("alarm: All samples of the last 5 steps have the reward 0") is (steps >= 5)
+    before, _, after = text.partition("Nothing was learned: all samples have the reward 0,")
+    assert after
+    assert before.splitlines()[-1].startswith("alarm: All samples of the last 5 steps have the reward 0") is (
+        steps >= 5
+    )
 
 
 def prompts(tmp_path: Path, text: str) -> str:
@@ -238,7 +240,7 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     monkeypatch.setattr("skyrl_train.build.export.subprocess", forks)
     code, text = run(tmp_path, capfd, "trainer.trackers=[tensorboard]", "trainer.hf_save_interval=2")
     assert code == 0
-    assert "Trained 3 steps" in text
+    assert "in 3 steps" in text
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} >= {
         "config.yaml",
@@ -303,7 +305,7 @@ def test_a_run_starts_from_the_policy_of_another_run(
             code, text = run(tmp_path, capfd, *short, f"trainer.init_from={source}:2")
             assert code == 2 and "no template" in text and (tmp_path / "run" / "model").is_dir()
     code, text = run(tmp_path, capfd, *short, start)
-    assert code == 0 and "Trained 2 steps" in text
+    assert code == 0 and "in 2 steps" in text
     new = tmp_path / "run"
     begun, policy = (load_file(folder / "model.safetensors") for folder in (new / "model", tmp_path / "policy"))
     assert begun.keys() == policy.keys() and all(torch.equal(begun[name], policy[name]) for name in policy)
@@ -312,7 +314,7 @@ def test_a_run_starts_from_the_policy_of_another_run(
     assert load_run(new).origin == {"run": str(source), "step": 1} and load_run(source).origin is None
     shutil.rmtree(source)  # a resume does not need it
     code, text = run(tmp_path, capfd, *short, start, "trainer.max_steps=3")
-    assert code == 0 and "trainer.max_steps: was 2, now 3" in text and "Trained 3 steps" in text
+    assert code == 0 and "trainer.max_steps: was 2, now 3" in text and "in 3 steps" in text
     assert [row["step"] for row in read_jsonl(new / "metrics.jsonl")] == [1, 2, 3]
     assert main(["export", f"{new}:3", str(tmp_path / "final")]) == 0
     exported, final = (load_file(folder / "model.safetensors") for folder in (tmp_path / "final", new / "policy"))

@@ -298,15 +298,22 @@ run = skyrl_train.train("quickstart", trainer_cls=Patient, overrides=settings, q
 ]
 
 
-def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own(tmp_path: Path) -> None:
+def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own_and_the_notebook_of_the_examples(
+    tmp_path: Path,
+) -> None:
+    """In one kernel, which takes seconds to start."""
     import nbformat
     from nbclient import NotebookClient
 
     assert len([line for line in NOTEBOOK[0].splitlines() if line.strip()]) <= 10
     settings = {**TINY, "trainer.runs_dir": str(tmp_path)}
     cells = [nbformat.v4.new_code_cell(source) for source in (f"settings = {settings!r}", *NOTEBOOK)]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+    example = nbformat.read(Path(__file__).parents[2] / "examples" / "async" / "notebook.ipynb", as_version=4)
+    shortened = [cell for cell in example.cells if cell.cell_type == "code"]
+    shortened[0].source += f"\nsettings |= { ({**settings, 'trainer.max_steps': 1})!r}"
+    notebook = nbformat.v4.new_notebook(cells=cells + shortened)
     NotebookClient(notebook, timeout=500, kernel_name="python3").execute()
+    assert "reward by step" in shortened[1].outputs[-1].data["text/html"]
     printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.outputs)
     assert [f"step {step} takes 2 groups" in printed for step in (1, 2, 3)] == [True] * 3
     assert "finished, 3 steps" in printed

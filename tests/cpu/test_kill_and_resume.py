@@ -246,7 +246,7 @@ def test_a_signal_stops_with_a_checkpoint_exit_zero_and_the_command_that_resumes
     in_step_2 = Fault("update", number.name, 3)  # a step accumulates and finishes
     assert forked_runs.run(output, command(folder, mode, steps), fault=in_step_2) == 0, output.read_text()
     # The line alone: libraries may have their own last words at exit.
-    printed = output.read_text().rpartition("Resume with: ")[2].splitlines()[0]
+    printed = output.read_text().rpartition("Resume: ")[2].strip().splitlines()[0]
     assert shlex.split(printed)[:2] == ["skyrl-train", "train"]
     latest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
     assert 1 <= json.loads((latest / "rollout_state.json").read_text())["global_step"] < steps

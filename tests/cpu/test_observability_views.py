@@ -33,7 +33,7 @@ from skyrl_train.observability.screen import (
     StepReport,
     TerminalView,
     duration,
-    final_line,
+    final_lines,
     make_view,
     sparkline,
     spent_s,
@@ -377,35 +377,36 @@ def test_steps_without_a_reward_do_not_count() -> None:
     assert summarize(rows) == RunSummary(4, 0.25, 0.25, 0.25, 0.0)
 
 
-def test_the_last_line_has_the_rewards_the_folder_and_the_next_command() -> None:
-    command = train_command("skyrl-train", ["quickstart", "trainer.run_name=a b"])
-    assert shlex.split(command)[-1] == "trainer.run_name=a b"
-    summary = RunSummary(300, 0.01, 0.95, 0.97, 61.0)
-    line = final_line(summary, "runs/quickstart-1", finished=True, command=command, seconds=61.0)
-    assert "\n" not in line
-    for fact in ("300 steps", "1:01", "0.010 -> 0.950", "runs/quickstart-1", command):
-        assert fact in line
-    assert "Resume with" in final_line(summary, "runs/x", finished=False, command=command, seconds=61.0)
-    unrewarded = summarize([{"step": 1}])
-    line = final_line(unrewarded, "runs/x", finished=False, command=command, seconds=61.0)
-    assert "no reward yet" in line and "after 1 step in" in line
+def test_the_last_lines_begin_with_what_was_learned_and_end_with_the_next_commands() -> None:
+    again = train_command("skyrl-train", ["quickstart", "trainer.run_name=a b"])
+    assert shlex.split(again)[-1] == "trainer.run_name=a b"
+    commands = {"Look at it": "skyrl-train page runs", "Train again": again}
+    text = final_lines("Learned: a lot.", "runs/x", finished=True, report=True, seconds=61.0, commands=commands)
+    assert text.splitlines() == [
+        "Learned: a lot.",
+        "Finished after 1:01. Everything is in runs/x: report.html has curves, samples and advice on speed.",
+        "Look at it:  skyrl-train page runs",
+        f"Train again: {again}",
+    ]
+    text = final_lines("Learned: a lot.", "runs/x", finished=False, report=False, seconds=61.0, commands=commands)
+    assert "Stopped after 1:01. Everything is in runs/x.\n" in text
 
 
-def test_a_run_whose_rewards_are_all_equal_does_not_end_as_if_it_had_learned() -> None:
-    def line(*rewards: tuple[float, float]) -> str:
+def test_a_run_whose_rewards_are_all_equal_is_known_by_its_only_reward() -> None:
+    def only(*rewards: tuple[float, float]) -> float | None:
         rows = [{"step": 1, "reward/mean": low, "reward/min": low, "reward/max": high} for low, high in rewards]
-        return final_line(summarize(rows), "runs/x", finished=True, command="the command", seconds=1.0)
+        return summarize(rows).only_reward
 
-    assert "WARNING: all samples have the reward 0.250" in line((0.25, 0.25), (0.25, 0.25))
-    assert "WARNING" not in line((0.25, 0.25), (0.5, 0.5))  # equal within each step only
-    assert "WARNING" not in line((0.25, 0.5))
+    assert only((0.25, 0.25), (0.25, 0.25)) == 0.25
+    assert only((0.25, 0.25), (0.5, 0.5)) is None  # equal within each step only
+    assert only((0.25, 0.5)) is None
     assert summarize([{"step": 1, "reward/mean": 0.0}]).only_reward is None, "a row of an earlier version"
 
 
-def test_a_run_that_was_stopped_before_its_first_step_is_not_offered_as_one_to_resume() -> None:
-    line = final_line(summarize([]), "runs/x", finished=False, command="the command", seconds=20.0)
-    assert "0:20" in line and "nothing is trained" in line and line.endswith("the command")
-    assert "Resume" not in line and "0 steps" not in line
+def test_a_run_that_was_stopped_before_its_first_step_has_learned_nothing() -> None:
+    commands = {"Start again": "the command"}
+    text = final_lines(None, "runs/x", finished=False, report=True, seconds=20.0, commands=commands)
+    assert "0:20, before the first step: nothing is trained yet" in text and text.endswith("Start again: the command")
 
 
 def test_a_run_has_taken_the_time_of_this_command_and_the_steps_of_those_before_it() -> None:

@@ -21,7 +21,9 @@ def test_the_quickstart_learns(tmp_path: Path, steps: int) -> None:
         json.loads(line)["reward/mean"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert statistics.fmean(rewards[-10:]) > 2 * statistics.fmean(rewards[:10])
-    last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith(f"Trained {steps} steps")
-    assert "Train again with: python -m skyrl_train train quickstart" in last
+    learned, where, *commands = done.stdout.strip().splitlines()[-5:]
+    assert learned.startswith("Learned: reward") and f"in {steps} steps" in learned
+    assert str(tmp_path / "run") in where and (tmp_path / "run" / "report.html").is_file()
+    assert [command.partition(":")[0] for command in commands] == ["Look at it", "Your own task", "Train again"]
+    assert "python -m skyrl_train train quickstart" in commands[-1]
     assert (tmp_path / "run" / "logs" / "training.log").exists()  # it trained in a process of its own
