@@ -6,6 +6,7 @@ README.md, CONTRIBUTING.md and CHANGELOG.md become pages. A file that a page lin
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -17,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # Of files that are shown, by their suffix.
-LANGUAGES = {".json": "json", ".py": "python", ".sh": "bash", ".yaml": "yaml"}
+LANGUAGES = {".ipynb": "json", ".json": "json", ".py": "python", ".sh": "bash", ".yaml": "yaml"}
 RELATIVE_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
 
 
@@ -70,4 +71,8 @@ def source_page(path: Path, within: list[Path]) -> str:
         return head + "\n".join(
             f"- [{file.relative_to(path)}]({path.name}/{file.relative_to(path)}.md)" for file in within
         )
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+        return head + "\n\n".join(text if kind == "markdown" else f"````python\n{text}\n````" for kind, text in texts)
     return f"{head}````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8')}````\n"
