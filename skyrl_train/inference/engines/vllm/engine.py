@@ -518,12 +518,24 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             raise RequestError(f"There is no adapter {name!r}; load_adapter() it first.")
         return self._adapters[name]
 
+    async def receive_weights(self, update: WeightUpdate) -> None:
+        """See the base class.
+
+        Raises:
+            EngineError: no broadcast came. The client then leaves this engine out, so that others are not paused for it.
+        """
+        if self._takes_broadcast(update):
+            self._received = None
+            await self._receive_broadcast(self._alive()[0], update)
+        await super().receive_weights(update)
+
+    def _takes_broadcast(self, update: WeightUpdate) -> bool:
+        """Whether the update reaches the workers by a broadcast, and not by memory that they map."""
+        return update.transport in ("gloo", "nccl") and update.machine != self.capabilities.machine
+
     async def _bring_here(self, link: AsyncLLMAdapter, update: WeightUpdate) -> WeightUpdate:
-        """Have the bytes come and verified where no request waits for it: in threads of the workers, or here."""
-        if update.transport == "cuda_ipc":  # in the GPU's memory, which only the workers open
-            return update
-        if update.transport in ("gloo", "nccl") and update.machine != self.capabilities.machine:
-            await self._receive_broadcast(link, update)
+        """Bring the bytes into this machine's memory and have them verified, where no request waits for it."""
+        if update.transport == "cuda_ipc" or self._takes_broadcast(update):  # only the workers have them
             return update
         # A thread cannot be cancelled: it runs on when the caller is, and the next update waits for it.
         return await asyncio.shield(asyncio.to_thread(self._fetch, update))
