@@ -10,7 +10,7 @@ from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.errors import ConfigError
-from skyrl_train.training.actor_critic import ActorCritic
+from skyrl_train.training.actor_critic import CRITIC_FOLDER, ActorCritic
 from skyrl_train.training.backend import CriticBackend, TrainingBackend
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic
 from skyrl_train.training.process import TrainingProcess
@@ -32,7 +32,9 @@ def build_backend(
     if not derive.needs_critic(config.trainer.algorithm):
         return policy
     try:
-        path = config.trainer.critic.model.path or model_path
+        trained = Path(model_path).with_name(CRITIC_FOLDER)  # of the run that this one starts from
+        own = config.trainer.init_from is not None and trained.is_dir()
+        path = str(trained) if own else config.trainer.critic.model.path or model_path
         return ActorCritic(policy, build_critic(config, plan, path, policy, logs, started.critic))
     except BaseException:  # the policy's workers must not outlive a critic that could not be built
         policy.close()

@@ -13,14 +13,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from skyrl_train.checkpoint_saving import POLICY_FOLDER
+from skyrl_train.config import derive
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.observability.run import Run, Which, load_run, split_checkpoint
 from skyrl_train.observability.run_folder import CONFIG, ORIGIN, RunFolder, replace_file
+from skyrl_train.training.actor_critic import CRITIC_FOLDER
 from skyrl_train.training.checkpoint import checkpoint_step
+from skyrl_train.training.critic_worker import VALUE_HEAD, put_value_head
 from skyrl_train.training.export import export_hf, load_policy
 
 logger = logging.getLogger(__name__)
@@ -40,9 +45,7 @@ def export_checkpoint(run: Path, which: Which, folder: Path) -> int:
 
 def export_folder(source: Run, checkpoint: Path, folder: Path) -> int:
     """As :func:`export_checkpoint`, for the folder of an intact checkpoint of ``source``."""
-    policy, own = source.config.trainer.policy, source.path / "model"
-    # A run that builds its model, or starts from the policy of another run, has it in its own folder.
-    model_path = str(own) if own.is_dir() or policy.model.path is None else policy.model.path
+    policy, model_path = source.config.trainer.policy, starting_model(source)
     model = load_model(model_path, policy.dtype, "cpu")
     if policy.model.lora.rank:
         add_adapter(model, policy.model.lora, seed=source.config.trainer.seed)
@@ -50,6 +53,13 @@ def export_folder(source: Run, checkpoint: Path, folder: Path) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     export_hf(model, model_path, folder)
     return checkpoint_step(checkpoint)
+
+
+def starting_model(run: Run) -> str:
+    """Return the folder or hub name of the model that a run starts from."""
+    path, own = run.config.trainer.policy.model.path, run.path / "model"
+    # A run that builds its model, or starts from the policy of another run, has it in its own folder.
+    return str(own) if own.is_dir() or path is None else path
 
 
 def export_in_process(run: RunFolder, step: int) -> None:
@@ -84,6 +94,27 @@ def export_in_process(run: RunFolder, step: int) -> None:
         )  # fmt: skip
 
 
+def export_critic(source: Run, state: Path, folder: Path) -> None:
+    """Write the critic of a checkpoint to ``folder``: a model with the head of its base, and the value head in a file beside it.
+
+    Args:
+        state: the critic's folder in the checkpoint.
+
+    Raises: like :func:`export_checkpoint`.
+    """
+    critic = source.config.trainer.critic
+    base = critic.model.path or starting_model(source)
+    model = load_model(base, critic.dtype, "cpu")
+    tied, head = model.config.get_text_config().tie_word_embeddings, model.get_output_embeddings()
+    put_value_head(model)
+    load_policy(model, state)
+    value_head = {name: weight.contiguous() for name, weight in model.get_output_embeddings().state_dict().items()}
+    model.set_output_embeddings(head)
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = tied
+    export_hf(model, base, folder)
+    save_file(value_head, folder / VALUE_HEAD)
+
+
 def find_source(init_from: str, config: RunConfig) -> tuple[Run, Path]:
     """Return the run that ``trainer.init_from`` names, and the folder of its checkpoint.
 
@@ -106,7 +137,7 @@ def find_source(init_from: str, config: RunConfig) -> tuple[Run, Path]:
 def start_from_run(init_from: str, config: RunConfig, folder: Path) -> None:
     """Write the policy that ``trainer.init_from`` names to ``folder``, and its run and step beside it; keep an existing folder.
 
-    A LoRA adapter is merged.
+    A LoRA adapter is merged. If both runs have a critic that starts from the same model, the critic is written beside it too.
 
     Raises: like :func:`find_source` and :func:`export_checkpoint`.
     """
@@ -115,6 +146,11 @@ def start_from_run(init_from: str, config: RunConfig, folder: Path) -> None:
     source, checkpoint = find_source(init_from, config)
     unfinished = folder.with_name(f".init-{folder.name}")
     step = export_folder(source, checkpoint, unfinished)
+    critic = checkpoint / POLICY_FOLDER / CRITIC_FOLDER
+    same = source.config.trainer.critic.model == config.trainer.critic.model
+    if derive.needs_critic(config.trainer.algorithm) and critic.is_dir() and same:
+        export_critic(source, critic, folder.with_name(CRITIC_FOLDER))
+        logger.info("the critic starts from the one of %s", source.path)
     origin = {"run": str(source.path.resolve()), "step": step}
     replace_file(folder.with_name(ORIGIN), json.dumps(origin, indent=2) + "\n")
     os.replace(unfinished, folder)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.nn.utils import skip_init
 from transformers import PreTrainedModel
 
@@ -33,6 +35,8 @@ from skyrl_train.training.gradient_accumulator import GradientAccumulator, StepP
 from skyrl_train.training.scorer import compute_device, reject_needed_packing, reshard, scored_hidden
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.state import Snapshots
+
+VALUE_HEAD = "value_head.safetensors"  # in the folder of a trained critic, beside its model
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +148,11 @@ class CriticWorker(GradientAccumulator[CriticMicroBatch]):
             )
 
 
-def put_value_head(model: PreTrainedModel) -> PreTrainedModel:
+def put_value_head(model: PreTrainedModel, model_path: str | None = None) -> PreTrainedModel:
     """Replace the model's head by a linear layer with one output, on the same device and in the same dtype.
 
-    The new head is 0. All values are 0 until the first step, so the first advantages equal the returns.
+    The new head is the one in ``model_path``, the folder of a trained critic, or else 0: then all values are 0 until the first
+    step, so the first advantages equal the returns.
 
     Raises:
         ModelError: the model does not end in a linear head over its vocabulary.
@@ -162,6 +167,10 @@ def put_value_head(model: PreTrainedModel) -> PreTrainedModel:
     value_head = skip_init(torch.nn.Linear, head.in_features, 1, device=head.weight.device, dtype=head.weight.dtype)
     torch.nn.init.zeros_(value_head.weight)
     torch.nn.init.zeros_(value_head.bias)
+    if model_path is not None and (file := Path(model_path, VALUE_HEAD)).is_file():
+        with torch.no_grad():
+            for name, weight in load_file(file).items():
+                value_head.get_parameter(name).copy_(weight)
     # With tied weights, transformers would put the embedding matrix in the head's place again.
     model.config.tie_word_embeddings = False
     model.config.get_text_config().tie_word_embeddings = False

@@ -162,7 +162,8 @@ class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):
             ConfigError: an unknown name in ``trainer_config``, or a pattern of ``lr_multipliers`` that matches nothing.
             ModelError: the model folder cannot be used, or its model cannot predict values.
         """
-        model = put_value_head(load_model(model_path, trainer_config.policy.dtype, trainer_config.device))
+        model = load_model(model_path, trainer_config.policy.dtype, trainer_config.device)
+        put_value_head(model, model_path)
         if trainer_config.policy.gradient_checkpointing:
             checkpoint_activations(model, "trainer.critic")
         super().__init__(model, trainer_config, total_steps, Collectives(), Snapshots())

@@ -321,6 +321,23 @@ def test_a_run_starts_from_the_policy_of_another_run(
     assert all(torch.equal(exported[name], final[name]) for name in final)
 
 
+def test_a_run_starts_from_the_critic_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old").mkdir()
+    settings = ["trainer.algorithm.advantage_estimator=gae", "trainer.max_steps=1"]
+    assert run(tmp_path / "old", capfd, *settings, "trainer.critic.optimizer_config.lr=0.01")[0] == 0
+    # Its step is too small to move anything.
+    start = [f"trainer.init_from={tmp_path / 'old' / 'run'}", "trainer.critic.optimizer_config.lr=1e-30"]
+    assert run(tmp_path, capfd, *settings, *start)[0] == 0
+    state = Path("run/checkpoints/global_step_1/policy/critic/policy.safetensors")
+    old, new = load_file(tmp_path / "old" / state), load_file(tmp_path / state)
+    assert old["lm_head.weight"].abs().min() > 1e-20
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    # Another model would not fit its value head.
+    other = "trainer.critic.model.path=" + str(tmp_path / "old" / "run" / "model")
+    assert run(tmp_path / "old" / "run", capfd, *settings, *start, other)[0] == 0
+    assert load_file(tmp_path / "old" / "run" / state)["lm_head.weight"].abs().max() < 1e-20
+
+
 @pytest.mark.parametrize("verb", ["plan", "train"])
 def test_a_start_from_a_run_of_another_model_or_from_none_is_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], verb: str

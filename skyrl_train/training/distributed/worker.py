@@ -111,7 +111,7 @@ class TrainingWorker:
 
         def with_trained_parts(model: PreTrainedModel) -> PreTrainedModel:
             if role is Role.critic:
-                return put_value_head(model)
+                return put_value_head(model, path)
             lora = trainer.policy.model.lora
             return add_adapter(model, lora, seed=settings.seed, dtype=torch.float32) if lora.rank else model
 
