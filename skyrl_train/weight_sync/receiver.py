@@ -48,7 +48,7 @@ class WeightReceiver:
             return checked_views(update, open_file(update, update.location))
         if update.transport == CUDA_IPC:
             return checked_views(update, open_device_memory(update, self._device))
-        if update.transport in (GLOO, NCCL) and update.machine != machine():
+        if update.transport in (GLOO, NCCL) and not update.is_mapped_on(machine()):
             return self._receive_broadcast(update)
         if is_import_path(update.transport):
             function = import_name(update.transport, "the transport of a weight update", "function")

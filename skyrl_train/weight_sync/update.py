@@ -56,6 +56,10 @@ class WeightUpdate:
     machine: str = ""
     receivers: int = dataclasses.field(default=0, compare=False)
 
+    def is_mapped_on(self, machine: str) -> bool:
+        """Return whether engines on ``machine`` map the staging copy instead of receiving a broadcast; never on ""."""
+        return bool(self.machine) and self.machine == machine
+
     def to_message(self) -> dict[str, Any]:
         """Return the update as mappings, lists, numbers and text; the inverse of :meth:`from_message`."""
         message = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

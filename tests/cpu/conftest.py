@@ -46,7 +46,11 @@ def forked_runs(forks: Forks) -> ForkedRuns:
 
 @pytest.fixture
 def trainer_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets gloo see the trainer on another machine than the engines, which then receive a broadcast."""
+    """Lets gloo see the trainer on another machine than the engines, which then receive a broadcast.
+
+    It waits for all engines of a transfer, however busy the machine.
+    """
+    monkeypatch.setattr("skyrl_train.weight_sync.process_group.JOIN_WAIT_S", 600.0)
     monkeypatch.setattr("skyrl_train.weight_sync.process_group.machine", lambda: "another machine")
 
 

@@ -329,3 +329,10 @@ def test_a_named_folder_is_used_and_ones_own_transport_is_found_by_its_path(tmp_
         build_transport(config)
     config.generator.weight_transport_kwargs = {}
     assert isinstance(build_transport(config), SharedMemoryTransport)
+
+
+@pytest.mark.parametrize(("staged_on", "engine_on", "mapped"), [("a", "a", True), ("a", "b", False), ("", "", False)])
+def test_engines_that_do_not_know_their_machine_receive_a_broadcast(
+    staged_on: str, engine_on: str, mapped: bool
+) -> None:
+    assert WeightUpdate(0, "nccl", "", 0, (), machine=staged_on).is_mapped_on(engine_on) is mapped

@@ -55,9 +55,9 @@ async def test_an_engine_that_stops_or_dies_during_a_broadcast_costs_the_other_o
     living, ill = VLLMEngine(folder, tensor_parallel_size=2, **options), VLLMEngine(folder, **options)
     client = InferenceEngineClient([living, ill], load_tokenizer(folder), folder)
     await client.start()
-    # Each of a transfer's parts may take 2 s; the client waits for a minute.
+    # Each of a transfer's parts may take 10 s; the client waits for a minute.
     with closing(
-        GlooTransport(verify=True, address="127.0.0.1", bucket_bytes=BUCKET_BYTES, timeout_s=8.0)
+        GlooTransport(verify=True, address="127.0.0.1", bucket_bytes=BUCKET_BYTES, timeout_s=40.0)
     ) as transport:
 
         async def sync(version: int) -> WeightUpdate:

@@ -656,7 +656,7 @@ _SETTINGS: list[Setting] = [
     Setting(
         f"{_ENGINE}.weight_sync_backend",
         "generator.weight_transport",
-        "nccl: null, which is cuda_ipc on a shared GPU, else shared_memory; gloo reaches other nodes",
+        "nccl: null, which is cuda_ipc on a shared GPU, gloo to engines in Ray actors, else shared_memory",
         "nccl",
         lambda value, theirs: UNSET if value == "nccl" else value,
     ),

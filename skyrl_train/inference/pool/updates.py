@@ -188,9 +188,7 @@ class FleetUpdates:
         # Not under the lock: the engines serve meanwhile, and a catch-up may run beside the transfer.
         # A broadcast waits for so many processes. No engine leaves or joins between here and the calls.
         engines = [self._pool.engines[number].capabilities for number in self._pool.router.routed]
-        receivers = sum(
-            each.weight_receivers for each in engines if not update.machine or each.machine != update.machine
-        )
+        receivers = sum(each.weight_receivers for each in engines if not update.is_mapped_on(each.machine))
         together = dataclasses.replace(update, receivers=receivers)
         outcome = await self._on_each("receive", lambda engine: engine.receive_weights(together))
         self._received.update(dict.fromkeys(outcome.succeeded, update))

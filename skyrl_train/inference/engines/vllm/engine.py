@@ -531,7 +531,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
 
     def _takes_broadcast(self, update: WeightUpdate) -> bool:
         """Whether the update reaches the workers by a broadcast, and not by memory that they map."""
-        return update.transport in ("gloo", "nccl") and update.machine != self.capabilities.machine
+        return update.transport in ("gloo", "nccl") and not update.is_mapped_on(self.capabilities.machine)
 
     async def _bring_here(self, link: AsyncLLMAdapter, update: WeightUpdate) -> WeightUpdate:
         """Bring the bytes into this machine's memory and have them verified, where no request waits for it."""
