@@ -146,7 +146,8 @@ def start_from_run(init_from: str, config: RunConfig, folder: Path) -> None:
     source, checkpoint = find_source(init_from, config)
     unfinished = folder.with_name(f".init-{folder.name}")
     step = export_folder(source, checkpoint, unfinished)
-    shutil.rmtree(folder.with_name(CRITIC_FOLDER), ignore_errors=True)  # a start that was interrupted may have had other settings
+    # A start that was interrupted may have left one, written under other settings.
+    shutil.rmtree(folder.with_name(CRITIC_FOLDER), ignore_errors=True)
     critic = checkpoint / POLICY_FOLDER / CRITIC_FOLDER
     same = source.config.trainer.critic.model == config.trainer.critic.model
     if derive.needs_critic(config.trainer.algorithm) and critic.is_dir() and same:
