@@ -20,6 +20,13 @@ _PROCESS_BYTES = 2 * _GIB  # of a process that has imported torch
 _SPARE_BYTES = 8 * _GIB  # of the trainer's process and of Ray, beside models
 _UNKNOWN_BYTES = 64 * _GIB  # if only loading the model would tell its size
 _COMMAND_CPUS = 2  # one thread trains, one runs the event loop
+# Roles of actors
+POLICY_RANKS, CRITIC_RANKS, REFERENCE_ACTORS = (
+    "ranks of the policy",
+    "ranks of the critic",
+    "actors of the reference policy",
+)
+ENGINES = "engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +65,9 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
     evaluation_engines = derive.num_evaluation_engines(config)
     engines = engine.num_engines + evaluation_engines
     actors, devices, local_engines = [], [], 0
-    trained = [("ranks of the policy", trainer)]
+    trained = [(POLICY_RANKS, trainer)]
     if derive.needs_critic(trainer.algorithm) and not derive.critic_is_colocated(trainer):
-        trained.append(("ranks of the critic", derive.critic_trainer(trainer)))
+        trained.append((CRITIC_RANKS, derive.critic_trainer(trainer)))
     for role, each in trained:
         if each.strategy is TrainingStrategy.fsdp2:
             fsdp = each.fsdp
@@ -73,9 +80,9 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
     elif derive.needs_reference(trainer.algorithm) and reference.executor in ("ray", "workers"):
         number = reference.num_workers if reference.executor == "workers" else reference.max_parallel
         gpus = derive.reference_num_gpus(config)
-        actors.append(RayActors("actors of the reference policy", number, reference.ray_num_cpus, gpus))
+        actors.append(RayActors(REFERENCE_ACTORS, number, reference.ray_num_cpus, gpus))
     if engine.executor == "ray":
-        actors.append(RayActors("engines", engines, engine.ray_num_cpus, derive.engine_ray_num_gpus(engine)))
+        actors.append(RayActors(ENGINES, engines, engine.ray_num_cpus, derive.engine_ray_num_gpus(engine)))
     elif engine.backend != "vllm_remote":
         local_engines = engines
         if engine.backend == "embedded" or engine.device == "cpu":

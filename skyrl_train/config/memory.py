@@ -20,8 +20,8 @@ from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainingStrategy
 
 _FLOAT32_BYTES = 4
 # Of the CUDA context of the training process, which no allocator counts: 0.52 GiB on an H100 with CUDA 13.
-_CONTEXT_BYTES = 600 * 2**20
-_VLLM_UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
+CONTEXT_BYTES = 600 * 2**20
+VLLM_UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
 _TOKEN_BYTES = 64  # ids, log-probs and what the loss keeps of them
 _GIB, _MIB = 2**30, 2**20
 _NVIDIA_SMI_LIMIT_S = 20.0
@@ -362,7 +362,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
                 min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
                 f"{remedy}.",
                 trained,
-                _CONTEXT_BYTES if on_gpu and trained else 0,
+                CONTEXT_BYTES if on_gpu and trained else 0,
             )
         )
     return requirements
@@ -389,7 +389,7 @@ def _engine_bytes(config: RunConfig, memory: MemoryEstimate, device: str, gpu_by
     if kv_cache is not None:
         ranks = engine.num_engines * derive.engine_num_gpus(engine)
         return on_device * (memory.engine_weight_bytes // ranks + int(kv_cache))
-    return on_device * int(float(engine.engine_args.get("gpu_memory_utilization", _VLLM_UTILIZATION)) * gpu_bytes)
+    return on_device * int(float(engine.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION)) * gpu_bytes)
 
 
 def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
@@ -413,7 +413,7 @@ def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -
         min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
         f"{remedy}.",
         ("policy", "critic") if colocated else ("policy",),
-        _CONTEXT_BYTES if on_gpu else 0,
+        CONTEXT_BYTES if on_gpu else 0,
     )
     if not on_gpu:
         return [rank]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.config import derive
@@ -55,12 +55,17 @@ class Plan:
             ("engines", _engine_rows(self)),
             ("memory", _memory_rows(self.config.trainer, self.memory)),
         ]
-        width = max(len(name) for _, rows in sections for name, _ in rows)
-        lines: list[str] = []
-        for title, rows in sections:
-            lines.append(title)
-            lines += [f"  {name:<{width}}  {value}" for name, value in rows]
-        return "\n".join(lines)
+        return table(sections)
+
+
+def table(sections: Sequence[tuple[str, Rows]]) -> str:
+    """Return one line per fact, in sections."""
+    width = max(len(name) for _, rows in sections for name, _ in rows)
+    lines: list[str] = []
+    for title, rows in sections:
+        lines.append(title)
+        lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+    return "\n".join(lines)
 
 
 def resolve(

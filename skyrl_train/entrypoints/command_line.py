@@ -126,12 +126,31 @@ def plan(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     strict: Strict = False,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODESxGPUSxKIND",
+            help="Also plan for a machine that need not be here, such as H100, 8xH100 or 2x8xH100: who computes where, "
+            "memory, times of a weight sync, MFU, tokens/s.",
+        ),
+    ] = None,
+    response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean length of responses for --on; default: half of the longest.")
+    ] = None,
     library: Library = None,
 ) -> int:
     """Print the resolved settings of a recipe, check them, and start nothing."""
     from skyrl_train.entrypoints.train import print_plan
 
-    print_plan(recipe, overrides or (), config_dir, strict=strict, library=library)
+    print_plan(
+        recipe,
+        overrides or (),
+        config_dir,
+        strict=strict,
+        on=on,
+        response_tokens=response_tokens,
+        library=library,
+    )
     return 0
 
 

@@ -6,12 +6,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from skyrl_train.config.compose import recipe_names
+from skyrl_train.config.hardware import parse_cluster
 from skyrl_train.config.import_path import forget_files
+from skyrl_train.config.machine_plan import machine_plan
+from skyrl_train.config.memory import MemoryWarnings
+from skyrl_train.config.validate import raise_errors
 from skyrl_train.entrypoints.run import check_implementations, load_inputs, print_warnings, train
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
@@ -24,11 +29,20 @@ NOTHING_LEARNED = 3  # exit code
 
 
 def print_plan(
-    recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool, library: str | None = None
+    recipe: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    *,
+    strict: bool,
+    on: str | None = None,
+    response_tokens: int | None = None,
+    library: str | None = None,
 ) -> None:
     """Print the resolved plan and what is suspicious about it, after checks that need no started process.
 
     Args:
+        on: a machine, see :func:`skyrl_train.config.hardware.parse_cluster`; None: memory is compared with this one.
+        response_tokens: see :func:`skyrl_train.config.machine_plan.machine_plan`.
         library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
@@ -37,14 +51,24 @@ def print_plan(
     console = Console()
     forget_files()
     config = read_settings(recipe, overrides, config_dir, library, console, strict=strict)
+    cluster = None if on is None else parse_cluster(on)
     inputs = load_inputs(config, download=False)
     console.print(inputs.plan.describe(), markup=False, highlight=False, soft_wrap=True)
+    problems: tuple[str, ...] = ()
+    if cluster is not None:
+        there = machine_plan(inputs.plan, cluster, response_tokens)
+        console.print(there.describe(), markup=False, highlight=False, soft_wrap=True)
+        problems, inputs = there.problems, replace(inputs, memory=MemoryWarnings([], list(there.tight)))
     check_implementations(config)
     if config.trainer.init_from is not None:
         from skyrl_train.build.export import find_source  # imports torch
 
         find_source(config.trainer.init_from, config)
+    for problem in problems:
+        console.print(f"warning: does not fit: {problem}", markup=False, highlight=False, soft_wrap=True)
     print_warnings(inputs, console, strict=strict)
+    if strict:
+        raise_errors(problems)
 
 
 def train_recipe(

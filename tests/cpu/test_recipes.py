@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from recipe_worlds import DAPO, NAMES, RECIPES, RETRIEVER, converted, retriever, script, write_stand_in
 
 from skyrl_train.config.compose import compose
+from skyrl_train.config.hardware import GPU_KINDS, Cluster
+from skyrl_train.config.machine_plan import machine_plan
 from skyrl_train.config.memory import Machine, MemoryWarnings, memory_requirements, memory_warnings
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.plan import resolve
@@ -81,8 +83,6 @@ def test_the_plan_of_a_real_configuration_needs_no_model_and_no_network(
     assert "some/where" in plan and "vllm" in plan and "unknown until the model is loaded" in plan
 
 
-# What torch says of the whole memory of an H100 of "80 GB" and an H200 of "141 GB".
-GPU_BYTES = {80: int(79.18 * 2**30), 141: int(139.8 * 2**30)}
 # What the estimate leaves out: gaps between the allocator's blocks (2 to 5 % of what the trainer takes, by
 # docs/tutorials/first_gpu_run.md) and vLLM's CUDA graphs, about 1 GiB beyond its share.
 ALLOCATOR_SHARE, CUDA_GRAPH_BYTES = 0.05, 2**30
@@ -93,8 +93,11 @@ VLLM_OWN_BYTES = 2 * 2**30  # of vLLM's share, beside weights and KV cache: acti
 def test_a_recipe_fits_the_gpu_that_it_names_with_its_engine(recipe: str) -> None:
     path = RECIPES / recipe / f"{recipe}.yaml"
     (size,) = set(re.findall(r"one GPU of (\d+) GB", path.read_text()))
-    machine = Machine(main_memory_bytes=2**60, gpu_bytes=(GPU_BYTES[int(size)],))
+    kind = {80: "H100", 141: "H200"}[int(size)]
+    machine = Machine(main_memory_bytes=2**60, gpu_bytes=(GPU_KINDS[kind].memory_bytes,))
     plan = resolve(compose(str(path), []), 100_000)
+    there = machine_plan(plan, Cluster(1, 1, kind))
+    assert (there.problems, there.tight) == ((), ()) and there.step is not None
     assert plan.memory is not None
     assert memory_warnings(plan.config, plan.memory, machine) == MemoryWarnings([], [])
     (need,) = [need for need in memory_requirements(plan.config, plan.memory, machine) if "cuda" in need.where]
@@ -115,7 +118,7 @@ def test_a_recipe_fits_the_gpu_that_it_names_with_its_engine(recipe: str) -> Non
 
 def test_a_recipe_without_checkpointing_would_not_fit() -> None:
     """The check above fails where it should: these are settings that the recipes had."""
-    machine = Machine(main_memory_bytes=2**60, gpu_bytes=(GPU_BYTES[80],))
+    machine = Machine(main_memory_bytes=2**60, gpu_bytes=(GPU_KINDS["H100"].memory_bytes,))
     for recipe in ("gsm8k", "code", "dapo_math", "search"):
         path = RECIPES / recipe / f"{recipe}.yaml"
         plan = resolve(compose(str(path), ["trainer.policy.gradient_checkpointing=false"]), 100_000)

@@ -1,0 +1,613 @@
+"""A run on a cluster that need not be here: who computes where, what each GPU holds, and the times to expect. No torch.
+
+    machine_plan(plan, Cluster) ──> placement · memory of each GPU · seconds of a weight sync · MFU, tokens/s, bottleneck
+
+Memory is :mod:`skyrl_train.config.memory`'s. Times are estimates on paper: sizes of the model over the figures of a data sheet,
+times the shares of them that were measured on one H100 (docs/tutorials/first_gpu_run.md). Expect a factor of 1.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from skyrl_train.config import derive
+from skyrl_train.config.cluster import ENGINES, ClusterNeeds, cluster_needs, node_memory
+from skyrl_train.config.hardware import Cluster
+from skyrl_train.config.memory import (
+    CONTEXT_BYTES,
+    VLLM_UTILIZATION,
+    Machine,
+    MemoryEstimate,
+    activation_bytes,
+    memory_warnings,
+)
+from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
+from skyrl_train.config.placement import NodeResources, PlacedActor, place_actors
+from skyrl_train.config.plan import Plan, Rows, table
+from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainerMode, TrainingStrategy
+from skyrl_train.errors import ConfigError
+
+_GIB = 2**30
+_ENGINE = "generator.inference_engine"
+
+# ---- shares of a data sheet's figures that are reached, and other measured figures: H100 SXM, docs/tutorials/first_gpu_run.md
+
+COPY_SHARE = 0.86  # of memory (2,882 of 3,350 GB/s) and of the bus (55 of 64 GB/s)
+LINK_SHARE = 0.8  # of NVLink and of the network, for collectives of large tensors
+# Products of [16384, h] and [h, 3 h]: the share of the GPU's bf16 figure, by h
+GEMM_SHARES = ((1024, 0.51), (2048, 0.66), (8192, 0.755))
+# Elementwise operations of a forward and a backward pass move the kept activations so many times through the GPU's memory. It
+# makes the 0.6B model's update the measured one (1.633 s for 68,983 tokens), and its price of checkpointing (7.4 us a token) too.
+ACTIVATION_PASSES = 20
+ADAM_BYTES = 36  # per parameter: gradient, weight and two moments are read, and all but the gradient written; scaling
+# A step of vLLM's decoding takes at least so long, and so much longer for each request (1, 16 and 128 requests of 0.6B)
+DECODE_STEP_S, DECODE_REQUEST_S = 0.0021, 40e-6
+DECODE_COPY_SHARE = 0.8  # of memory, for weights and KV cache
+TENSOR_PARALLEL_LAYER_S = 30e-6  # two all-reduces of a few rows
+PREFILL_SHARE = 0.5  # of the bf16 figure
+LOAD_TENSOR_S = 0.45e-3  # vLLM's loader, per tensor: 161.6 ms for 311 tensors of 1.2 GB
+PAUSE_S = 0.015  # until all requests are paused, and until they run again
+MAP_S = 0.015  # an engine opens the trainer's memory
+GLOO_BYTES_S = 1.5e9  # of a process that sends: TCP and copies by a CPU (on paper)
+RAY_RELAY_BYTES_S = 0.6e9  # to an engine in Ray on another node by shared_memory (on paper)
+SLEEP_S, WAKE_S = 0.04, 0.2  # vLLM's engines in turns with the trainer
+ENGINE_OWN_BYTES = 2 * _GIB  # of vLLM's share: activations of a prefill, context
+ASLEEP_BYTES = int(1.8 * _GIB)  # of both processes' contexts and CUDA graphs while an engine sleeps
+
+
+@dataclass(frozen=True, slots=True)
+class GPULoad:
+    """What each of ``number`` alike GPUs holds."""
+
+    who: str
+    number: int
+    parts: Mapping[str, int]  # bytes
+    available: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTimes:
+    """Seconds of a weight sync: training waits for ``gather``, engines sample during ``transfer`` and wait in ``paused``."""
+
+    gather: float
+    transfer: float
+    paused: float
+
+    @property
+    def total(self) -> float:
+        return self.gather + self.transfer + self.paused
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """A step in seconds, and rates, for the assumed lengths."""
+
+    prompt_tokens: int  # assumed, on average
+    response_tokens: int  # assumed, on average
+    training_s: float
+    training_tokens_s: float  # of prompts and responses, over all ranks
+    mfu: float  # of the training alone, by the data sheet's figure
+    generation_s: float
+    generation_tokens_s: float  # sampled, over all engines
+    sync_s: float  # that training waits for
+    turns_s: float  # engines and trainer change places
+    step_s: float
+    bottleneck: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachinePlan:
+    """A run on a cluster.
+
+    Attributes:
+        actors: with their nodes; empty if they do not fit, or if all is in the command's processes.
+        loads: of each kind of GPU.
+        syncs: by transport, of those that reach the engines.
+        transport: the run's.
+        step: None where no estimate is made: an unknown shape, training on the CPU or with its state there.
+        problems: why the run does not fit.
+        tight: where it may not fit, with the most activations.
+        main_memory_bytes: of each node, from above.
+        on_one_gpu: trainer and engines compute on the same GPU at the same time.
+    """
+
+    cluster: Cluster
+    needs: ClusterNeeds
+    actors: tuple[PlacedActor, ...]
+    loads: tuple[GPULoad, ...]
+    syncs: Mapping[str, SyncTimes]
+    sync_bytes: int
+    transport: str
+    step: StepTimes | None
+    main_memory_bytes: int
+    on_one_gpu: bool
+    problems: tuple[str, ...]
+    tight: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return the table of ``skyrl-train plan --on``."""
+        return table(
+            [
+                (f"placement on {self.cluster}", self._placement_rows()),
+                ("memory of each GPU", self._memory_rows()),
+                ("weight sync, estimated", self._sync_rows()),
+                ("speed, estimated", self._speed_rows()),
+            ]
+        )
+
+    def _placement_rows(self) -> Rows:
+        rows: Rows = []
+        if self.needs.local_gpus:
+            first = "GPU 0" if self.needs.local_gpus == 1 else f"GPUs 0 to {self.needs.local_gpus - 1}"
+            rows.append(("the command's machine", f"{first}, for its own processes"))
+        for node in range(self.cluster.nodes):
+            held = Counter(actor.role for actor in self.actors if actor.node == node)
+            gpus = {role: sum(a.gpus for a in self.actors if a.node == node and a.role == role) for role in held}
+            text = ", ".join(f"{number} {role} ({gpus[role]:g} GPUs)" for role, number in held.items())
+            if text:
+                rows.append((f"node {node}", text))
+        return [*rows, ("main memory", f"up to {_gib(self.main_memory_bytes)} of each node")]
+
+    def _memory_rows(self) -> Rows:
+        rows = [
+            (
+                f"{load.who}, {load.number} GPU{'s' * (load.number > 1)}",
+                f"{_gib(load.total)} of {_gib(load.available)} "
+                f"({', '.join(f'{name} {_gib(held)}' for name, held in load.parts.items())})",
+            )
+            for load in self.loads
+        ]
+        if self.on_one_gpu and rows:
+            together = sum(load.total for load in self.loads)
+            rows.append(("together, on one GPU", f"{_gib(together)} of {_gib(self.loads[0].available)}"))
+        return rows or [("estimate", "unknown until the model is loaded")]
+
+    def _sync_rows(self) -> Rows:
+        if not self.syncs:
+            return [("estimate", "unknown until the model is loaded")]
+        rows: Rows = [("bytes", f"{self.sync_bytes / 1e9:.2f} GB to each engine")]
+        for name, times in self.syncs.items():
+            chosen = " (this run)" if name == self.transport else ""
+            rows.append(
+                (
+                    name,
+                    f"{_s(times.total)}: gather {_s(times.gather)}, transfer {_s(times.transfer)}, paused "
+                    f"{_s(times.paused)}{chosen}",
+                )
+            )
+        return rows
+
+    def _speed_rows(self) -> Rows:
+        step = self.step
+        if step is None:
+            return [("estimate", "none for this model, or for a training state in main memory")]
+        return [
+            ("lengths", f"assumed: prompts of {step.prompt_tokens} and responses of {step.response_tokens} tokens"),
+            (
+                "training",
+                f"{step.training_s:.2f} s a step, {step.training_tokens_s:,.0f} tokens/s, MFU {step.mfu:.0%}",
+            ),
+            ("generation", f"{step.generation_s:.2f} s a step, {step.generation_tokens_s:,.0f} sampled tokens/s"),
+            *([("turns", f"{step.turns_s:.2f} s a step: sleep, offload, wake up")] if step.turns_s else []),
+            ("step", f"{step.step_s:.2f} s; training waits {_s(step.sync_s)} for the weight sync"),
+            ("bottleneck", step.bottleneck),
+        ]
+
+
+def machine_plan(plan: Plan, cluster: Cluster, response_tokens: int | None = None) -> MachinePlan:
+    """Place a run on ``cluster``, and estimate memory and times.
+
+    Args:
+        response_tokens: mean length of the responses; None: half of the longest.
+
+    Raises:
+        ConfigError: the run computes nothing on GPUs.
+    """
+    config, memory, shape = plan.config, plan.memory, model_shape(plan.config.trainer.policy.model)
+    needs = cluster_needs(config)
+    if not needs.local_gpus and not needs.ray_gpus:
+        raise ConfigError(
+            "A machine was named, but this run computes nothing on GPUs. Set trainer.device=cuda and "
+            f"{_ENGINE}.device=cuda, or leave out --on."
+        )
+    nodes = [NodeResources(cluster.gpus_per_node) for _ in range(cluster.nodes)]
+    nodes[0] = NodeResources(cluster.gpus_per_node - needs.local_gpus)
+    actors = place_actors(needs, nodes)
+    problems: list[str] = []
+    if nodes[0].gpus < 0 or actors is None:
+        problems.append(
+            f"{cluster} do not hold the run: it needs {needs.local_gpus} GPUs on the command's machine and {needs.ray_gpus:g} "
+            f"in Ray ({', '.join(f'{each.number} {each.role} of {each.gpus:g}' for each in needs.actors if each.gpus)}). Each "
+            "actor has its GPUs on one node. Use more nodes, or lower trainer.fsdp.num_workers, "
+            f"{_ENGINE}.num_engines or {_ENGINE}.tensor_parallel_size."
+        )
+    loads: tuple[GPULoad, ...] = ()
+    syncs: dict[str, SyncTimes] = {}
+    step = None
+    sync_bytes = 0
+    tight: tuple[str, ...] = ()
+    if memory is not None and shape is not None:
+        machine = Machine(2**62, (cluster.gpu.memory_bytes,) * cluster.gpus_per_node)
+        warnings = memory_warnings(config, memory, machine)
+        problems += warnings.insufficient
+        tight = tuple(warnings.tight)
+        loads = (*_training_loads(config, memory, cluster), *_engine_loads(plan, memory, shape, cluster))
+        problems += _overfull(config, plan, loads, shape, cluster)
+        sync_bytes = memory.num_trained * BYTES_PER_ELEMENT[config.generator.inference_engine.dtype]
+        far = _engines_on_other_nodes(actors or (), needs)
+        syncs = {
+            name: _sync_times(config, shape, sync_bytes, cluster, name, far)
+            for name in _reaching_transports(config, far)
+        }
+        chosen = syncs.get(derive.weight_transport(config))
+        if chosen is not None and chosen.transfer > config.generator.pause_timeout_s:
+            problems.append(
+                f"A weight sync by {derive.weight_transport(config)} would take {_s(chosen.transfer)}, longer than "
+                f"generator.pause_timeout_s={config.generator.pause_timeout_s:g}: engines would leave the routing. Set "
+                "generator.weight_transport=nccl, or raise the limit."
+            )
+        step = _step_times(plan, memory, shape, cluster, actors or (), loads, chosen, response_tokens)
+    return MachinePlan(
+        cluster,
+        needs,
+        tuple(actors or ()),
+        loads,
+        syncs,
+        sync_bytes,
+        derive.weight_transport(config),
+        step,
+        node_memory(config, needs, memory, cluster.nodes),
+        _share_gpus(config) and not config.trainer.placement.colocate_all,
+        tuple(problems),
+        tight,
+    )
+
+
+# ---- memory
+
+
+def _training_loads(config: RunConfig, memory: MemoryEstimate, cluster: Cluster) -> list[GPULoad]:
+    """Return the loads of the policy's and of a separate critic's GPUs. Engines that share a GPU are in ``_engine_loads``."""
+    trainer, available = config.trainer, cluster.gpu.memory_bytes
+    if trainer.device == "cpu":
+        return []
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    transport = derive.TRANSPORTS.get(derive.weight_transport(config))
+    staging = memory.staging_bytes if transport is not None and transport.gpu else 0
+    state = memory.rank_elsewhere_bytes if trainer.fsdp.cpu_offload and sharded else memory.rank_bytes
+    parts = {"weights, gradients, moments": state}
+    if staging:
+        parts["staging" if trainer.placement.colocate_all or not sharded else "staging (rank 0)"] = staging
+    parts["activations"] = memory.activation_bytes + memory.head_gradient_bytes
+    parts["context"] = ASLEEP_BYTES if trainer.placement.colocate_all else CONTEXT_BYTES
+    loads = [GPULoad("training", trainer.fsdp.num_workers if sharded else 1, parts, available)]
+    if memory.critic_bytes and not derive.critic_shares_memory(trainer):
+        critic = derive.critic_trainer(trainer)
+        number = critic.fsdp.num_workers if sharded else 1
+        if critic.device != "cpu" and not critic.fsdp.cpu_offload:
+            held = -(-memory.critic_bytes // memory.critic_ranks)
+            loads.append(
+                GPULoad(
+                    "critic",
+                    number,
+                    {
+                        "weights, gradients, moments": held,
+                        "activations": memory.critic_activation_bytes,
+                        "context": CONTEXT_BYTES,
+                    },
+                    available,
+                )
+            )
+    return loads
+
+
+def _engine_loads(plan: Plan, memory: MemoryEstimate, shape: ModelShape, cluster: Cluster) -> list[GPULoad]:
+    config, available = plan.config, cluster.gpu.memory_bytes
+    engine = config.generator.inference_engine
+    gpus = derive.engine_num_gpus(engine)
+    if not gpus:
+        return []
+    number = engine.num_engines * gpus
+    weights = memory.engine_weight_bytes // number
+    if engine.backend != "vllm":
+        return [GPULoad("engine", number, {"weights": weights, "KV cache": memory.kv_cache_bytes // number}, available)]
+    utilization = float(engine.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION))
+    given = engine.engine_args.get("kv_cache_memory_bytes")
+    cache = int(utilization * available) - weights - ENGINE_OWN_BYTES if given is None else int(given)
+    parts = {"weights": weights, "KV cache": cache, "own": ENGINE_OWN_BYTES}
+    if derive.weight_transport(config) == "nccl":  # each worker receives a whole copy, outside of vLLM's share
+        parts["receive buffer"] = memory.num_trained * BYTES_PER_ELEMENT[engine.dtype]
+    return [GPULoad("engine", number, parts, available)]
+
+
+def _kv_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of a token on each GPU of an engine: heads are divided, and repeated where they are fewer."""
+    engine = config.generator.inference_engine
+    heads = -(-shape.num_kv_heads // engine.tensor_parallel_size)
+    layers = -(-shape.num_layers // engine.pipeline_parallel_size)
+    return 2 * layers * heads * shape.head_dim * BYTES_PER_ELEMENT[engine.dtype]
+
+
+def _overfull(
+    config: RunConfig, plan: Plan, loads: tuple[GPULoad, ...], shape: ModelShape, cluster: Cluster
+) -> list[str]:
+    """Return what memory_warnings does not see: engines on their own GPUs, and a critic's."""
+    problems = []
+    for load in loads:
+        if load.who == "engine" and config.generator.inference_engine.backend == "vllm":
+            tokens = load.parts["KV cache"] // _kv_bytes_per_token(config, shape)
+            if tokens < plan.max_model_len:
+                problems.append(
+                    f"Each GPU of an engine has {_gib(max(0, load.parts['KV cache']))} for its KV cache, and one request of "
+                    f"{plan.max_model_len} tokens needs {_gib(plan.max_model_len * _kv_bytes_per_token(config, shape))}. Raise "
+                    f"{_ENGINE}.tensor_parallel_size or {_ENGINE}.engine_args.gpu_memory_utilization."
+                )
+        if load.who in ("engine", "critic") and load.total > load.available:
+            remedy = "Use more GPUs for it, or a smaller model."
+            if "receive buffer" in load.parts:
+                remedy = f"Lower {_ENGINE}.engine_args.gpu_memory_utilization by the receive buffer of nccl."
+            problems.append(
+                f"Each GPU of {'an engine' if load.who == 'engine' else 'the critic'} needs {_gib(load.total)} of "
+                f"{_gib(load.available)}. {remedy}"
+            )
+        elif load.who == "training" and config.trainer.placement.colocate_all and load.total > load.available:
+            problems.append(
+                f"Each training GPU needs {_gib(load.total)} of {_gib(load.available)} while the engines sleep. Set "
+                "generator.weight_transport=shared_memory, trainer.policy.gradient_checkpointing=true, or use more GPUs."
+            )
+    return problems
+
+
+# ---- weight syncs
+
+
+def _engines_on_other_nodes(actors: tuple[PlacedActor, ...] | list[PlacedActor], needs: ClusterNeeds) -> int:
+    """Return the engines that are not on the node of training rank 0, which is the command's."""
+    return sum(actor.role == ENGINES and actor.node > 0 for actor in actors)
+
+
+def _reaching_transports(config: RunConfig, far: int) -> list[str]:
+    """Return the transports that reach the engines from where the policy trains, and that need no disk."""
+    engine, trainer = config.generator.inference_engine, config.trainer
+    names = [
+        name
+        for name, transport in derive.TRANSPORTS.items()
+        if engine.backend in transport.backends and not transport.folder
+    ]
+    if engine.device == "cpu" or trainer.device == "cpu":
+        return [name for name in names if not derive.TRANSPORTS[name].gpu]
+    shared = trainer.placement.colocate_all or (
+        trainer.strategy is TrainingStrategy.local
+        and engine.executor == "process"
+        and derive.engine_device_names(engine) == {derive.full_device_name(trainer.device)}
+    )
+    if shared:  # NCCL takes one process for each GPU
+        names.remove("nccl")
+    else:
+        names.remove("cuda_ipc")
+    return names
+
+
+def _sync_times(
+    config: RunConfig, shape: ModelShape, num_bytes: int, cluster: Cluster, transport: str, far: int
+) -> SyncTimes:
+    """Estimate a sync of ``num_bytes`` to all engines, ``far`` of them on other nodes."""
+    gpu, trainer, engine = cluster.gpu, config.trainer, config.generator.inference_engine
+    bus, memory = COPY_SHARE * gpu.bus_bytes_s, COPY_SHARE * gpu.memory_bytes_s
+    tensors = 12 * shape.num_layers + 3 if not trainer.policy.model.lora.rank else 14 * shape.num_layers
+    on_device = derive.TRANSPORTS[transport].gpu
+    # FSDP2 gathers each weight on its GPUs; the copy to main memory runs beside that.
+    ranks = derive.fsdp_shard_size(trainer) if trainer.strategy is TrainingStrategy.fsdp2 else 1
+    collect = num_bytes * (ranks - 1) / ranks / _collective_bytes_s(trainer, cluster)
+    copy = 2 * num_bytes / memory if on_device else num_bytes / bus
+    gather = collect + copy if on_device else max(collect, copy)
+    load = (2 * num_bytes / memory if on_device else num_bytes / bus) + tensors * LOAD_TENSOR_S
+    workers = engine.num_engines * max(1, derive.engine_num_gpus(engine))
+    far_workers = far * max(1, derive.engine_num_gpus(engine))
+    transfer = MAP_S
+    if transport == "nccl":
+        slowest = min(gpu.link_bytes_s, gpu.network_bytes_s) if far else gpu.link_bytes_s
+        transfer = num_bytes / (LINK_SHARE * slowest) if workers else 0.0
+    elif transport == "gloo" and far:
+        # A binary tree of which the trainer is the root; engines on its machine map its memory.
+        transfer = math.ceil(math.log2(far_workers + 1)) * num_bytes / GLOO_BYTES_S
+    elif transport == "shared_memory" and far:
+        transfer = far * num_bytes / RAY_RELAY_BYTES_S
+    return SyncTimes(gather, transfer, load + PAUSE_S)
+
+
+def _collective_bytes_s(trainer: TrainerConfig, cluster: Cluster) -> float:
+    """Return the bytes that each rank receives per second in a collective of all ranks that share a parameter."""
+    gpu, ranks = cluster.gpu, derive.fsdp_shard_size(trainer)
+    on_node = min(ranks, cluster.gpus_per_node)
+    if ranks <= on_node:
+        return LINK_SHARE * gpu.link_bytes_s
+    nodes = -(-ranks // on_node)
+    # Each node receives the others' parts once, by all its network cards together, and passes them on by its links.
+    across = gpu.network_bytes_s * on_node * ((ranks - 1) / ranks) / ((nodes - 1) / nodes)
+    return LINK_SHARE * min(gpu.link_bytes_s, across)
+
+
+# ---- speed
+
+
+def gemm_share(hidden_size: int) -> float:
+    """Return the share of the bf16 figure that products with this inner size reach, between measured sizes linearly in its
+    logarithm."""
+    sizes = [size for size, _ in GEMM_SHARES]
+    if hidden_size <= sizes[0]:
+        return GEMM_SHARES[0][1] * hidden_size / sizes[0]
+    for (low, low_share), (high, high_share) in pairwise(GEMM_SHARES):
+        if hidden_size <= high:
+            along = math.log(hidden_size / low) / math.log(high / low)
+            return low_share + along * (high_share - low_share)
+    return GEMM_SHARES[-1][1]
+
+
+def training_flops(shape: ModelShape, tokens: float, scored: float, pairs: float) -> float:
+    """Return the operations of a forward and a backward pass, without what checkpointing repeats.
+
+    6 per weight and token; 12 per layer, dimension of the heads, and pair of tokens of which one sees the other; 6 per weight of
+    the head and scored token.
+    """
+    head = shape.vocab_size * shape.hidden_size
+    layers = shape.num_parameters - (1 if shape.tied_embeddings else 2) * head
+    attention = 12 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    return 6 * layers * tokens + attention + 6 * head * scored
+
+
+def update_seconds(
+    trainer: TrainerConfig,
+    shape: ModelShape,
+    tokens: float,
+    scored: float,
+    length: float,
+    cluster: Cluster,
+) -> float:
+    """Estimate one update by all ranks of ``trainer``.
+
+    Args:
+        tokens: of the minibatch, of which ``scored`` are trained, in sequences of ``length``.
+    """
+    gpu, fsdp = cluster.gpu, trainer.fsdp
+    sharded = trainer.strategy is TrainingStrategy.fsdp2
+    ranks = fsdp.num_workers if sharded else 1
+    element = BYTES_PER_ELEMENT[trainer.policy.dtype]
+    peak = gpu.bf16_flops * (1.0 if element == 2 else 0.5)  # TF32
+    memory = COPY_SHARE * gpu.memory_bytes_s
+    pairs = tokens * length / 2
+    every = training_flops(shape, tokens, scored, pairs)
+    head = 6 * shape.vocab_size * shape.hidden_size * scored
+    layers = every - head
+    kept = _kept_bytes_per_token(trainer, shape) * tokens
+    moved = ACTIVATION_PASSES * kept / memory
+    repeated = 4 / 3 if trainer.policy.gradient_checkpointing else 1.0
+    lora = 2 / 3 if trainer.policy.model.lora.rank else 1.0  # no gradients of the frozen weights
+    products = (layers * repeated * lora + head) / (peak * gemm_share(shape.hidden_size))
+    compute = (products + moved * repeated) / ranks
+    trained = shape.adapter_parameters(trainer.policy.model.lora) if trainer.policy.model.lora.rank else None
+    parameters = shape.num_parameters if trained is None else trained
+    optimizer = parameters / ranks * ADAM_BYTES / memory
+    if not sharded or ranks == 1:
+        return compute + optimizer
+    micro_batches = max(1.0, math.ceil(tokens * fsdp.sequence_parallel_size / ranks / trainer.micro_batch_tokens))
+    gathers = 2 if fsdp.reshard_after_forward else 1
+    share = derive.fsdp_shard_size(trainer)
+    travelled = (gathers * element * shape.num_parameters + 4 * parameters) * (share - 1) / share * micro_batches
+    # Layers are gathered while the one before computes.
+    return max(compute, travelled / _collective_bytes_s(trainer, cluster)) + optimizer
+
+
+def _kept_bytes_per_token(trainer: TrainerConfig, shape: ModelShape) -> int:
+    alone = replace(
+        trainer,
+        strategy=TrainingStrategy.local,
+        policy=replace(trainer.policy, gradient_checkpointing=False),
+    )
+    return activation_bytes(alone, shape, 1)
+
+
+def decode_tokens_s(config: RunConfig, shape: ModelShape, requests: float, context: float, cluster: Cluster) -> float:
+    """Estimate the tokens that one engine samples per second, for so many requests at once of ``context`` tokens each."""
+    engine, gpu = config.generator.inference_engine, cluster.gpu
+    gpus = max(1, derive.engine_num_gpus(engine))
+    element = BYTES_PER_ELEMENT[engine.dtype]
+    read = shape.num_parameters * element / gpus + requests * context * _kv_bytes_per_token(config, shape)
+    reading = read / (DECODE_COPY_SHARE * gpu.memory_bytes_s)
+    products = 2 * shape.num_parameters * requests / gpus / (gpu.bf16_flops * gemm_share(shape.hidden_size))
+    step = DECODE_STEP_S + requests * DECODE_REQUEST_S + max(reading, products)
+    if engine.tensor_parallel_size > 1:
+        step += shape.num_layers * TENSOR_PARALLEL_LAYER_S
+    return requests / step
+
+
+def _step_times(
+    plan: Plan,
+    memory: MemoryEstimate,
+    shape: ModelShape,
+    cluster: Cluster,
+    actors: tuple[PlacedActor, ...] | list[PlacedActor],
+    loads: tuple[GPULoad, ...],
+    sync: SyncTimes | None,
+    response_tokens: int | None,
+) -> StepTimes | None:
+    config = plan.config
+    trainer, generator, engine = config.trainer, config.generator, config.generator.inference_engine
+    cache = next((load.parts["KV cache"] for load in loads if load.who == "engine"), 0)
+    if trainer.device == "cpu" or trainer.fsdp.cpu_offload or cache <= 0:
+        return None
+    longest = min(generator.max_turns * generator.sampling_params.max_tokens, plan.max_model_len)
+    response = response_tokens or -(-longest // 2)
+    prompt = max(1, min(generator.max_input_length // 2, plan.max_model_len - response))
+    samples = plan.policy_mini_batch_size * plan.n_samples_per_prompt
+    length = prompt + response
+    # Training
+    tokens, scored = float(samples * length), float(samples * response)
+    training = update_seconds(trainer, shape, tokens, scored, length, cluster)
+    ranks = trainer.fsdp.num_workers if trainer.strategy is TrainingStrategy.fsdp2 else 1
+    flops = training_flops(shape, tokens, scored, tokens * length / 2)
+    if trainer.policy.model.lora.rank:  # the frozen weights have no gradients
+        flops *= 2 / 3
+    mfu = flops / (training * ranks * cluster.gpu.bf16_flops)
+    rate = tokens / training
+    if derive.reference_is_colocated(config):
+        training += update_seconds(trainer, shape, tokens, scored, length, cluster) / 3
+    if memory.critic_bytes:
+        critic = derive.critic_trainer(trainer)
+        one = replace(shape, vocab_size=1)
+        of_critic = update_seconds(critic, one, tokens, scored, length, cluster)
+        training = training + of_critic if derive.critic_shares_memory(trainer) else max(training, of_critic)
+    # Generation
+    in_flight = plan.num_workers if plan.mode is not TrainerMode.sync else plan.train_batch_size
+    context = prompt + response / 2
+    fits = cache / _kv_bytes_per_token(config, shape) / context
+    requests = max(1.0, min(engine.max_num_seqs, in_flight * plan.n_samples_per_prompt / engine.num_engines, fits))
+    sampled = engine.num_engines * decode_tokens_s(config, shape, requests, context, cluster)
+    gpus = engine.num_engines * max(1, derive.engine_num_gpus(engine))
+    # A group's prompt is computed once.
+    prefill = plan.policy_mini_batch_size * prompt * 2 * shape.num_parameters / gpus
+    generation = samples * response / sampled + prefill / (PREFILL_SHARE * cluster.gpu.bf16_flops)
+    # Together
+    waits = 0.0 if sync is None else sync.gather if plan.overlap_weight_sync else sync.total
+    turns = 0.0
+    if trainer.placement.colocate_all:
+        state = memory.rank_bytes - -(-memory.gradient_bytes // memory.num_ranks)
+        turns = SLEEP_S + WAKE_S + 2 * state / (COPY_SHARE * cluster.gpu.bus_bytes_s)
+    alternating = plan.mode in (TrainerMode.sync, TrainerMode.partial_rollout) or trainer.placement.colocate_all
+    shared = _share_gpus(config)
+    if alternating or shared:
+        step = training + generation + waits + turns
+        slower, share = ("training", training / step) if training > generation else ("generation", generation / step)
+        why = "trainer and engines take turns" if alternating else "trainer and engines compute on one GPU"
+        bottleneck = f"{slower}, {share:.0%} of a step; {why}"
+    else:
+        step = max(training + waits, generation)
+        slower = "training" if training + waits >= generation else "generation"
+        idle = 1 - min(training + waits, generation) / step
+        other = "engines have" if slower == "training" else "training has"
+        bottleneck = f"{slower}; {other} nothing to do for {idle:.0%} of a step"
+    return StepTimes(prompt, response, training, rate, mfu, generation, sampled, waits, turns, step, bottleneck)
+
+
+def _share_gpus(config: RunConfig) -> bool:
+    """Return whether trainer and engines compute on the same GPU, at the same time."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    if trainer.strategy is not TrainingStrategy.local or engine.executor == "ray":
+        return False
+    return derive.full_device_name(trainer.device) in derive.engine_device_names(engine)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:,.1f} GiB"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
