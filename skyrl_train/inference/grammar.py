@@ -236,21 +236,30 @@ def after_reasoning(structured: StructuredOutput, closing: str, token: int | Non
     Args:
         token: the mark's. None: the mark is spelt out. Nothing could tell it from the text before it, so there is no such text.
     """
-    match structured.kind:
-        case "json_object":
-            rules = '%json {"type": "object"}'
-        case "json_schema":
-            rules = f"%json {structured.value}"
-        case "regex":
-            (grammar,) = json.loads(LLMatcher.grammar_from_regex(structured.value))["grammars"]
-            rules = grammar["lark_grammar"].removeprefix("start: ")
-        case _:
-            rules = structured.value.removeprefix("start: ")
     reasoning = json.dumps(closing + "\n\n") if token is None else f"REASONING? <[{token}]> LINES?"
-    text = f"start: {reasoning} answer\nanswer: {rules}"
+    text = f"start: {reasoning} answer\nanswer: {_rules(structured)}"
     if token is not None:
         text += "\nREASONING: /(.|\\n)+/\nLINES: /\\n+/"
     return StructuredOutput("grammar", text)
+
+
+def either(one: StructuredOutput, other: StructuredOutput) -> StructuredOutput:
+    """Return a grammar that allows what either of two grammars allows, of which at most one has rules besides ``start``."""
+    return StructuredOutput("grammar", f"start: one | other\none: {_rules(one)}\nother: {_rules(other)}")
+
+
+def _rules(structured: StructuredOutput) -> str:
+    """Return the grammar in Lark, without the name of its first rule."""
+    match structured.kind:
+        case "json_object":
+            return '%json {"type": "object"}'
+        case "json_schema":
+            return f"%json {structured.value}"
+        case "regex":
+            (grammar,) = json.loads(LLMatcher.grammar_from_regex(structured.value))["grammars"]
+            return str(grammar["lark_grammar"]).removeprefix("start: ")
+        case _:
+            return structured.value.removeprefix("start: ")
 
 
 async def check_grammar(structured: StructuredOutput) -> None:

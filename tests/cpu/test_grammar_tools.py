@@ -19,7 +19,7 @@ from skyrl_train.endpoint.dialects import anthropic, responses
 from skyrl_train.endpoint.server.app import create_app
 from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.endpoint.sessions.store import SessionStore
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, GrammarError
 from skyrl_train.inference.chat.requests import AssistantMessage
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
@@ -42,8 +42,17 @@ TOOLS = [
         "function": {"name": "stop-it", "parameters": {"type": "object", "maxProperties": 0, "not": {}}},
     },
 ]
+AS_TEXT = ["Qwen/Qwen3.5-4B", "zai-org/GLM-4.5-Air", "zai-org/GLM-5", "MiniMaxAI/MiniMax-M2", "poolside/Laguna-XS.2"]
+ANSWER = {
+    "type": "object",
+    "properties": {"answer": {"const": 1}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+ANSWER["x-guidance"] = {"whitespace_flexible": False}
 FORCING = [
     QWEN,
+    *AS_TEXT,
     "deepseek-ai/DeepSeek-V3",
     "moonshotai/Kimi-K2-Instruct",
     "meta-llama/Llama-3.2-1B-Instruct",
@@ -89,10 +98,115 @@ def test_a_forced_response_is_one_call_that_the_parser_reads(name: str) -> None:
     assert call.name == "look"
 
 
-def test_a_format_that_does_not_write_json_cannot_be_forced() -> None:
+def test_a_format_that_the_library_parses_whole_cannot_be_forced() -> None:
     for name in set(FAMILIES) - {*FORCING, "generic with mark tokens", "nothing known", "deepseek-ai/DeepSeek-R1"}:
         with pytest.raises(ConfigError, match="nothing here can force a call"):
             chat_renderer(name).forced_call(TOOLS)
+        assert chat_renderer(name).answer_or_call(StructuredOutput("json_object"), TOOLS).kind == "json_object"
+
+
+VALUES: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "unit": {"type": "string", "enum": ["C", 'it\'s "F"', "1"]},
+    "count": {"type": "integer", "maximum": 99},
+    "maybe": {"anyOf": [{"$ref": "#/$defs/short"}, {"type": "null"}]},
+    "either": {"enum": ["a", "7", 7]},
+    "pair": {"type": "array", "items": {"$ref": "#/$defs/short"}, "minItems": 2, "maxItems": 2},
+}
+WRITTEN = {"type": "object", "properties": VALUES, "required": list(VALUES)}
+WRITTEN = {**WRITTEN, "$defs": {"short": {"type": "string", "maxLength": 3}}}
+
+
+@pytest.mark.parametrize("token_marks", [True, False])
+@pytest.mark.parametrize("name", AS_TEXT)
+def test_arguments_that_are_written_as_text_follow_their_schema(name: str, token_marks: bool) -> None:
+    """Also where a value asks for what closes it, and where the vocabulary has no token for the marks."""
+    renderer, tools = chat_renderer(name), [{"type": "function", "function": {"name": "look", "parameters": WRITTEN}}]
+    form = renderer._format.tools  # type: ignore[union-attr]
+    assert form is not None
+    of = {**renderer._token_ids} if token_marks else {}
+    space, tag, _ = form._closing()
+    values = {
+        "text": ["Paris < 2\n </ x", "", "7", "null"],
+        "unit": ["C", 'it\'s "F"', "1"],
+        "count": [-4, 99],
+        "maybe": ["ab", "a good deal", None],
+        "either": ["a", 7, "7"],
+        "pair": [["a", "b"]],
+    }
+    made = Grammars(chat_tokenizer(name), PreTrainedConfig(vocab_size=len(chat_tokenizer(name))))
+    structured = StructuredOutput("grammar", form.grammar(tools, of))
+    for index in range(4):
+        arguments = {key: each[index % len(each)] for key, each in values.items()}
+
+        def written(key: str, value: object) -> str:
+            raw = isinstance(value, str) and (VALUES[key].get("type") == "string" or (key, value) != ("either", "7"))
+            text = value if raw else json.dumps(value)
+            return form.argument.replace("{key}", key).replace("{value}", str(text)).replace("{line}", "")
+
+        text = form.call.replace("{name}", "look").replace("{line}", "")
+        text = text.replace("{arguments}", "".join(written(*item) for item in arguments.items()))
+        tokens = (
+            list(chat_tokenizer(name)(text, add_special_tokens=False)["input_ids"])
+            if token_marks
+            else spelt(name, text)
+        )
+        matcher = made.matcher(structured)
+        assert matcher.count_allowed(tokens) == len(tokens), text[matcher.count_allowed(tokens) :]
+        matcher.consume(tokens)
+        assert matcher.ended_by(made.eos_ids[0])
+        if token_marks:
+            parser = renderer.parser([1, 2], tools)
+            parser.feed(tokens)
+            (call,) = parser.finish()[1].tool_calls
+            assert json.loads(call.arguments) == arguments
+    refused = [
+        ("text", f"a{tag}b{space}"),
+        ("text", [*form.marks.values()][1]),
+        ("text", "</think>"),
+        ("unit", "D"),
+        ("count", "100"),
+        ("count", "x"),
+    ]
+    refused += [("either", "b"), ("pair", '["a"]'), ("pair", "ab"), ("maybe", '"long"'), ("maybe", "12 more")]
+    for key, value in refused:
+        parameters = {"properties": {key: VALUES[key]}, "required": [key], "$defs": WRITTEN["$defs"]}
+        tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+        text = form.call.replace("{name}", "look").replace("{line}", "")
+        text = text.replace("{arguments}", form.argument.replace("{key}", key).replace("{value}", value))
+        tokens = spelt(name, text.replace("{line}", ""))
+        matcher = made.matcher(StructuredOutput("grammar", form.grammar([tool], {})))
+        assert matcher.count_allowed(tokens) < len(tokens), text
+    strict = {**tools[0]["function"], "strict": True}  # type: ignore[dict-item]
+    form.grammar([{"function": strict}], of)
+    strict["parameters"] = {"properties": {"day": {"type": "string", "pattern": "[a-z]+"}}}
+    with pytest.raises(GrammarError, match="'day' is written as text, for which pattern cannot"):
+        form.grammar([{"function": strict}], of)
+    renderer.answer_or_call(StructuredOutput("json_object"), [{"function": strict}])
+    for wrong in ({"properties": ["day"]}, {"required": [1]}, {"properties": {"day": {"enum": 1}}}):
+        with pytest.raises(GrammarError, match="the parameters of the tool look are no JSON schema"):
+            form.grammar([{"function": {"name": "look", "parameters": wrong}}], of)
+
+
+def spelt(name: str, text: str) -> list[int]:
+    """The bytes of a text as tokens, marks included."""
+    return [
+        token for character in text for token in chat_tokenizer(name)(character, add_special_tokens=False)["input_ids"]
+    ]
+
+
+@pytest.mark.parametrize("name", FORCING)
+def test_a_response_with_a_format_and_tools_is_an_answer_or_a_call(name: str) -> None:
+    schema = StructuredOutput("json_schema", json.dumps(ANSWER))
+    structured, seen = chat_renderer(name).answer_or_call(schema, TOOLS), set()
+    for seed in range(12):
+        message = spoken(name, structured, seed, [1, 2])
+        if message.tool_calls:
+            seen.add(message.tool_calls[0].name)
+        else:
+            assert json.loads(message.content) == {"answer": 1}
+            seen.add("answer")
+    assert {"answer"} < seen
 
 
 @pytest.mark.parametrize(
@@ -213,6 +327,21 @@ async def test_every_dialect_forces_a_call(http: httpx.AsyncClient) -> None:
         http, "/v1/completions", {"prompt": "x", "max_tokens": 50, "response_format": {"type": "json_object"}}
     )
     assert text["choices"][0]["text"].lstrip().startswith("{")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_chat_with_tools_and_a_format_is_an_answer_or_a_call(http: httpx.AsyncClient) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": form, "tools": TOOLS[:1]}
+    reasons = set()
+    for seed in range(8):
+        (choice,) = (await posted(http, "/v1/chat/completions", {**body, "seed": seed}))["choices"]
+        reasons.add(choice["finish_reason"])
+        if choice["finish_reason"] == "stop":
+            assert json.loads(choice["message"]["content"]) == {"answer": 1}
+    assert reasons == {"stop", "tool_calls"}
+    (choice,) = (await posted(http, "/v1/chat/completions", {**body, "tool_choice": "none"}))["choices"]
+    assert json.loads(choice["message"]["content"]) == {"answer": 1}
 
 
 @pytest.mark.asyncio(loop_scope="module")

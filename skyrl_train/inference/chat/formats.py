@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, GrammarError
 from skyrl_train.inference.chat.pieces import Mark, Piece
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]
 
 # Raised by text with numbers of thousands of digits, NaN, endless nesting, or by odd tool schemas.
+_MAX_REFERENCES = 8  # that lead from an argument's schema to a type; a schema can refer to itself
 _PARSE_ERRORS = (ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -71,14 +72,16 @@ class ToolFormat:
         marks: each mark by the function's parameter for its id. The first opens a block, the second closes it, the others
             separate its parts. Without marks, a response that is one JSON object is the block.
         typed: the function takes the tools too, because their schemas tell the types of arguments that are written as text.
-        call: a block of one call, with ``{name}`` and ``{arguments}`` for the JSON of its arguments. Empty: arguments are not
-            written as JSON, so that a call cannot be forced.
+        call: a block of one call, with ``{name}`` and ``{arguments}``. ``{line}`` is a line break that not all models of the
+            format write.
+        argument: one argument, with ``{key}`` and ``{value}``, which a tag closes. Empty: the arguments are one JSON object.
     """
 
     function: str
     marks: Mapping[str, str]
     typed: bool = False
     call: str = ""
+    argument: str = ""
 
     def grammar(self, tools: Tools, token_ids: Mapping[str, int]) -> str:
         """Return a grammar in llguidance's variant of Lark that allows one block with one call of one of ``tools``.
@@ -88,24 +91,115 @@ class ToolFormat:
 
         Args:
             token_ids: tokens by their text, for marks that have one.
+
+        Raises:
+            GrammarError: the parameters of a tool are no schema. Or it is strict, and an argument that is written as text has a
+                keyword for texts.
         """
-        marks = [*self.marks.values(), "{arguments}"]
-        pieces = [piece for piece in re.split(f"({'|'.join(map(re.escape, marks))})", self.call) if piece]
         rules = [f"start: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+        if self.argument:
+            rules += self._text_rules(token_ids)
         for number, tool in enumerate(tools):
-            function, items = tool["function"], []
+            function, arguments = tool["function"], f"arguments_{number}"
+            # Names stand within JSON or a tag, where neither has quotes.
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
-            for piece in pieces:
-                if piece == "{arguments}":
-                    items.append(f"arguments_{number}")
-                elif piece in token_ids and piece in marks:
-                    items.append(f"<[{token_ids[piece]}]>")
-                else:
-                    items.append(json.dumps(piece.replace("{name}", name), ensure_ascii=False))
-            lenient = {"lenient": not function.get("strict")}
-            schema = {"type": "object", **function.get("parameters", {}), "x-guidance": lenient}
-            rules += [f"call_{number}: {' '.join(items)}", f"arguments_{number}: %json {json.dumps(schema)}"]
+            call = self._items(self.call, token_ids, {"{name}": name}, {"{arguments}": arguments})
+            rules.append(f"call_{number}: {call}")
+            schema, strict = {"type": "object", **(function.get("parameters") or {})}, bool(function.get("strict"))
+            if not self.argument:
+                rules.append(_json_rule(arguments, schema, strict))
+                continue
+            try:
+                rules += self._argument_rules(arguments, schema, strict, token_ids)
+            except (TypeError, AttributeError) as error:
+                raise GrammarError(
+                    f"The grammar cannot be compiled: the parameters of the tool {name} are no JSON schema: {error}"
+                ) from error
         return "\n".join(rules)
+
+    def _items(
+        self, template: str, token_ids: Mapping[str, int], texts: Mapping[str, str], rules: Mapping[str, str]
+    ) -> str:
+        """Return the template as items of a Lark rule: ``texts`` are replaced in its text, ``rules`` are items."""
+        items_of = {mark: f"<[{token_ids[mark]}]>" for mark in self.marks.values() if mark in token_ids}
+        items_of = {**items_of, "{line}": '"\\n"?', **rules}
+        items = []
+        for piece in filter(None, re.split(f"({'|'.join(map(re.escape, items_of))})", template)):
+            if piece in items_of:
+                items.append(items_of[piece])
+            else:
+                for name, text in texts.items():
+                    piece = piece.replace(name, text)
+                # A call that is JSON alone is split as JSON is: beside a grammar that is JSON too, the longest item would win.
+                parts = [piece] if self.marks else re.findall(r'"(?:[^"\\]|\\.)*"|.', piece)
+                items += [json.dumps(part, ensure_ascii=False) for part in parts]
+        return " ".join(items)
+
+    def _closing(self) -> tuple[str, str, str]:
+        """Return the white space between a value and the tag that closes it, the tag, and what follows in ``argument``."""
+        found = re.fullmatch(r"(\s*)(</[^>]+>)(.*)", self.argument.partition("{value}")[2], re.DOTALL)
+        assert found is not None, "a tag closes the value"
+        return found[1], found[2], found[3]
+
+    def _text_rules(self, token_ids: Mapping[str, int]) -> list[str]:
+        """Return rules for a value that is written as text, including the tag that closes it.
+
+        ``text`` is any text, ``plain`` is text that cannot be read as JSON. Neither has a tag at which the parser would stop.
+        """
+        space, tag, _ = self._closing()
+        stops = [*self.marks.values(), *REASONING_MARKS["think"], *re.findall(r"</[^>]+>", self.call)]
+        without = f"& ~{_pattern('(?s:.*)({})(?s:.*)', [stop for stop in stops if stop != tag])}"
+        # JSON begins with one of these, NaN and Infinity included.
+        plain = r"""& /[^\s0-9\-"{\[tfnNI](?s:.*)/"""
+        if tag in token_ids:
+            closing = self._items(space + tag, token_ids, {}, {})
+            return [
+                f"text: TEXT? {closing}",
+                f"plain: PLAIN {closing}",
+                f"TEXT: /(?s:.+)/ {without}",
+                f"PLAIN: TEXT {plain}",
+            ]
+        # A lazy rule ends at the first tag. Behind a tag without its space, the text could not end.
+        ends = f"{_pattern('(?s:.*)({})', [space + tag])} & ~{_pattern('(?s:.*)({})(?s:.+)', [tag])} {without}"
+        return ["text[lazy]: TEXT", "plain[lazy]: PLAIN", f"TEXT: {ends}", f"PLAIN: TEXT {plain}"]
+
+    def _argument_rules(
+        self, rule: str, schema: Mapping[str, Any], strict: bool, token_ids: Mapping[str, int]
+    ) -> list[str]:
+        """Return the rule ``rule`` for all arguments in the order of their schema, and rules for each of them."""
+        space, tag, rest = self._closing()
+        closing = self._items(space + tag, token_ids, {}, {})
+        before = self.argument.partition("{value}")[0]
+        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        items, rules = [], []
+        for place, key in enumerate(dict.fromkeys([*properties, *required])):
+            name, value = f"{rule}_{place}", properties.get(key)
+            value = value if isinstance(value, dict) else {}
+            is_text = value.get("type") in ("string", ["string"])
+            texts, free, limits = [], False, set[str]()
+            for branch in _branches(value, schema):
+                values = branch["enum"] if "enum" in branch else [branch["const"]] if "const" in branch else None
+                if values is None:
+                    free |= "string" in branch.get("type", "string")
+                    limits |= branch.keys() & _TEXT_KEYWORDS
+                else:
+                    texts += [value for value in values if isinstance(value, str) and (is_text or not _is_json(value))]
+            if strict and limits and is_text:
+                raise GrammarError(
+                    f"The grammar cannot be compiled: the argument {key!r} is written as text, for which {min(limits)} cannot be "
+                    "followed. Leave the keyword or strict out."
+                )
+            written = [f"{json.dumps(text, ensure_ascii=False)} {closing}" for text in texts]
+            if not is_text:  # the parser reads JSON where it finds some
+                written.append(f"{name}_json {closing}")
+                rules.append(_json_rule(f"{name}_json", {**definitions, **value}, strict))
+            if free and not (strict and limits):
+                written = ["text"] if is_text else [f"{name}_json {closing}", "plain"]
+            items.append(name if key in required else f"{name}?")
+            opening = self._items(before, token_ids, {"{key}": key}, {})
+            rules.append(f"{name}: {opening} ({' | '.join(written)}) {self._items(rest, token_ids, {}, {})}")
+        return [f"{rule}: {' '.join(items) or json.dumps('')}", *rules]
 
     def parse(self, pieces: Sequence[Piece], tools: Tools) -> Block:
         """Parse a block, including its marks."""
@@ -126,6 +220,44 @@ class ToolFormat:
             return block_of(read(vocabulary, ids, stop_ids=set(), **options).tool_calls)
         except _PARSE_ERRORS:
             return Block((), ("".join(piece.text for piece in pieces),))
+
+
+# Keywords of JSON schemas for strings that a value written as text does not follow.
+_TEXT_KEYWORDS = frozenset(("pattern", "format", "minLength", "maxLength"))
+
+
+def _json_rule(rule: str, schema: Mapping[str, Any], strict: bool) -> str:
+    return f"{rule}: %json {json.dumps({**schema, 'x-guidance': {'lenient': not strict}})}"
+
+
+def _pattern(pattern: str, texts: Sequence[str]) -> str:
+    """Return a regular expression in Lark, with the alternatives ``texts`` in the place of ``{}``."""
+    escaped = pattern.replace("{}", "|".join(map(re.escape, texts))).replace("/", r"\/").replace("\n", "n")
+    return f"/{escaped}/"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """Yield the alternatives of a schema: references resolved, unions opened."""
+    if not isinstance(schema, dict) or depth > _MAX_REFERENCES:
+        yield {}
+    elif isinstance(reference := schema.get("$ref"), str):
+        found: Any = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            found = found.get(part) if isinstance(found, dict) else None
+        yield from _branches(found, root, depth + 1)
+    elif isinstance(union := schema.get("anyOf", schema.get("oneOf")), list):
+        for branch in union:
+            yield from _branches(branch, root, depth + 1)
+    else:
+        yield schema
 
 
 def block_of(attempts: Sequence[ParsedToolCall]) -> Block:
@@ -156,13 +288,23 @@ def _call(attempt: ParsedToolCall) -> CallText:
 
 
 _TOOL_CALL = {"tool_call_id": "<tool_call>", "tool_call_end_id": "</tool_call>"}
+_ARGUMENT_TAGS = {
+    "call": "<tool_call>{name}{line}{arguments}</tool_call>",
+    "argument": "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}",
+}
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "qwen3": ToolFormat(  # JSON, as Hermes writes it
         "parse_qwen3",
         _TOOL_CALL,
         call='<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>',
     ),
-    "qwen3.5": ToolFormat("parse_qwen35", _TOOL_CALL, typed=True),  # <function=name><parameter=key>value
+    "qwen3.5": ToolFormat(
+        "parse_qwen35",
+        _TOOL_CALL,
+        typed=True,
+        call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        argument="<parameter={key}>\n{value}\n</parameter>\n",
+    ),
     "glm": ToolFormat(
         "parse_glm",
         {
@@ -173,12 +315,15 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "arg_value_end_id": "</arg_value>",
         },
         typed=True,
+        **_ARGUMENT_TAGS,
     ),
-    "laguna": ToolFormat("parse_laguna_xs2", _TOOL_CALL, typed=True),
+    "laguna": ToolFormat("parse_laguna_xs2", _TOOL_CALL, typed=True, **_ARGUMENT_TAGS),
     "minimax": ToolFormat(
         "parse_minimax",
         {"tool_call_id": "<minimax:tool_call>", "tool_call_end_id": "</minimax:tool_call>"},
         typed=True,
+        call='<minimax:tool_call>\n<invoke name="{name}">\n{arguments}</invoke>\n</minimax:tool_call>',
+        argument='<parameter name="{key}">{value}</parameter>\n',
     ),
     "deepseek-v3": ToolFormat(
         "parse_deepseek_v3",

@@ -30,7 +30,7 @@ from skyrl_train.inference.chat.formats import (
 )
 from skyrl_train.inference.chat.parsing import MessageBuilder, ResponseParser, StreamParser, WholeParser
 from skyrl_train.inference.chat.pieces import PieceReader, Vocabulary
-from skyrl_train.inference.grammar import after_reasoning
+from skyrl_train.inference.grammar import after_reasoning, either
 from skyrl_train.inference.interface import StructuredOutput
 
 if TYPE_CHECKING:
@@ -336,14 +336,28 @@ class ChatRenderer:
 
         Raises:
             ConfigError: the format of the model's calls has no grammar here.
+            GrammarError: the parameters of a tool are no schema, or have keywords that a strict tool cannot have.
         """
         form = None if self._format is None else self._format.tools
-        if form is None or not form.call:
+        if form is None:
             raise ConfigError(
-                f"tool_choice: nothing here can force a call in the format of {self._name!r}, which does not write arguments as "
-                "JSON. Ask for the call in a message."
+                f"tool_choice: nothing here can force a call in the format of {self._name!r}. Ask for the call in a message."
             )
         return StructuredOutput("grammar", form.grammar(tools, self._token_ids))
+
+    def answer_or_call(self, structured: StructuredOutput, tools: Messages) -> StructuredOutput:
+        """Return the grammar of a response that follows ``structured``, or is one call of one of ``tools``.
+
+        Where the format of the model's calls has no grammar here, this is ``structured``. ``strict`` has no effect: like a call
+        beside free text, no call is refused for a keyword that the library cannot follow.
+
+        Raises:
+            GrammarError: the parameters of a tool are no schema.
+        """
+        if self._format is None or self._format.tools is None:
+            return structured
+        lenient = [{**tool, "function": {**tool["function"], "strict": False}} for tool in tools]
+        return either(structured, self.forced_call(lenient))
 
     def guided(
         self, structured: StructuredOutput, prompt_token_ids: Sequence[int], prefill: str = ""

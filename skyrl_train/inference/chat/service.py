@@ -257,6 +257,8 @@ class ChatService:
             structured = self.renderer.forced_call(chosen)
         if structured is None or not ours:
             return params
+        if request.tools and request.tool_choice == "auto":
+            structured = self.renderer.answer_or_call(structured, request.tools)
         structured = self.renderer.guided(structured, prompt_token_ids, request.prefill)
         await check_grammar(structured)
         return dataclasses.replace(params, structured=structured)
