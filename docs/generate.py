@@ -100,16 +100,16 @@ trains now, from any machine that sees the folder.
   `admitted` (or `restored`), `finished`, `buffered` and `trained`, in this order.
 - **Times.** All times within an event are on the clock of its `m`, which never jumps; `t - m` of the same event makes Unix
   times of them. Frames have Unix times only.
-- **Load.** Requests, environment calls and agents are limited to `trainer.max_events_per_s` (500). Beyond it, some groups
+- **Load.** Requests, environment calls, tools and agents are limited to `trainer.max_events_per_s` (500). Beyond it, some groups
   have none of them, and the others have all. The life of groups is always recorded.
 - **Loss.** A full disk or a full queue stops nothing. `lost` says how many events are missing, and of which groups; frames
-  leave out requests, environment calls and agents of these groups.
+  leave out requests, environment calls, tools and agents of these groups.
 - **Reading.** Unknown kinds and fields may come with later versions; a reader ignores them.
 
-What is not recorded: environments and agents in rollout actors (`rollout.num_actors`), and requests on separate evaluation
-engines (`trainer.eval.num_engines`). Calls of environments that take less than a millisecond are left out. An agent's tool
-calls are its own code: they show as gaps between its requests. The scores, passes and optimizer of a step are one activity,
-`update_policy`.
+What is not recorded: requests on separate evaluation engines (`trainer.eval.num_engines`). Calls of environments that take less
+than a millisecond are left out. An agent's tools run in its own code. Their time is known from outside: it begins with the
+response that calls them, and ends with the request that has their results. The scores, passes and optimizer of a step are one
+activity, `update_policy`.
 
 This file is generated: change `skyrl_train/events/kinds.py` and run `python docs/generate.py`.
 """

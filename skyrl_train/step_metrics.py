@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import StopReason
+from skyrl_train.observability.gpus import TrainingFlops
 from skyrl_train.observability.metrics import Metrics, histogram, quantiles
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.samples import RecordedGroup
@@ -31,6 +32,9 @@ class TrainedStep:
 class StepReports:
     """Writes each step to the reporter. Totals over the run are reported as the difference to the previous step.
 
+    Args:
+        flops: of the training passes; None: unknown, or training is on no GPU.
+
     Attributes:
         untrained_reported: number of prompts in the reports so far, by outcome; part of a checkpoint.
         totals: sums over all reported steps of the run: tokens by metric, and ``elapsed_s``; part of a checkpoint.
@@ -42,11 +46,14 @@ class StepReports:
         client: InferenceEngineClient,
         rollout: RolloutManager,
         clock: Callable[[], float],
+        flops: TrainingFlops | None = None,
     ) -> None:
         self._reporter = reporter
         self._client = client
         self._rollout = rollout
         self._clock = clock
+        self._flops = flops
+        self._observed: dict[str, list[float]] = {}
         self._step_ended_s = clock()
         self._tokens_reported = 0
         self.untrained_reported: dict[str, int] = {}
@@ -56,6 +63,11 @@ class StepReports:
         """Start the clock of the first step, so that start-up counts neither as step time nor as idle time."""
         self._step_ended_s = self._clock()
         self._rollout.dispatcher.slots.take_idle_fraction()
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Take figures of this moment. A step has the means of those since the step before, or else the newest ones."""
+        for name, value in values.items():
+            self._observed.setdefault(name, []).append(value)
 
     def write(self, step: int, trained: TrainedStep, *, checkpoint_step: int | None) -> None:
         """Write the step's metrics and samples and refresh the screen.
@@ -67,6 +79,10 @@ class StepReports:
         trained.metrics.update(rollout.stages.take_metrics())
         trained.metrics.update(rollout.group_generator.take_metrics())
         trained.metrics.update(engine_gap(step, trained.samples))
+        if self._flops is not None and trained.metrics.get("time/train", 0.0) > 0:
+            sequences = [each for group in trained.batch for sample in group.samples for each in sample.sequences]
+            lengths = [len(each.token_array) for each in sequences]
+            trained.metrics["perf/mfu"] = self._flops.utilization(lengths, trained.metrics["time/train"])
         now, tokens = self._clock(), self._client.generated_tokens
         totals = self.totals
         totals["elapsed_s"] += now - self._step_ended_s
@@ -86,6 +102,7 @@ class StepReports:
                 **self._client.replay_cache.metrics(),
                 **{name: total for name, total in totals.items() if name != "elapsed_s"},
                 "system/rss_bytes": resident_bytes(),
+                **{name: statistics.fmean(values) for name, values in self._observed.items()},
             },
             max_staleness_steps=rollout.staleness.max_staleness_steps,
             step_s=now - self._step_ended_s,
@@ -93,6 +110,7 @@ class StepReports:
             generated_tokens=tokens - self._tokens_reported,
         )
         self._step_ended_s, self._tokens_reported = now, tokens
+        self._observed = {name: values[-1:] for name, values in self._observed.items()}
 
         # The ledger lists are never cleared; report the part that is new since the previous step.
         lists = {"failed": ledger.failed, "filtered": ledger.filtered, "dropped": ledger.dropped}

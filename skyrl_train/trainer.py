@@ -38,6 +38,7 @@ from skyrl_train.evaluation.runner import Evaluation
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.observability.gpus import TrainingFlops
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.checkpoint import read_replay_cache, read_rollout_state
@@ -83,6 +84,7 @@ class TrainerComponents:
     export_checkpoint: Callable[[int], None] = lambda step: None  # of a step, in this format; blocks
     clock: Callable[[], float] = field(default=time.perf_counter)
     events: EventLog = NO_EVENTS  # the record of the run
+    training_flops: TrainingFlops | None = None  # of the policy's passes; None: unknown, or on no GPU
 
 
 class PPOTrainer:
@@ -163,7 +165,9 @@ class PPOTrainer:
             events=components.events,
         )
         self.samples = SampleRecorder(config.trainer.samples_per_step)
-        self.reports = StepReports(components.reporter, components.client, self.rollout, components.clock)
+        self.reports = StepReports(
+            components.reporter, components.client, self.rollout, components.clock, components.training_flops
+        )
         self._started = False
 
     # The loop -----------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def build_critic(
     if derive.critic_is_colocated(config.trainer):
         assert isinstance(policy, RayBackend), "the same strategy"
         workers = policy.group
-    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed, workers)
+    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed, workers, logs / "critic")
 
 
 def build_policy_backend(
@@ -98,4 +98,4 @@ def build_policy_backend(
     if derive.reference_is_colocated(config):
         fsdp = dataclasses.replace(trainer.fsdp, cpu_offload=derive.reference_offload(config))
         reference = dataclasses.replace(trainer, fsdp=fsdp)
-    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed, reference)
+    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed, reference, logs / "training")

@@ -48,7 +48,7 @@ def build_client(
 
     Args:
         workers: processes for the first embedded engines that were started earlier.
-        logs: folder for the output of embedded engines' processes; None: they write to this process's streams.
+        logs: folder for the output of engines' processes; None: they write to this process's streams, or to Ray's folder.
         events: the record of the run.
     """
     engine = config.generator.inference_engine
@@ -87,11 +87,13 @@ def build_engine(
         ConfigError: the backend is unknown, or a package that it needs is not installed.
     """
     engine = config.generator.inference_engine
+    # Absolute: an actor has another working folder.
+    log_file = None if logs is None else str(logs.absolute() / f"engine-{index}.log")
     # Only the chosen backend is imported.
     if engine.backend == "embedded":
-        return _embedded(config, plan, model_path, index, worker, logs)
+        return _embedded(config, plan, model_path, index, worker, log_file)
     if engine.backend == "vllm":
-        return _vllm(config, plan, model_path, index)
+        return _vllm(config, plan, model_path, index, log_file)
     if engine.backend == "vllm_remote":
         from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
 
@@ -102,7 +104,7 @@ def build_engine(
 
 
 def _embedded(
-    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None, logs: Path | None
+    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None, log_file: str | None
 ) -> InferenceEngineInterface:
     engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     arguments: dict[str, Any] = {
@@ -115,12 +117,11 @@ def _embedded(
         "lora": lora if lora.rank else None,  # the adapter that weight syncs send; None: they send the whole model
     }
     if engine.executor == "ray":
-        return _in_ray(engine, EMBEDDED, {"model_path": model_path, "executor": "thread", **arguments})
-    log_file = None if logs is None else str(logs / f"engine-{index}.log")
+        return _in_ray(engine, EMBEDDED, {"model_path": model_path, "executor": "thread", **arguments}, log_file)
     return EmbeddedEngine(model_path, executor=engine.executor, worker=worker, log_file=log_file, **arguments)
 
 
-def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> InferenceEngineInterface:
+def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int, log_file: str | None) -> InferenceEngineInterface:
     engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     # Arguments of VLLMEngine itself; all others in engine_args go to vLLM's AsyncEngineArgs.
     own = {"kv_cache_memory_bytes", "enable_lora", "load_format", "keep_prefix_cache_across_versions", "num_threads"}
@@ -145,15 +146,18 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int) -> Inferen
             **{key: value for key, value in engine.engine_args.items() if key not in own},
         },
         "environment": dict(engine.environment),
+        "log_file": log_file,
     }
     if engine.executor == "ray":
-        return _in_ray(engine, VLLM, {"model_path": model_path, **arguments})
+        return _in_ray(engine, VLLM, {"model_path": model_path, **arguments}, log_file)
     from skyrl_train.inference.engines.vllm import VLLMEngine
 
     return VLLMEngine(model_path, **arguments)
 
 
-def _in_ray(engine: InferenceEngineConfig, factory: str, arguments: dict[str, Any]) -> InferenceEngineInterface:
+def _in_ray(
+    engine: InferenceEngineConfig, factory: str, arguments: dict[str, Any], log_file: str | None
+) -> InferenceEngineInterface:
     try:
         from skyrl_train.inference.engines.ray_engine import RayEngine
         from skyrl_train.workers.ray import RayPlacement
@@ -162,7 +166,9 @@ def _in_ray(engine: InferenceEngineConfig, factory: str, arguments: dict[str, An
             "generator.inference_engine.executor=ray needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
         ) from error
     gpus = derive.engine_ray_num_gpus(engine)
-    placement = RayPlacement(num_cpus=engine.ray_num_cpus, num_gpus=gpus, environment=engine.environment)
+    placement = RayPlacement(
+        num_cpus=engine.ray_num_cpus, num_gpus=gpus, environment=engine.environment, log_file=log_file
+    )
     return RayEngine(factory, arguments, placement)
 
 

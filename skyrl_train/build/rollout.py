@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -74,10 +75,13 @@ def build_generator(
         tokenizer=tokenizer,
         folder=str(Path.cwd()),
         search_path=tuple(path for path in sys.path if path),
-        logs=None if logs is None else str(logs.absolute()),
     )
-    placement = RayPlacement(num_cpus=config.rollout.ray_num_cpus)
-    return RemoteGenerator([lambda: RayLink(GeneratorHost, placement)] * config.rollout.num_actors, setup, client)
+    links = []
+    for number in range(config.rollout.num_actors):
+        log_file = None if logs is None else str(logs.absolute() / f"actor-{number}.log")
+        placement = RayPlacement(num_cpus=config.rollout.ray_num_cpus, log_file=log_file)
+        links.append(functools.partial(RayLink, GeneratorHost, placement))
+    return RemoteGenerator(links, setup, client)
 
 
 def build_stages(

@@ -33,6 +33,7 @@ from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
 from skyrl_train.models.folder import load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.observability.gpus import training_flops
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.rollout.data.dataset import PromptDataset, check_template
@@ -111,6 +112,7 @@ async def build_trainer(
             export_folder=run_folder.path / "policy",
             export_checkpoint=functools.partial(export_in_process, run_folder),
             events=events,
+            training_flops=await asyncio.to_thread(training_flops, config),
         )
         return trainer_class(config.trainer.mode)(config, plan, parts)
     except BaseException:

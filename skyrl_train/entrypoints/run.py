@@ -37,6 +37,7 @@ from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, RolloutError, SkyRLError, TrainingWorkerError
 from skyrl_train.evaluation.data import load_evaluation_prompts
+from skyrl_train.observability.gpus import gpu_metrics
 from skyrl_train.observability.report.files import try_to_write_report
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import (
@@ -68,6 +69,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GIT_LIMIT_S = 5.0
 MAX_WARNING = 2000  # characters of a warning in the record
+GPU_INTERVAL_S = 10.0  # nvidia-smi takes some tens of milliseconds of a core
 SCREEN_INTERVAL_S = 1.0  # how often the screen is told about the work between two steps
 
 _running = threading.Lock()  # held while a run trains in this process
@@ -405,12 +407,17 @@ def recorded_process(run_folder: RunFolder) -> Iterator[None]:
 @asynccontextmanager
 async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None]:
     """Every second, tell the screen what ``trainer`` is busy with (so that a run without finished steps shows why), and record
-    the state of its engines."""
+    the state of its engines; every ten seconds, look at this machine's GPUs."""
 
     async def record() -> None:
         while True:
             await asyncio.sleep(SCREEN_INTERVAL_S)
-            await trainer.components.client.record_engines(SCREEN_INTERVAL_S)
+            trainer.reports.observe(await trainer.components.client.record_engines(SCREEN_INTERVAL_S))
+
+    async def look_at_gpus() -> None:
+        while metrics := await asyncio.to_thread(gpu_metrics):  # none: this machine has none
+            trainer.reports.observe(metrics)
+            await asyncio.sleep(GPU_INTERVAL_S)
 
     async def watch() -> None:
         while True:
@@ -419,6 +426,8 @@ async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None
             reporter.waiting(counts.running, counts.failed, trainer.rollout.group_generator.retries)
 
     watching = [asyncio.create_task(watch(), name="screen"), asyncio.create_task(record(), name="engine-states")]
+    if "cuda" in str((trainer.config.trainer.device, trainer.config.generator.inference_engine.device)):
+        watching.append(asyncio.create_task(look_at_gpus(), name="gpus"))
     try:
         yield
     finally:

@@ -150,6 +150,12 @@ _KINDS: Sequence[EventKind] = (
         _T1,
         _OK,
     ), sampled=True),
+    EventKind("tool", "an agent has sent the results of tool calls, with the next request of the conversation", (
+        *_SAMPLE,
+        _F("names", "list", "", "of the called tools, in the order of the response"),
+        _F("t0", "float", "s", "the response was recorded"),
+        _F("t1", "float", "s", "the request with the results came"),
+    ), sampled=True),
     EventKind("agent", "the agent of a sample (generator=harness) has ended", (
         *_SAMPLE,
         _F("turns", "int", "", "responses that it got"),
@@ -203,7 +209,7 @@ _KINDS: Sequence[EventKind] = (
     )),
     EventKind("lost", "events that are missing since the last such event", (
         _F("events", "int", "events", "that were not written, because the queue or the disk was full"),
-        _F("sampled_out", "int", "events", "of requests, environments and agents that the limit left out"),
+        _F("sampled_out", "int", "events", "of requests, environments, tools and agents that the limit left out"),
         _F("groups", "list", "", "group indices, or names of sessions, of which some events are written and others are not"),
     )),
 )  # fmt: skip

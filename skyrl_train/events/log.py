@@ -32,6 +32,10 @@ SEGMENT_BYTES = 4 << 20
 QUEUE_EVENTS = 65_536
 CLOSE_LIMIT_S = 10.0  # a disk that does not answer must not keep a finished run from ending
 _NAMED_GROUPS = 10_000  # in one ``lost`` event
+_COLLECTED = 10_000  # details of a process without a run folder that wait to be taken
+_TIMES = ("t0", "t1")  # of environments, tools and agents
+
+Detail = tuple[str, str | None, dict[str, Any]]  # kind, session, fields
 
 
 class EventLog:
@@ -41,7 +45,7 @@ class EventLog:
 
     Args:
         folder: None: nothing is recorded.
-        max_per_s: limit of detail events (requests, environments, agents) per second.
+        max_per_s: limit of detail events (requests, environments, tools, agents) per second.
         clock: for ``m`` and all times within events, in seconds.
         queue_events: events that may wait for the thread.
         segment_bytes: size from which a segment is closed and compressed.
@@ -126,6 +130,13 @@ class EventLog:
             return
         group, sample = sample_of(session)
         self.record(kind, session=session or "", group=group, sample=sample, **fields)
+
+    def take_over(self, details: Sequence[Detail]) -> None:
+        """Record details of another process, from :meth:`CollectedEvents.take`, as far as they are wanted."""
+        now = self.now()
+        for kind, session, fields in details:
+            if self.wants(session):
+                self.detail(kind, session, **fields | {name: now - fields[name] for name in _TIMES})
 
     def _put(self, event: dict[str, Any]) -> None:
         if len(self._queue) >= self._queue_events:
@@ -243,6 +254,32 @@ class EventLog:
 
 
 NO_EVENTS = EventLog(None)
+
+
+class CollectedEvents(EventLog):
+    """Collects the details that happen in a process without a run folder, for the process that has it.
+
+    The clocks of two machines differ: times travel as seconds before they are taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._collected: deque[Detail] = deque(maxlen=_COLLECTED)
+
+    def wants(self, session: str | None) -> bool:
+        return True  # the other process decides
+
+    def detail(self, kind: str, session: str | None, **fields: Any) -> None:
+        self._collected.append((kind, session, fields))
+
+    def take(self) -> list[Detail]:
+        """Return the details since the last call."""
+        now, collected = self.now(), list(self._collected)
+        self._collected.clear()
+        return [
+            (kind, session, fields | {name: now - fields[name] for name in _TIMES})
+            for kind, session, fields in collected
+        ]
 
 
 def group_name(session: str | None) -> str:

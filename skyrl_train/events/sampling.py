@@ -1,4 +1,4 @@
-"""Chooses the groups whose requests, environments and agents are recorded under load. Pure: no thread, no clock.
+"""Chooses the groups whose requests, environments, tools and agents are recorded under load. Pure: no thread, no clock.
 
     event of a group ──wants──> chosen at its first event ──> all of its events, or none
 

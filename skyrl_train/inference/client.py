@@ -88,7 +88,7 @@ class RequestClient(GenerationService):
     Attributes:
         tokenizer: the model's tokenizer.
         renderer: renders and parses conversations for the model that the engines serve.
-        events: the record of the run; in a rollout actor, nothing is recorded.
+        events: the record of the run; in a rollout actor, what the driver records.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -326,8 +326,11 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                 self._pool.died(number, "its process ended")
         return [health for health in healths if health.alive]
 
-    async def record_engines(self, limit_s: float) -> None:
-        """Record the state of each engine. One that does not answer within ``limit_s`` seconds has no figures."""
+    async def record_engines(self, limit_s: float) -> dict[str, float]:
+        """Record the state of each engine, and return the metrics of all of them together.
+
+        An engine that does not answer within ``limit_s`` seconds has no figures.
+        """
         records = dict(self._pool.fleet.records)
 
         async def snapshot(number: int) -> EngineHealth | None:
@@ -346,6 +349,11 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                 state=str(record.state),
                 **{field: None if health is None else getattr(health, of) for of, field in _HEALTH_FIELDS.items()},
             )
+        known = [health for health in healths if health is not None]
+        return {
+            "inference/running_requests": sum(health.running for health in known),
+            "inference/waiting_requests": sum(health.waiting for health in known),
+        }
 
     async def add_engine(self, engine: InferenceEngineInterface) -> int:
         """Start a further engine, bring it to the current weights and route it. Returns its number.

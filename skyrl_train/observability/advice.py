@@ -407,7 +407,8 @@ def slow_training(run: LastSteps) -> tuple[str, str] | None:
     )
 
 
-WAITS = 0.3  # of the time; below, other work hides most of it
+WAITS, MOST = 0.3, 0.5  # of the time; below, other work hides most of it; and above, nothing else takes as long
+QUEUED = 0.25  # waiting by running requests; then engines are never short of work, and more of it would only wait
 
 
 def slow_generation(run: LastSteps) -> tuple[str, str] | None:
@@ -415,16 +416,22 @@ def slow_generation(run: LastSteps) -> tuple[str, str] | None:
     waits, idle = run.share_of_time("wait_for_batch"), run.mean("async/idle_fraction")
     if not waits > WAITS:
         return None
+    running, waiting = run.mean("inference/running_requests"), run.mean("inference/waiting_requests")
     if run.setting("trainer.mode", "sync") in ("sync", "one_step_off", "partial_rollout"):
         action = "Set trainer.mode=fully_async, which generates while it trains."
-    elif idle > IDLE:
+    elif idle > IDLE and not waiting > QUEUED * running:
         action = (
             "Slots are idle meanwhile, so let generation run further ahead: raise trainer.fully_async.max_staleness_steps "
             "(the lag rises), and leave generate_ahead_steps unset, so that it adapts."
         )
     else:
         action = "Add engines (generator.inference_engine.num_engines), or raise its max_num_seqs."
-    return f"Generation is the bottleneck: training waits for groups {waits:.0%} of the time.", action
+        if waiting > QUEUED * running:
+            action = (
+                f"The engines are full: {waiting:.0f} requests wait in them, and {running:.0f} are sampled. {action}"
+            )
+    finding = f"raining waits for groups {waits:.0%} of the time."
+    return (f"Generation is the bottleneck: t{finding}" if waits > MOST else f"T{finding}"), action
 
 
 STALE = 0.1  # of the groups

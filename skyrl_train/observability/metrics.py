@@ -362,11 +362,37 @@ declare(
         "tokens",
     ),
     MetricSpec(
+        "inference/running_requests",
+        _LAST,
+        "Requests that the engines sample at once, all engines together: mean of a look per second during the step",
+        "requests",
+    ),
+    MetricSpec(
+        "inference/waiting_requests", _LAST, "Requests that wait in the engines for a free place: likewise", "requests"
+    ),
+    MetricSpec(
         "inference/engine_restarts", _LAST, "Restarts of engines that had died, since the process began", "restarts"
     ),
     MetricSpec("weight_sync/", _LAST, "The last weight sync"),
     MetricSpec("weight_sync/changed_fraction", _LAST, "Bytes of the weights that changed", "share"),
-    MetricSpec("system/", _LAST, "The machine"),
+    MetricSpec("perf/", _LAST, "The use of the hardware"),
+    MetricSpec(
+        "perf/mfu",
+        _LAST,
+        "Model FLOPs utilization: FLOPs of the policy's forward and backward passes over the step's sequences, without "
+        "recomputation, by what the training GPUs can do in bfloat16 during `time/train`. Missing on CPUs, for mixtures of "
+        "experts, and for GPUs that are not listed in `observability/gpus.py`",
+        "share",
+    ),
+    MetricSpec("system/", _LAST, "The machine of the control process"),
+    MetricSpec(
+        "system/gpu_utilization",
+        _LAST,
+        "Share of the time in which a kernel ran, mean of its GPUs, by nvidia-smi; a look every ten seconds",
+        "share",
+    ),
+    MetricSpec("system/gpu_memory_bytes", _LAST, "Used memory of its fullest GPU", "bytes"),
+    MetricSpec("system/gpu_memory_share", _LAST, "The same by the GPU's memory", "share"),
     MetricSpec("system/rss_bytes", _LAST, "Resident memory of the control process as the step ends", "bytes"),
     MetricSpec("system/checkpoint_bytes", _LAST, "Size of the last checkpoint that this process wrote", "bytes"),
     MetricSpec("system/disk_free_bytes", _LAST, "Free space where it was written, just afterwards", "bytes"),

@@ -4,7 +4,7 @@
               weight sync            ╲v41─╱╲                      arrows: group -> step -> weight sync -> requests
     groups    slot 1   [ group 660 ]─╱      ╲
     engine 0  lane 1   [ v40 ]               [ v41 ]             counters: requests, tokens/s
-    actors    lane 1   [ environment ]
+    actors    lane 1   [ environment ]  [ tool search ]
 
 The format is the JSON of "Trace Event Format" (Google, 2016): times in microseconds, here since the first event that is read.
 """
@@ -28,7 +28,7 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
     """Return the trace of what happened between two Unix times.
 
     A slice (``ph`` X) is a group, a stretch of tokens of one response and policy version, an activity of the trainer, or a call
-    of an environment or an agent. Slices of one thread never overlap, unless one lies within the other.
+    of an environment, the tools of an agent, or the agent. Slices of one thread never overlap, unless one lies within the other.
     """
     trace = _Trace(min((segment.begins for segment in segments), default=0.0))
     trained = list(events_of(segments, "trained"))
@@ -64,14 +64,14 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
             trace.arrow("weight sync", steps[version], min(slices, key=lambda one: one["ts"]))
 
     _responses(trace, events_of(segments, "request"), t0, t1, syncs)
-    calls = [
-        {**event, "name": event.get("name", "agent")}
-        for kind in ("environment", "agent")
-        for event in events_of(segments, kind)
-    ]
+    calls = [event for kind in ("environment", "tool", "agent") for event in events_of(segments, kind)]
     for event, lane in _lanes([event for event in calls if event["t1"] >= t0 and event["t0"] <= t1]):
-        name = f"{event['name']} {event.get('call', '')}".rstrip()
-        trace.slice(ACTORS, (0, "lane", lane), name, event["t0"], event["t1"], session=event["session"], ok=event["ok"])
+        name = {
+            "environment": f"{event.get('name')} {event.get('call')}",
+            "tool": f"tool {', '.join(map(str, event.get('names', ())))}",
+        }.get(event["kind"], "agent")
+        facts = {fact: event[fact] for fact in ("session", "turns", "ok") if fact in event}
+        trace.slice(ACTORS, (0, "lane", lane), name, event["t0"], event["t1"], **facts)
 
     for event in trained:
         if t0 <= event["at"] <= t1 and event["lags"]:

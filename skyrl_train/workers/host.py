@@ -10,8 +10,11 @@ millisecond even with little data; while one batch travels, the next one gathers
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from skyrl_train.runtime.process import write_output_to
 from skyrl_train.workers.connection import Peer
 from skyrl_train.workers.messages import Item, Message
 
@@ -37,9 +40,16 @@ class Hosted:
 
 
 class ActorHost:
-    """Serves ``hosted()``. All methods run on one event loop."""
+    """Serves ``hosted()``. All methods run on one event loop.
 
-    def __init__(self, hosted: type[Hosted]) -> None:
+    Args:
+        log_file: for all output of this process, if this machine has its folder.
+    """
+
+    def __init__(self, hosted: type[Hosted], log_file: str | None = None) -> None:
+        if log_file is not None:
+            with suppress(OSError):
+                write_output_to(Path(log_file))
         self._hosted = served = hosted()
         self._joins_items = hosted.joined is not Hosted.joined
         self._outbox: asyncio.Queue[list[Message]] = asyncio.Queue()

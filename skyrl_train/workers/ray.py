@@ -50,6 +50,7 @@ class RayPlacement:
     Args:
         num_cpus, num_gpus, resources: reserved for the actor; fractions are allowed.
         environment: variables of the actor's process, set before Python starts.
+        log_file: for all output of the actor's process, if its node has the folder; None: Ray keeps it.
         placement_group: the actor runs in bundle ``bundle_index`` of it (-1: any).
     """
 
@@ -57,6 +58,7 @@ class RayPlacement:
     num_gpus: float = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    log_file: str | None = None
     placement_group: PlacementGroup | None = None
     bundle_index: int = -1
 
@@ -165,7 +167,7 @@ class RayLink(_ActorLink):
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
         try:
-            actor = await self._create(ActorHost, self._hosted)
+            actor = await self._create(ActorHost, self._hosted, self._placement.log_file)
             # The first answer of the actor: resources were found and its process has started.
             await actor.__ray_ready__.remote()
         except RayError as error:

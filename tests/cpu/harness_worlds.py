@@ -11,6 +11,7 @@ from scripted import ScriptedEngine, scripted_update
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config.schema import GeneratorConfig, SamplingConfig
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
@@ -61,11 +62,13 @@ async def harness(
     engine: ScriptedEngine | None = None,
     tokenizer: PreTrainedTokenizerBase = TOKENIZER,
     free_running: bool = True,
+    max_tokens: int = 6,
+    events: EventLog = NO_EVENTS,
     **kwargs: Any,
 ) -> AsyncIterator[HarnessWorld]:
     engine = engine or ScriptedEngine(free_running=free_running)
-    client = InferenceEngineClient([engine], tokenizer, engine_wait_timeout_s=0.01)
-    config = GeneratorConfig(sampling_params=SamplingConfig(max_tokens=6, temperature=0.7))
+    client = InferenceEngineClient([engine], tokenizer, engine_wait_timeout_s=0.01, events=events)
+    config = GeneratorConfig(sampling_params=SamplingConfig(max_tokens=max_tokens, temperature=0.7))
     generator = HarnessGenerator(client, config, **{"agent": CURRENT, "timeout_s": 600.0, **kwargs})
     await client.start()
     await client.load_weights(scripted_update(0), PauseMode.KEEP)

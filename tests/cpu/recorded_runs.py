@@ -80,6 +80,15 @@ class RecordedRun:
                             ok=True,
                         )
                         at += 0.1
+                        self._add(
+                            at + 0.05,
+                            "tool",
+                            **self._sample(group, sample),
+                            names=["search"],
+                            t0=5000 + at,
+                            t1=5000 + at + 0.05,
+                        )
+                        at += 0.05
                     last = min(begin - 0.02, at + 0.1 + self._random.random() * 0.6)
                     segments = _runs(at + 0.01, max(at + 0.02, last))
                     oldest, tokens = min(oldest, segments[0][0]), tokens + sum(run[1] for run in segments)

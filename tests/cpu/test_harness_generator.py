@@ -9,17 +9,21 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from chat_models import chat_tokenizer
 from harness import TOKENIZER, Harness
 from harness_worlds import CURRENT, batch, harness
 from scripted import ScriptedEngine, pass_time, scripted_update, settle
 
 from skyrl_train.config.schema import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RolloutError
+from skyrl_train.events.log import EventLog
+from skyrl_train.events.reader import EventReader
 from skyrl_train.generators.harness.agent import AgentTask
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples
@@ -106,6 +110,31 @@ async def test_a_conversation_is_one_sequence_and_a_rewritten_history_another() 
         metrics = output["rollout_metrics"] or {}
         assert (metrics["generate/turns"], metrics["generate/branches"]) == (3.0, 2.0)
         assert metrics["generate/drifted_turns"] == 1.0 and metrics["environment/solved"] == 1.0
+
+
+async def test_the_life_of_an_agent_and_the_time_of_its_tools_are_in_the_record(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("Qwen/Qwen3-0.6B")
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+    tokens = iter(tokenizer(call)["input_ids"] + tokenizer("4<|im_end|>")["input_ids"])
+    engine = ScriptedEngine(lambda *_: next(tokens), free_running=True, eos=tokenizer.eos_token_id)
+    now = [100.0]
+
+    async def agent(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        model, tools = Model(base_url, api_key), [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+        answer = await model.answer(prompt, tools=tools)
+        now[0] += 7.0
+        result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "4"}
+        await model.answer([*prompt, answer, result], tools=tools)
+        return 1.0
+
+    with closing(EventLog(tmp_path, 100, clock=lambda: now[0])) as log:
+        async with harness(engine=engine, tokenizer=tokenizer, max_tokens=100, events=log) as world:
+            await world.play(agent)
+    events = {event["kind"]: event for event in EventReader(tmp_path).poll()}
+    tool, life = events["tool"], events["agent"]
+    assert (tool["session"], tool["names"], tool["t1"]) == ("p_0", ["add"], 107.0)
+    assert tool["t0"] <= tool["t1"]
+    assert (life["turns"], life["t0"], life["t1"], life["ok"]) == (2, 100.0, 107.0, True)
 
 
 async def test_a_session_across_a_weight_update_records_the_version_of_each_token() -> None:

@@ -209,8 +209,24 @@ def test_slow_generation_has_the_advice_for_its_mode() -> None:
     actions = [advise(rows, [], {"trainer": {"mode": mode}})[0].action for mode in ("sync", "fully_async")]
     with_({"async/idle_fraction": 0.7})(rows)
     actions.append(advise(rows, [], SETTINGS)[0].action)
-    for action, setting in zip(actions, ("trainer.mode=", "num_engines", "generate_ahead_steps"), strict=True):
+    # Engines in which requests wait have no use for more of them.
+    with_({"inference/running_requests": 8.0, "inference/waiting_requests": 40.0})(rows)
+    actions.append(advise(rows, [], SETTINGS)[0].action)
+    named = ("trainer.mode=", "num_engines", "generate_ahead_steps", "40 requests wait in them, and 8 are sampled. Add")
+    for action, setting in zip(actions, named, strict=True):
         assert setting in action
+
+
+def test_only_what_takes_most_of_the_time_is_called_the_bottleneck() -> None:
+    findings = []
+    for seconds in (4.0, 8.0):
+        rows = healthy(30)
+        with_({"time/wait_for_batch": seconds, "time/step": 10.0})(rows)
+        findings.append(advise(rows, [], SETTINGS)[0].finding)
+    assert findings == [
+        "Training waits for groups 40% of the time.",
+        "Generation is the bottleneck: training waits for groups 80% of the time.",
+    ]
 
 
 ODD = [None, True, "1.0", [1.0], {}, math.nan, math.inf, -math.inf, 0, -1.5, 1e308, -1e308, 5e-324, 10**400, 0.3, 7.0]

@@ -225,6 +225,8 @@ def test_the_life_of_a_group(tmp_path: Path) -> None:
         event("retried", 2.0, group=7, attempt=1, reason="why"),
         request(4.0, 7, [[0, 3, 2.5, 3.0, 0], [1, 2, 3.2, 4.0, 0]]),
         event("environment", 4.5, **sample, name="game", call="step", t0=4.0, t1=4.5, ok=True),
+        event("tool", 4.5, **sample, names=["search"], t0=4.0, t1=4.5),
+        event("agent", 4.8, **sample, turns=2, t0=2.5, t1=4.8, ok=False),
         event("finished", 5.0, group=7, uid="u", attempt=2, oldest=0, newest=1, tokens=5),
         event("stage", 6.0, group=7, name="reward", t_queue=5.0, t0=5.5, t1=6.0, ok=True),
         event("buffered", 6.0, group=7, reward=0.5),
@@ -238,6 +240,8 @@ def test_the_life_of_a_group(tmp_path: Path) -> None:
     assert (number, submitted, first, end, stop, seams) == (0, 2.5, None, 4.0, "stop", ["update"])
     assert segments == [[0, 3, 2.5, 3.0, 0], [1, 2, 3.2, 4.0, 0]]
     assert group["environments"] == [[0, 4.0, 4.5, "step", True]]
+    assert group["tools"] == [[0, 4.0, 4.5, ["search"]]]
+    assert group["agents"] == [[0, 2.5, 4.8, 2, False]]
     assert group["stages"] == [["reward", 5.5, 6.0, True]]
 
 

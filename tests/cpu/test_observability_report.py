@@ -94,6 +94,9 @@ def test_the_part_of_the_step_that_takes_longest_is_the_bottleneck() -> None:
     assert bottleneck(
         *time_shares(columns_of(time__step=[2.0], time__train=[1.9], async__idle_fraction=[0.0]))
     ).startswith("Balanced")
+    assert bottleneck(*time_shares(columns_of(time__step=[2.0], time__train=[1.0], time__wait_for_batch=[0.8]))) == (
+        "No single bottleneck: training takes 50%, the trainer waits for groups 40% of the time."
+    )
     assert bottleneck({}, None).startswith("No step has ended")
 
 

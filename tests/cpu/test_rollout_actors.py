@@ -7,7 +7,7 @@ import os
 import select
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from skyrl_train.errors import (
     RolloutActorError,
     RolloutError,
 )
+from skyrl_train.events.log import NO_EVENTS, EventLog
+from skyrl_train.events.reader import EventReader
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.generators.remote.generator import RemoteGenerator
 from skyrl_train.generators.remote.host import ActorSetup, GeneratorHost
@@ -84,10 +86,11 @@ async def world(
     *,
     name: str = "actor_worlds:Obeying",
     free_running: bool = True,
+    events: EventLog = NO_EVENTS,
     **kwargs: Any,
 ) -> AsyncIterator[World]:
     engine = Noting(free_running=free_running)
-    client = InferenceEngineClient([engine], TOKENIZER, engine_wait_timeout_s=0.01)
+    client = InferenceEngineClient([engine], TOKENIZER, engine_wait_timeout_s=0.01, events=events)
     config = GeneratorConfig(name=name, kwargs=kwargs, sampling_params=SamplingConfig(max_tokens=6, temperature=0.7))
     setup = ActorSetup(
         GeneratorSpec(config, EnvironmentConfig(), ""),
@@ -136,6 +139,18 @@ async def test_start_pace_and_close_reach_the_generator_and_it_sees_the_drivers_
         await client.load_weights(scripted_update(1), PauseMode.KEEP)
         assert await remote.play("look") == (1, client.capabilities, client.engine_states, True)
     assert said == ["pace", "start", "aclose"]
+
+
+async def test_what_happens_in_an_actor_is_in_the_record_of_the_run(tmp_path: Path) -> None:
+    """Environments and agents of actors have the driver's clock, and the group of their sample."""
+    with closing(EventLog(tmp_path, 100, clock=lambda: 1000.0)) as log:
+        async with world([Beside], events=log) as remote:
+            assert await remote.play("record") == "recorded"
+    tool, call = (event for event in EventReader(tmp_path).poll() if event["kind"] in ("environment", "tool"))
+    assert (call["group"], call["sample"], call["call"], call["ok"]) == (4, 1, "step", False)
+    assert call["t1"] - call["t0"] == pytest.approx(0.25)
+    assert 990.0 < call["t1"] <= 1000.0
+    assert (tool["session"], tool["names"]) == ("p@4_1", ["search"])
 
 
 async def test_a_generator_that_cannot_be_built_fails_the_start_with_its_own_error() -> None:
@@ -341,6 +356,11 @@ def test_a_synchronous_run_in_actors_on_two_nodes_is_the_run_without_them(cluste
     )
     assert there[0] == here[0]
     assert there[1] == here[1]
+    logs = tmp_path / "there" / "logs"
+    assert ["a rollout actor starts" in (logs / f"actor-{number}.log").read_text() for number in range(2)] == [
+        True,
+        True,
+    ]
     assert all(there[2][name].equal(tensor) for name, tensor in here[2].items())
 
 

@@ -109,6 +109,24 @@ def test_tool_calls_are_known_with_other_ids_and_reordered_arguments() -> None:
     assert session.plan([*history, assistant("three"), user("more")]).parent == 1
 
 
+def test_the_time_of_tools_lasts_from_the_response_that_calls_them_to_the_request_that_continues_it() -> None:
+    now, told = [10.0], []
+    session = new_session(clock=lambda: now[0])
+    session.on_tools = lambda names, seconds: told.append((list(names), seconds))
+    calls = [ToolCall("a", "add", "{}"), ToolCall("b", "search", "{}")]
+    ask(session, [user("hi")], "", calls=calls, token_ids=sampled_tokens("call"))
+    now[0] = 12.5
+    sent_back = [{"type": "function", "function": {"name": call.name, "arguments": "{}"}} for call in calls]
+    history = [user("hi"), assistant(None, tool_calls=sent_back), {"role": "tool", "content": "3"}]
+    session.plan([user("something else")])
+    assert told == []
+    session.plan(history)
+    now[0] = 20.0
+    ask(session, history, "three")  # the same request once more
+    session.plan([*history, assistant("three"), user("more")])
+    assert told == [(["add", "search"], 2.5)]
+
+
 def test_the_longest_known_path_is_extended_also_before_messages_that_were_edited() -> None:
     session = new_session()
     history = [user("1")]

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_vllm_continuation import check, client_of
@@ -75,6 +76,20 @@ async def test_pending_calls_fail_when_an_engine_is_torn_down(tied_vllm: Served)
         os.kill(pid, 0)
     await tied_vllm.engine.teardown()
     assert not (await tied_vllm.engine.health()).alive
+
+
+def test_a_worker_writes_all_its_output_to_the_log_of_the_engine(tmp_path: Path) -> None:
+    code = "import os; import skyrl_train.inference.engines.vllm.worker; print('said'); os.write(2, b'native')"
+    for folder in (tmp_path, tmp_path / "of another machine"):
+        variables = {
+            "SKYRL_TRAIN_ENGINE_OWNER": str(os.getpid()),
+            "SKYRL_TRAIN_ENGINE_LOG": str(folder / "engine-0.log"),
+        }
+        worker = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, check=True
+        )
+        assert (b"said" in worker.stdout, b"native" in worker.stderr) == (not folder.exists(), not folder.exists())
+    assert (tmp_path / "engine-0.log").read_bytes().split() == [b"said", b"native"]
 
 
 def test_a_worker_ends_with_the_process_that_started_the_engine() -> None:

@@ -143,6 +143,8 @@ class Session:
             completed or CompletedRequests(limits.max_kept_responses, limits.retry_window_s, clock)
         )
         self.last_used = clock()
+        # Told the names of called tools, and the seconds from their response to the request that continues it.
+        self.on_tools: Callable[[Sequence[str], float], None] = lambda names, seconds: None
         self.rewarded = False  # a reward was set; a session without one is worth 0
         self._renderer = renderer
         self._limits = limits
@@ -155,6 +157,7 @@ class Session:
         self._turn_rewards: dict[int, float] = {}
         self._versions: tuple[int, int] | None = None  # oldest, newest
         self._sampled_tokens = self._drifted_turns = self._drifted_tokens = self._restarts = 0
+        self._calling: dict[int, tuple[list[str], float]] = {}  # by turn: the tools that it calls, and since when
         self._extended: list[int] = []  # extended turns whose drifted tokens are not counted yet
 
     def __repr__(self) -> str:
@@ -228,6 +231,9 @@ class Session:
                 drifted = lost > len(self._turns.path(parent.index))
                 plan = TurnPlan(prompt, parent.end, parent.index, position, drifted, prefill)
         self.check_room(plan=plan)
+        if plan.parent in self._calling:
+            names, since = self._calling.pop(plan.parent)
+            self.on_tools(names, self._clock() - since)
         return plan
 
     def plan_completion(self, prompt_token_ids: Sequence[int]) -> TurnPlan:
@@ -288,6 +294,8 @@ class Session:
             EngineError: the response has no tokens, or tokens without a log-prob or version.
         """
         turn = self.record_completion(plan, choice.generation)
+        if choice.message.tool_calls:
+            self._calling[turn] = [call.name for call in choice.message.tool_calls], self.last_used
         if plan.position is not None:
             message = choice.message.to_openai()
             if plan.prefill is not None:  # programs send the whole message back

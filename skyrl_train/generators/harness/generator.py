@@ -240,6 +240,13 @@ class HarnessGenerator(GeneratorInterface):
         session_id = opened.session.id
         # Registered before the agent gets the key, so that no request passes unchanged.
         sampling = self._sampling.sessions[session_id] = SessionSampling(run, seed, trajectory)
+
+        def on_tools(names: Sequence[str], seconds: float) -> None:
+            if self._events.wants(trajectory):
+                now = self._events.now()
+                self._events.detail("tool", trajectory, names=list(names), t0=now - seconds, t1=now)
+
+        opened.session.on_tools = on_tools
         wanted, began, ok = self._events.wants(trajectory), self._events.now(), False
         try:
             yield opened, sampling

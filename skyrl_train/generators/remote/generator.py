@@ -13,7 +13,6 @@ import asyncio
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from skyrl_train.errors import GeneratorOutputError, RolloutActorError, RolloutError
 from skyrl_train.generators.base import GeneratorInterface
@@ -83,6 +82,7 @@ class RolloutActor:
             call_error=lambda failure: failure.error(RolloutError, "it"),
             served=self._client,
             own_state=self._state,
+            on_state=self._client.events.take_over,
             on_lost=self._lost,
         )
         await connection.start(self._setup, timeout_s=START_LIMIT_S)
@@ -143,9 +143,7 @@ class RemoteGenerator(GeneratorInterface):
         self._closed = False
         self._reason = ""
         self.actors = [
-            RolloutActor(
-                f"rollout actor {number}", link, replace(setup, number=number), client, self._state, self._restart
-            )
+            RolloutActor(f"rollout actor {number}", link, setup, client, self._state, self._restart)
             for number, link in enumerate(links)
         ]
 

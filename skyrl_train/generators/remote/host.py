@@ -12,10 +12,10 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.events.log import CollectedEvents, Detail
 from skyrl_train.generators.base import GeneratorInterface, run_generator
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.inference.chat.renderer import ChatRenderer
@@ -23,7 +23,6 @@ from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.inference.pool.fleet import EngineState
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
-from skyrl_train.runtime.process import add_log_file
 from skyrl_train.workers.connection import Peer
 from skyrl_train.workers.host import Hosted
 
@@ -52,24 +51,25 @@ class ActorSetup:
     Args:
         folder: the driver's working folder: relative paths in settings start there.
         search_path: the folders from which the driver imports.
-        logs: folder for the log of the actor, if its node has it.
-        number: of the actor.
     """
 
     spec: GeneratorSpec
     tokenizer: PreTrainedTokenizerBase
     folder: str
     search_path: tuple[str, ...]
-    logs: str | None = None
-    number: int = 0
 
 
 class GeneratorHost(Hosted):
     """Builds a generator and runs it for the driver."""
 
     def __init__(self) -> None:
+        self._events = CollectedEvents()
         self._state: DriverState
         self._generator: GeneratorInterface | None = None
+
+    def state(self) -> list[Detail] | None:
+        """Return the calls of environments, the agents and the tools that have ended since the last batch of messages."""
+        return self._events.take() or None
 
     def take_state(self, state: DriverState) -> None:
         self._state = state
@@ -79,13 +79,10 @@ class GeneratorHost(Hosted):
         # Settings may name modules and files of the driver's folders; a node that has these folders finds them.
         with suppress(OSError):
             os.chdir(setup.folder)
-        if setup.logs is not None:
-            with suppress(OSError):
-                add_log_file(Path(setup.logs) / f"actor-{setup.number}.log")
-        logger.info("rollout actor %d starts in process %d", setup.number, os.getpid())
+        logger.info("a rollout actor starts in process %d", os.getpid())
         sys.path += [path for path in setup.search_path if path not in sys.path]
         renderer = ChatRenderer.configured(setup.spec.config, setup.tokenizer, setup.spec.model_path)
-        client = ForwardingClient(setup.tokenizer, renderer, lambda: self._state, self.driver)
+        client = ForwardingClient(setup.tokenizer, renderer, lambda: self._state, self.driver, self._events)
         generator = setup.spec.build(client, setup.tokenizer)
         # Read at each call: every batch of messages brings a new state.
         generator.pace(lambda: self._state.may_begin)
@@ -117,6 +114,7 @@ class ForwardingClient(RequestClient):
     Args:
         state: returns the driver's last state.
         driver: calls the driver's client.
+        events: collects what is recorded by the driver.
     """
 
     def __init__(
@@ -125,7 +123,9 @@ class ForwardingClient(RequestClient):
         renderer: ChatRenderer,
         state: Callable[[], DriverState],
         driver: Peer,
+        events: CollectedEvents,
     ) -> None:
+        self.events = events
         self.tokenizer = tokenizer
         self.renderer = renderer
         self._state = state

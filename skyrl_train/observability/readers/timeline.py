@@ -46,6 +46,13 @@ _RARE = re.compile(rb'"kind":"(failed|retried|warning|alarm|process|run|resume|e
 _ENDS = ("trained", "failed", "filtered", "dropped")  # of a group
 _LIVES = ("admitted", "restored", "replayed", "retried", "finished", "stage", "buffered")  # of a group before its end
 _OF_GROUPS = re.compile(rf'"kind":"({"|".join((*_LIVES, *_ENDS))})"'.encode())
+# Of the life of a sample, what a group has of each kind.
+_PARTS = {
+    "request": ("sample", "t_submit", "t_first", "t_end", "stop", "prompt_tokens", "segments", "seams"),
+    "environment": ("sample", "t0", "t1", "call", "ok"),
+    "tool": ("sample", "t0", "t1", "names"),
+    "agent": ("sample", "t0", "t1", "turns", "ok"),
+}
 _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
 
 
@@ -360,6 +367,8 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
                 "state": "running",
                 "requests": [],
                 "environments": [],
+                "tools": [],
+                "agents": [],
                 "stages": [],
                 "retries": [],
             }
@@ -400,27 +409,15 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
     outside = {
         key for key, group in groups.items() if group["end"] < t0 or ("version" in group and group["begin"] > t1)
     }
-    for kind, name in (("request", "requests"), ("environment", "environments")):
+    for kind, parts in _PARTS.items():
         for event in events_of(segments, kind):
             if event["group"] is not None and (event["process"], event["group"]) not in outside:
-                group_of(event, event["group"])[name].append(
-                    _request(event) if kind == "request" else _environment(event)
-                )
+                group_of(event, event["group"])[f"{kind}s"].append([event[name] for name in parts])
     for group in groups.values():
         if group["requests"]:
             group["begin"] = min(group["begin"], min(request[1] for request in group["requests"]))
     alive = (group for group in groups.values() if group["end"] >= t0 and group["begin"] <= t1)
     return sorted(alive, key=lambda group: (group["begin"], group["group"]))
-
-
-def _request(event: dict[str, Any]) -> list[Any]:
-    """Return sample, submission, first token, end, reason of the end, prompt tokens, runs of one version, and seams."""
-    times = event["t_submit"], event["t_first"], event["t_end"]
-    return [event["sample"], *times, event["stop"], event["prompt_tokens"], event["segments"], event["seams"]]
-
-
-def _environment(event: dict[str, Any]) -> list[Any]:
-    return [event["sample"], event["t0"], event["t1"], event["call"], event["ok"]]
 
 
 def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int, list[list[Any]]]:

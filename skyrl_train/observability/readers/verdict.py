@@ -65,12 +65,21 @@ def learning(columns: Columns) -> str:
     return f"Got worse: {change}." if high_last < low else f"No clear change: {change}; the intervals overlap."
 
 
+CLEAR = 0.6  # share of the time of a part that alone bounds the speed
+
+
 def bottleneck(shares: Mapping[str, float], idle: float | None) -> str:
     """Return what bounds the speed, from :func:`time_shares`."""
     if not shares:
         return "No step has ended, so nothing can be said about speed."
     slots = "" if idle is None else f" Generation slots are idle {idle:.0%} of the time."
-    largest = max(shares, key=lambda part: shares[part])
+    largest, second = sorted(shares, key=lambda part: -shares[part])[:2]
+    if shares[largest] < CLEAR and shares[second] > CLEAR / 2:
+        parts = [
+            f"the trainer waits for groups {shares[part]:.0%}" if part == WAITS else f"{part} takes {shares[part]:.0%}"
+            for part in (largest, second)
+        ]
+        return f"No single bottleneck: {parts[0]}, {parts[1]} of the time.{slots}"
     if largest == WAITS:
         return f"Bottleneck: generation. The trainer waits for groups {shares[WAITS]:.0%} of the time.{slots}"
     if largest == COMPUTES and idle is not None and idle < 0.1 and shares[WAITS] < 0.1:

@@ -154,18 +154,20 @@ class RayBackend(RayTraining, TrainingBackend):
         temperature: float,
         seed: int,
         reference: TrainerConfig | None = None,
+        log: Path | None = None,
     ) -> None:
         """Start ``trainer.fsdp.num_workers`` actors. Arguments and errors as for :class:`LocalBackend` and
         :class:`WorkerGroup`; ``model_path`` is opened on every node.
 
         Args:
             reference: settings with which the ranks also hold the initial model of ``model_path``; None: they do not.
+            log: see :class:`WorkerGroup`.
         """
         policy = ModelSettings(model_path, trainer_config, total_steps, temperature, seed)
         models = {Role.policy: policy}
         if reference is not None:  # never trained: no rank holds gradients or moments of it
             models[Role.reference] = replace(policy, trainer=reference)
-        super().__init__(Role.policy, models, WorkerGroup(trainer_config, "trainer.fsdp"))
+        super().__init__(Role.policy, models, WorkerGroup(trainer_config, "trainer.fsdp", log))
         self._transports: list[WeightTransport] = []
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
@@ -210,14 +212,16 @@ class RayCritic(RayTraining, CriticBackend):
         total_steps: int,
         seed: int,
         workers: WorkerGroup | None = None,
+        log: Path | None = None,
     ) -> None:
         """Arguments and errors as for :class:`LocalCritic` and :class:`WorkerGroup`; ``model_path`` is opened on every node.
 
         Args:
             workers: the policy's workers, which then hold the critic too and execute one call at a time; None: start
                 ``trainer.critic.fsdp.num_workers`` actors.
+            log: see :class:`WorkerGroup`.
         """
-        group = WorkerGroup(trainer_config, "trainer.critic.fsdp") if workers is None else workers
+        group = WorkerGroup(trainer_config, "trainer.critic.fsdp", log) if workers is None else workers
         settings = ModelSettings(model_path, trainer_config, total_steps, 1.0, seed)
         super().__init__(Role.critic, {Role.critic: settings}, group)
 

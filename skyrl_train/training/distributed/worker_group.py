@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from skyrl_train.config.derive import fsdp_num_gpus
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import ConfigError, TrainingWorkerError, first_line
+from skyrl_train.runtime.process import write_output_to
 from skyrl_train.training.collectives import AgreedError
 from skyrl_train.training.distributed.worker import TrainingWorker
 from skyrl_train.training.messages import recovery_advice
@@ -52,13 +54,14 @@ class WorkerGroup:
     Args:
         trainer: ``device`` and ``fsdp`` give the number of ranks and their resources.
         key: the setting of ``fsdp``, for messages.
+        log: the beginning of the paths of the workers' logs (``training`` for ``training-0.log``); None: Ray keeps their output.
 
     Raises:
         ConfigError: (constructor) Ray cannot be reached, or this process has started Ray and the machine lacks resources.
         TrainingWorkerError: the cluster has no room for the workers, or one of them has died; then all are ended.
     """
 
-    def __init__(self, trainer: TrainerConfig, key: str) -> None:
+    def __init__(self, trainer: TrainerConfig, key: str, log: Path | None = None) -> None:
         self._end: str | None = None  # why the group has ended
         self._recovery = recovery_advice(trainer)
         # Calls of two threads that reached the ranks in different orders would leave them in two collectives forever.
@@ -70,7 +73,7 @@ class WorkerGroup:
         self.ranks_per_share = trainer.fsdp.sequence_parallel_size  # neighbours that get the same sequences
         connect()
         try:
-            self._start(trainer, key)
+            self._start(trainer, key, log)
         except BaseException:
             self._kill("The training workers did not start.")
             raise
@@ -118,9 +121,9 @@ class WorkerGroup:
             remove_placement_group(self._placement)
             self._placement = None
 
-    def _start(self, trainer: TrainerConfig, key: str) -> None:
+    def _start(self, trainer: TrainerConfig, key: str, log: Path | None) -> None:
         self._placement = _reserve(trainer, key)
-        actors = [_actor(trainer, self._placement, bundle) for bundle in range(trainer.fsdp.num_workers)]
+        actors = [_actor(trainer, self._placement, bundle, log) for bundle in range(trainer.fsdp.num_workers)]
         self._actors = actors
         limit_s = trainer.fsdp.start_timeout_s
         places = _get([actor.location.remote() for actor in actors], limit_s)
@@ -165,7 +168,13 @@ class WorkerGroup:
 
 
 class _RankActor(TrainingWorker):
-    """A rank in a Ray actor."""
+    """A rank in a Ray actor. ``log_file``: for all output of its process, if its node has the folder."""
+
+    def __init__(self, log_file: str | None) -> None:
+        if log_file is not None:
+            with suppress(OSError):
+                write_output_to(Path(log_file))
+        super().__init__()
 
     def location(self) -> RankLocation:
         return RankLocation(ray.util.get_node_ip_address(), os.getpid())
@@ -229,7 +238,7 @@ def _unreserved() -> dict[str, float]:
     return left
 
 
-def _actor(trainer: TrainerConfig, group: PlacementGroup, bundle: int) -> Any:
+def _actor(trainer: TrainerConfig, group: PlacementGroup, bundle: int, log: Path | None) -> Any:
     remote = ray.remote(concurrency_groups={"concurrent": 1})(_RankActor)
     placement = RayPlacement(
         num_cpus=trainer.fsdp.ray_num_cpus,
@@ -238,7 +247,8 @@ def _actor(trainer: TrainerConfig, group: PlacementGroup, bundle: int) -> Any:
         placement_group=group,
         bundle_index=bundle,
     )
-    return remote.options(**placement.options()).remote()
+    log_file = None if log is None else f"{log.absolute()}-{bundle}.log"
+    return remote.options(**placement.options()).remote(log_file)
 
 
 def _get(calls: list[Any], limit_s: float) -> list[Any]:

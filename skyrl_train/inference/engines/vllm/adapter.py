@@ -18,6 +18,7 @@ from typing import Any
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, GrammarError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import (
+    LOG_VARIABLE,
     OWNER_VARIABLE,
     VLLMSettings,
     alone_on,
@@ -76,6 +77,7 @@ def start_async_llm(settings: VLLMSettings) -> Any:
     with (
         alone_on(map(current_platform.device_id_to_physical_device_id, devices)),
         environment({OWNER_VARIABLE: str(os.getpid()), **process_environment(settings, on_cpu=on_cpu)}),
+        environment({} if settings.log_file is None else {LOG_VARIABLE: settings.log_file}),
     ):
         try:
             with _configuring:
@@ -85,7 +87,8 @@ def start_async_llm(settings: VLLMSettings) -> Any:
         try:
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, OSError, ValueError) as error:
-            raise EngineDeadError(f"vLLM did not start: {error}. Its own messages are above.") from error
+            place = "above" if settings.log_file is None else f"above and in {settings.log_file}"
+            raise EngineDeadError(f"vLLM did not start: {error}. Its own messages are {place}.") from error
 
 
 def shut_down(llm: Any) -> None:

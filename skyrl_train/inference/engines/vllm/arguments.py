@@ -24,6 +24,7 @@ WORKER_EXTENSION = "skyrl_train.inference.engines.vllm.worker.WorkerExtension"
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SCHEDULER = "skyrl_train.inference.engines.vllm.grammars.scheduler"
 OWNER_VARIABLE = "SKYRL_TRAIN_ENGINE_OWNER"  # id of the process that vLLM's workers end with
+LOG_VARIABLE = "SKYRL_TRAIN_ENGINE_LOG"  # file for all output of vLLM's workers
 POLICY_ADAPTER = 2**31 - 1  # vLLM's number of the policy's adapter; users' adapters count from 1
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM can reserve memory for
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's default
@@ -72,6 +73,7 @@ class VLLMSettings:
     num_threads: int
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    log_file: str | None = None
 
     @property
     def num_ranks(self) -> int:

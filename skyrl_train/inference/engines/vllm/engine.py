@@ -361,6 +361,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         num_threads: int = 1,
         engine_args: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        log_file: str | None = None,
     ) -> None:
         super().__init__()
         self._settings = VLLMSettings(
@@ -379,6 +380,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             num_threads=num_threads,
             engine_args=dict(engine_args or {}),
             environment=dict(environment or {}),
+            log_file=log_file,
         )
         self._capabilities = capabilities(
             self._settings, max_model_len=max_model_len or 0, on_cpu=False, streams_chunks=False

@@ -1,4 +1,4 @@
-"""The part of the engine that runs in vLLM's worker processes: it receives and loads weights, and ends with its owner.
+"""The part of the engine in vLLM's worker processes: it receives and loads weights, writes to a log, ends with its owner.
 
 vLLM mixes :class:`WorkerExtension` into its own worker class (``worker_extension_cls``), so all names here carry a prefix.
 Calls come through ``collective_rpc``, between two steps; arguments and results are plain data.
@@ -10,12 +10,15 @@ import os
 import select
 import signal
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_train.inference.engines.vllm.arguments import OWNER_VARIABLE
+from skyrl_train.inference.engines.vllm.arguments import LOG_VARIABLE, OWNER_VARIABLE
 from skyrl_train.inference.engines.vllm.weight_loader import WeightLoader
+from skyrl_train.runtime.process import write_output_to
 from skyrl_train.weight_sync.shared_area import machine
 from skyrl_train.weight_sync.update import WeightUpdate
 
@@ -73,11 +76,17 @@ def _end_with(owner: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch_owner() -> None:
-    """Watch the process that started the engine. vLLM imports this module as its worker starts: the earliest moment."""
-    owner = os.environ.get(OWNER_VARIABLE)
-    if owner is not None and int(owner) != os.getpid() and hasattr(os, "pidfd_open"):
+def _begin() -> None:
+    """Watch the process that started the engine, and write to its log. vLLM imports this module as its worker starts: the
+    earliest moment."""
+    owner, log_file = os.environ.get(OWNER_VARIABLE), os.environ.get(LOG_VARIABLE)
+    if owner is None or int(owner) == os.getpid():
+        return
+    if log_file is not None:
+        with suppress(OSError):  # another machine, without the folder
+            write_output_to(Path(log_file))
+    if hasattr(os, "pidfd_open"):
         threading.Thread(target=_end_with, args=(int(owner),), name="owner-watch", daemon=True).start()
 
 
-_watch_owner()
+_begin()

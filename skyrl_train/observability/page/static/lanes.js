@@ -12,6 +12,7 @@ const ACTIVITY = {
 export const ORDERS = {
   slot: "slots", begin: "beginning", lag: "lag", length: "duration", tokens: "tokens", reward: "reward",
 };
+const PARTS = ["requests", "environments", "tools", "agents"];
 export const UNFINISHED = ["running", "generated", "buffered"];
 
 // Lanes: each group gets the first one that is free when it begins. Groups that had a lane keep it, so that a picture that moves does not jump.
@@ -75,7 +76,7 @@ export class Lanes {
   prepare() {
     const rank = new Map();
     for (const group of this.data.groups) {
-      group.samples = 1 + Math.max(0, ...group.requests.map((one) => one[0] ?? 0), ...group.environments.map((one) => one[0] ?? 0));
+      group.samples = 1 + Math.max(0, ...PARTS.flatMap((part) => group[part].map((one) => one[0] ?? 0)));
       rank.set(`${group.process}/${group.group}`, group);
     }
     this.samples = Math.max(1, ...this.data.groups.map((group) => group.samples));
@@ -320,6 +321,10 @@ export class Lanes {
       c.setLineDash([]);
     }
     const strip = Math.max(1, (height - 2) / group.samples), thick = Math.max(1, strip > 2.5 ? strip - 1 : strip);
+    c.fillStyle = this.ink.soft;
+    for (const [sample, t0, t1] of group.agents) {
+      c.fillRect(this.x(t0), top + 1 + (sample ?? 0) * strip + thick / 2 - 0.5, this.x(t1) - this.x(t0), 1);
+    }
     for (const [sample, submitted, , , stop, , segments] of group.requests) {
       const y = top + 1 + (sample ?? 0) * strip;
       const first = segments.length ? segments[0][2] : null;
@@ -338,12 +343,16 @@ export class Lanes {
         c.fillRect(end - 1, y, 3, thick);
       }
     }
-    for (const [sample, t0, t1, , ok] of group.environments) {
-      const from = this.x(t0), length = Math.max(0.5, this.x(t1) - from);
-      if (length < 1 && ok) continue;
-      const y = top + 1 + (sample ?? 0) * strip;
-      c.fillStyle = ok ? "#8a94ab" : this.ink.bad;
-      for (let x = from; x < from + length; x += 4) c.fillRect(x, y + thick * 0.25, Math.min(2, from + length - x), Math.max(1, thick * 0.5));
+    const calls = [...group.environments.map(([sample, t0, t1, , ok]) => [sample, t0, t1, ok ? "#8a94ab" : this.ink.bad, 4]),
+      ...group.tools.map(([sample, t0, t1]) => [sample, t0, t1, this.ink.ink, 3])];
+    for (const [sample, t0, t1, fill, apart] of calls) {
+      const from = this.x(t0), end = Math.min(this.width, this.x(t1));
+      if (end - from < 1 && fill !== this.ink.bad) continue;
+      const y = top + 1 + (sample ?? 0) * strip + thick * 0.2;
+      c.fillStyle = fill;
+      // Of a long one that began on the left of the picture, only what is seen.
+      const first = from < LEFT ? LEFT - ((LEFT - from) % apart) : from;
+      for (let x = first; x < Math.max(end, from + 0.5); x += apart) c.fillRect(x, y, Math.min(apart / 2, Math.max(0.5, end - x)), Math.max(1, thick * 0.6));
     }
     for (const [, t0, t1, ok] of group.stages) {
       c.fillStyle = ok ? this.ink.soft : this.ink.bad;
@@ -479,6 +488,7 @@ export class Lanes {
       `${seconds((group.finished ?? group.end) - group.begin)} generating${group.finished ? `, ${seconds(group.end - group.finished)} waiting` : ""}`,
       `${group.oldest === undefined ? "" : `versions ${group.oldest}–${group.newest}, `}${group.tokens === undefined ? "" : `${number(group.tokens)} tokens`}${
         group.reward === undefined || group.reward === null ? "" : `, reward ${number(group.reward)}`}`,
+      ...(group.tools.length ? [`tools: ${seconds(group.tools.reduce((sum, [, t0, t1]) => sum + t1 - t0, 0))} in ${number(group.tools.length)} turns`] : []),
     ];
   }
 }

@@ -76,7 +76,7 @@ export function Timeline({ run, info, ticks, query }) {
       <canvas ref=${canvas} tabindex="0" aria-label="timeline"></canvas><div ref=${spacer}></div>
       ${hover && html`<div class="tip" style=${{ left: `${Math.min(hover.x + 14, (scroller.current?.clientWidth ?? 400) - 250)}px`, top: `${hover.y + 16 + scroller.current.scrollTop}px` }}>${hover.lines.map((line) => html`<div>${line}</div>`)}</div>`}
     </div>
-    <p class="note">A lane is a slot for a group, a strip in it a sample, a colour the policy version that sampled. Hatched: environment. Dotted: its responses are under way, or were left out (trainer.max_events_per_s). Pale: generated, waits to be trained; ▼ the step that trained it.
+    <p class="note">A lane is a slot for a group, a strip in it a sample, a colour the policy version that sampled. Hatched: an environment (grey), or the tools of an agent (dark), whose thin line is its life. Dotted: its responses are under way, or were left out (trainer.max_events_per_s). Pale: generated, waits to be trained; ▼ the step that trained it.
       Wheel: zoom. Drag: move. Click a step to light its groups, a group for its responses.</p>
     ${same && html`<${GroupDetails} run=${run} group=${same} first=${data.first} />`}`;
 }
@@ -88,7 +88,10 @@ function Unrecorded({ run, ticks }) {
 }
 
 function GroupDetails({ run, group, first }) {
-  const rows = [...group.requests].sort((a, b) => (a[0] ?? 0) - (b[0] ?? 0) || a[1] - b[1]);
+  const calls = [...group.environments.map(([sample, t0, t1, call, ok]) => [sample, t0, t1, `environment: ${call}`, ok ? "" : "failed"]),
+    ...group.tools.map(([sample, t0, t1, names]) => [sample, t0, t1, `${names.length > 1 ? "tools" : "tool"}: ${names.join(", ")}`, ""]),
+    ...group.agents.map(([sample, t0, t1, turns, ok]) => [sample, t0, t1, `agent, ${turns} ${turns === 1 ? "response" : "responses"}`, ok ? "" : "failed"])];
+  const rows = [...group.requests, ...calls].sort((a, b) => (a[0] ?? 0) - (b[0] ?? 0) || a[1] - b[1]);
   const since = (time) => (time === null || time === undefined ? "–" : `${(time - first).toFixed(2)} s`);
   return html`<div class="card"><h2>Group ${group.group}<span class="unit">${group.state}${group.step ? `, step ${group.step}` : ""}</span>
       <span class="now"><a href=${`#/run/${encodeURIComponent(run)}/samples?group=${group.group}${group.step ? `&step=${group.step}` : ""}`}>its samples</a></span></h2>
@@ -98,10 +101,11 @@ function GroupDetails({ run, group, first }) {
     ${group.retries.map(([at, attempt, reason]) => html`<p class="note">attempt ${attempt} failed at ${since(at)}: <${Text}>${reason}<//></p>`)}
     ${rows.length === 0 ? html`<p class="note">Its responses are not recorded: they are still under way, or trainer.max_events_per_s left this group out.</p>` : html`
     <div class="scroll"><table><thead><tr><th class="n">sample</th><th class="n">submitted</th><th class="n">first token</th><th class="n">duration</th><th class="n">prompt</th><th>tokens by version</th><th>interrupted by</th><th>end</th></tr></thead><tbody>
-      ${rows.map(([sample, submitted, firstToken, end, stop, prompt, segments, seams]) => html`<tr><td class="n">${sample}</td><td class="n">${since(submitted)}</td>
+      ${rows.map(([sample, submitted, firstToken, end, stop, prompt, segments, seams]) => (segments === undefined ? html`<tr><td class="n">${sample}</td><td class="n">${since(submitted)}</td><td class="n"></td>
+        <td class="n">${seconds(firstToken - submitted)}</td><td class="n"></td><td colspan="2"><${Text}>${end}<//></td><td>${stop}</td></tr>` : html`<tr><td class="n">${sample}</td><td class="n">${since(submitted)}</td>
         <td class="n">${firstToken === null ? "–" : seconds(firstToken - submitted)}</td><td class="n">${seconds(end - submitted)}</td><td class="n">${prompt}</td>
         <td>${segments.map(([version, tokens]) => html`<span class="piece"><i class="swatch" style=${{ background: versionColour(version) }}></i>v${version}: ${tokens} </span>`)}</td>
-        <td>${seams.join(", ")}</td><td>${stop}</td></tr>`)}
+        <td>${seams.join(", ")}</td><td>${stop}</td></tr>`))}
     </tbody></table></div>`}
   </div>`;
 }
