@@ -39,7 +39,8 @@ ROOMS = {
         "colocation",
     ),
     "training": (
-        "training", "checkpoint_store", "compilation", "critic", "head_kernels", "minibatch", "remote_checkpoint", "snapshots",
+        "training", "checkpoint_store", "compilation", "critic", "cuda_on_paper", "head_kernels", "minibatch",
+        "remote_checkpoint", "snapshots",
     ),
     "vllm": ("vllm",),
     "weight_sync": (

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from skyrl_train.errors import ModelError
+from skyrl_train.training.upload import upload
 
 if TYPE_CHECKING:
     from skyrl_train.training.sequence_parallel import SequenceRanks
@@ -72,7 +73,7 @@ class Segments:
 
     def to(self, device: torch.device) -> Segments:
         """Move the tensors to ``device``."""
-        return replace(self, offsets=self.offsets.to(device))
+        return replace(self, offsets=upload(self.offsets, device))
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -84,7 +85,7 @@ class Segments:
             places = None
             if of_bucket[-1] < width:
                 inside = torch.arange(width) < torch.tensor(of_bucket)[:, None]
-                places = inside.flatten().nonzero().squeeze(1).to(self.offsets.device)
+                places = upload(inside.flatten().nonzero().squeeze(1), self.offsets.device)
             buckets.append(Bucket(start, end, len(of_bucket), width, places))
             start = end
         return tuple(buckets)

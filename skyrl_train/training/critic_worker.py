@@ -35,6 +35,7 @@ from skyrl_train.training.gradient_accumulator import GradientAccumulator, StepP
 from skyrl_train.training.scorer import compute_device, reject_needed_packing, reshard, scored_hidden
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.state import Snapshots
+from skyrl_train.training.upload import upload
 
 VALUE_HEAD = "value_head.safetensors"  # in the folder of a trained critic, beside its model
 
@@ -125,7 +126,9 @@ class CriticWorker(GradientAccumulator[CriticMicroBatch]):
         masks, device = [s.loss_mask for s in trained], compute_device(self.model)
         micro_batches = [
             CriticMicroBatch(
-                micro_batch, flat_tokens(values, micro_batch).to(device), flat_tokens(returns, micro_batch).to(device)
+                micro_batch,
+                upload(flat_tokens(values, micro_batch), device),
+                upload(flat_tokens(returns, micro_batch), device),
             )
             for micro_batch in self._layout.micro_batches(trained, range(len(trained)), masks)
         ]

@@ -227,10 +227,11 @@ class GradientAccumulator(ABC, Generic[M]):
         results = [torch.zeros(len(sequence)) for sequence in sequences]
         micro_batches = self._collectives.all_succeed(prepare)
         missing = self._collectives.all_reduce_max(len(micro_batches)) - len(micro_batches)
-        for micro_batch in micro_batches:
-            scores = self._scores(micro_batch).float().cpu()
+        # Copied to the CPU only when all passes are queued: a GPU would stand still while the next one is prepared.
+        computed = [self._scores(micro_batch).float() for micro_batch in micro_batches]
+        for micro_batch, scores in zip(micro_batches, computed, strict=True):
             counts = [len(sequences[index]) - 1 for index in micro_batch.indices]
-            for index, of_sequence in zip(micro_batch.indices, scores.split(counts), strict=True):
+            for index, of_sequence in zip(micro_batch.indices, scores.cpu().split(counts), strict=True):
                 results[index][1:] = of_sequence
         for _ in range(missing):
             self._scores(self._smallest_micro_batch())

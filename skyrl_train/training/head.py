@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from skyrl_train.training.upload import upload
+
 if TYPE_CHECKING:
     from skyrl_train.training.head_kernels import Sums
 
@@ -81,7 +83,7 @@ class AllowedTokens:
 
     def to(self, device: torch.device) -> AllowedTokens:
         """Return the same on ``device``."""
-        return AllowedTokens(self.masks.to(device), self.rows.to(device))
+        return AllowedTokens(upload(self.masks, device), upload(self.rows, device))
 
     def forbid_(self, logits: torch.Tensor, tokens: slice, first: int) -> None:
         """Set logits ``[n, v]`` of forbidden tokens, in place.

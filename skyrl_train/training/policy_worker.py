@@ -26,6 +26,7 @@ from skyrl_train.training.gradient_accumulator import GradientAccumulator, StepP
 from skyrl_train.training.objective import Objective, TokenFields
 from skyrl_train.training.scorer import Scorer, compute_device
 from skyrl_train.training.state import Snapshots
+from skyrl_train.training.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +155,17 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
                 # The sequence of each scored token, [N].
                 rows = torch.arange(len(micro_batch.indices)).repeat_interleave(micro_batch.counts)
                 fields = TokenFields(
-                    advantages=flat_tokens([s.advantages for s in sequences], micro_batch).to(device),
-                    behaviour_logprobs=flat_tokens([s.behaviour_logprobs for s in sequences], micro_batch).to(device),
-                    token_weights=weights[list(micro_batch.indices)][rows].to(device),
-                    proximal_logprobs=flat_tokens(proximal, micro_batch).to(device) if proximal else None,
-                    sequence_index=rows.to(device),
+                    advantages=upload(flat_tokens([s.advantages for s in sequences], micro_batch), device),
+                    behaviour_logprobs=upload(
+                        flat_tokens([s.behaviour_logprobs for s in sequences], micro_batch), device
+                    ),
+                    token_weights=upload(weights[list(micro_batch.indices)][rows], device),
+                    proximal_logprobs=upload(flat_tokens(proximal, micro_batch), device) if proximal else None,
+                    sequence_index=upload(rows, device),
                     num_sequences=len(micro_batch.indices),
-                    lags=(minibatch.step - 1 - flat_tokens([s.versions for s in sequences], micro_batch)).to(device),
+                    lags=upload(minibatch.step - 1 - flat_tokens([s.versions for s in sequences], micro_batch), device),
                     kl_factor=minibatch.kl_factor,
-                    reference_logprobs=flat_tokens(reference, micro_batch).to(device) if reference else None,
+                    reference_logprobs=upload(flat_tokens(reference, micro_batch), device) if reference else None,
                 )
                 records = tuple(sequences[index].record for index in micro_batch.indices)
                 micro_batches.append(PolicyMicroBatch(micro_batch, fields, records))

@@ -31,6 +31,7 @@ from skyrl_train.training.attention import caps_attention_scores, packing_obstac
 from skyrl_train.training.batch import MicroBatch, RowLayout, collate_packed, collate_padded, two_short_sequences
 from skyrl_train.training.head import LogitRule, token_scores
 from skyrl_train.training.sequence_parallel import SequenceRanks
+from skyrl_train.training.upload import upload
 
 ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries hold at once
 
@@ -208,7 +209,7 @@ def chunked_scores(
     """
     head, body = _head(model), model.base_model
     device = compute_device(model)
-    outputs, targets = micro_batch.outputs.to(device), micro_batch.targets.to(device)
+    outputs, targets = upload(micro_batch.outputs, device), upload(micro_batch.targets, device)
     allowed = None if micro_batch.allowed is None else micro_batch.allowed.to(device)
 
     def of_head(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +238,7 @@ def full_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies ``[N]`` from the model's own logits ``[N, V]``, float32 or wider."""
     device = compute_device(model)
-    outputs = micro_batch.outputs.to(device)
+    outputs = upload(micro_batch.outputs, device)
 
     def select(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = args
@@ -254,7 +255,7 @@ def full_scores(
     if micro_batch.allowed is not None:
         logits = logits.clone()
         micro_batch.allowed.to(logits.device).forbid_(logits, slice(None), 0)
-    targets = micro_batch.targets.to(logits.device)
+    targets = upload(micro_batch.targets, logits.device)
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
     with torch.set_grad_enabled(differentiate_entropy and torch.is_grad_enabled()):
         entropies = [
@@ -278,7 +279,7 @@ def scored_hidden(
     if body is model:
         raise ModelError(f"{type(model).__name__} has no body apart from its head; name another model.")
     device = compute_device(model)
-    outputs = micro_batch.outputs.to(device)
+    outputs = upload(micro_batch.outputs, device)
 
     def of_model(**inputs: Any) -> torch.Tensor:
         return then(body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, outputs))
@@ -289,15 +290,17 @@ def scored_hidden(
 
 
 def _inputs(micro_batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    mask, segments = micro_batch.attention_mask, micro_batch.segments
-    if mask is None:
+    segments = micro_batch.segments
+    if micro_batch.attention_mask is not None:
+        mask = upload(micro_batch.attention_mask, device)
+    else:
         # Models hand on a mask of four dimensions as it is and build none. It hides everything, so that attention which used it
         # as a mask would be noticed.
-        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
     inputs: dict[str, Any] = {
-        "input_ids": micro_batch.input_ids.to(device),
-        "attention_mask": mask.to(device),
-        "position_ids": micro_batch.position_ids.to(device),
+        "input_ids": upload(micro_batch.input_ids, device),
+        "attention_mask": mask,
+        "position_ids": upload(micro_batch.position_ids, device),
         "use_cache": False,
     }
     return inputs if segments is None else inputs | {"segments": segments.to(device)}

@@ -154,6 +154,9 @@ class BroadcastReceiver:
             self._staging = torch.empty(0, dtype=torch.uint8)  # freed first
             try:
                 self._staging = torch.empty(update.num_bytes, dtype=torch.uint8, device=device)
+                if device.type == "cuda":
+                    # Kernels of the memory's last owner may still run, and the broadcast has a stream of its own.
+                    torch.cuda.current_stream(device).synchronize()
             except RuntimeError as error:
                 remedy = "Free some memory of the engine's machine."
                 if device.type == "cuda":

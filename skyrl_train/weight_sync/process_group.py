@@ -28,6 +28,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -186,8 +187,17 @@ class _Engine:
     gone: bool = False
 
     @property
-    def has_answered(self) -> bool:
-        return len(self.reports) == self.receivers
+    def has_ended(self) -> bool:
+        """Whether it is gone, or all its workers have reported."""
+        return self.gone or len(self.reports) == self.receivers
+
+    @property
+    def has_bytes(self) -> bool:
+        return self.has_ended and not self.gone and not any(self.reports.values())
+
+    @property
+    def needs_bytes(self) -> bool:
+        return self.has_ended and not self.gone and any(self.reports.values())
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a message, if the engine is still there."""
@@ -218,7 +228,7 @@ class _WeightServer:
         self._bucket_bytes, self._stall_s = bucket_bytes, stall_s
         self._token = secrets.token_hex(16)
         self._id = secrets.token_hex(4)  # groups of another trainer have other names
-        self._attempts = itertools.count()
+        self._attempts, self._last_attempt = itertools.count(), 0
         self._offers: dict[int, tuple[int, torch.Tensor]] = {}  # by area: version, bytes
         # Guards all below; notified when an engine asks, reports or leaves, and by ``close``.
         self._changed = threading.Condition()
@@ -310,7 +320,7 @@ class _WeightServer:
                     engine.control.close()
                     return
                 self._connections.add(engine.control)
-                self._start_thread(self._listen, engine, connection)
+                self._start_thread(self._listen, engine)
 
     def _start_thread(self, target: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(
@@ -319,7 +329,7 @@ class _WeightServer:
         thread.start()
         self._threads = [*(known for known in self._threads if known.is_alive()), thread]
 
-    def _listen(self, engine: _Engine, connection: socket.socket) -> None:
+    def _listen(self, engine: _Engine) -> None:
         """Consumes an engine's or a worker's messages / waits for the next one / unblocked by its end / produces rounds and
         reports."""
         try:
@@ -329,7 +339,7 @@ class _WeightServer:
                 if not secrets.compare_digest(str(message.get("token")), self._token):
                     engine.control.send({"error": "the token is not this transport's"})
                     return
-                connection.settimeout(None)  # the next version may be hours away
+                engine.control.keep_alive()  # the next version may be hours away
                 with self._changed:
                     if "attempt" in message:
                         asked = self._workers.pop((int(message["attempt"]), int(message["rank"])), None)
@@ -393,7 +403,8 @@ class _WeightServer:
             # The lock is not held during the transfer: gathering the next version must not wait for a slow engine.
             offers = [(area, offer) for area, offer in self._offers.items() if offer[0] == version]
             engines = [engine for engine in engines if not engine.gone]
-            attempt, kept = next(self._attempts), self._keep(None)
+            attempt = self._last_attempt = next(self._attempts)
+            kept = self._keep(None)
         group: BroadcastGroup | None = None
         was_kept = kept is not None and set(kept[1]) == set(engines)
         if kept is not None and was_kept:
@@ -429,29 +440,37 @@ class _WeightServer:
             group.leave()  # so that the other members notice, too
         # A worker that failed answers at once; one that has the bytes verifies them first.
         limit_s = REPORT_WAIT_S if error else self._stall_s + staging.numel() / CHECKED_BYTES_PER_S
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed.is_set() or all(one.gone or one.has_answered for one in engines), limit_s
-            )
-            for rank in range(size):
-                self._workers.pop((attempt, rank), None)
-            again = [one for one in engines if one.has_answered and any(one.reports.values()) and not one.gone]
-            lost = [one for one in engines if one.gone or not one.has_answered]
-            # The area may have been overwritten while its bytes were sent.
-            intact = self._offers.get(area) is offer
-            if group is not None:
-                self._in_use.discard(group)
-                # Kept before anybody is told the result, because the next version may be asked for then.
-                if error is None and not again and not lost and not self._closed.is_set():
-                    other = self._keep((group, engines))
-                    group = None if other is None else other[0]
+        end, waiting, again = time.monotonic() + limit_s, engines, list[_Engine]()
+        while waiting:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed.is_set() or any(one.has_ended for one in waiting),  # noqa: B023
+                    max(0.0, end - time.monotonic()),
+                )
+                ended = [one for one in waiting if one.has_ended] or waiting  # none: the time is over
+                waiting = [one for one in waiting if one not in ended]
+                again += [one for one in ended if one.needs_bytes]
+                # The area may have been overwritten while its bytes were sent.
+                intact = self._offers.get(area) is offer
+                if not waiting:
+                    for rank in range(size):
+                        self._workers.pop((attempt, rank), None)
+                    if group is not None:
+                        self._in_use.discard(group)
+                        # Kept before the last engine is told the result, because the next version may be asked for then. A later
+                        # attempt has taken engines out of this group.
+                        fine = error is None and all(one.has_bytes for one in engines)
+                        if fine and attempt == self._last_attempt and not self._closed.is_set():
+                            other = self._keep((group, engines))
+                            group = None if other is None else other[0]
+            # Each engine as soon as its own workers have answered: one that hangs is no other one's matter.
+            for engine in ended:
+                if not engine.has_ended or engine.gone:
+                    engine.tell({"error": "its workers did not report in time that they have it"})
+                elif engine.has_bytes:
+                    engine.tell({"error": None if intact else "a newer version has taken its place meanwhile"})
         if group is not None:
             group.leave()
-        for engine in engines:
-            if engine in lost:
-                engine.tell({"error": "its workers did not report in time that they have it"})
-            elif engine not in again:
-                engine.tell({"error": None if intact else "a newer version has taken its place meanwhile"})
         return again, was_kept, error or "a worker did not get all bytes"
 
     def _keep(self, kept: tuple[BroadcastGroup, list[_Engine]] | None) -> tuple[BroadcastGroup, list[_Engine]] | None:

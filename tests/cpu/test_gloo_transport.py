@@ -27,7 +27,7 @@ from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
-from skyrl_train.weight_sync import process_group
+from skyrl_train.weight_sync import broadcast_receiver, process_group
 from skyrl_train.weight_sync.broadcast_receiver import BroadcastClient, BroadcastReceiver
 from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -141,6 +141,54 @@ def test_a_worker_that_leaves_the_group_costs_the_others_one_more_broadcast(
         assert members(transport) == 1
         following = transport.gather([("w", torch.ones(5000))], 1)
         assert living.open_update(following)["w"][0] == 1.0
+
+
+def test_an_engine_is_told_at_once_that_it_has_the_bytes(staged: tuple[GlooTransport, WeightUpdate]) -> None:
+    """A worker that hangs while it verifies a large model would otherwise hold up all engines beyond their time limit."""
+    transport, update = staged
+    together, location = dataclasses.replace(update, receivers=2), json.loads(update.location)
+    with (
+        closing(WeightReceiver(CPU)) as quick,
+        closing(BroadcastReceiver(CPU)) as slow,
+        closing(BroadcastClient()) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        opened = thread.submit(quick.open_update, together)
+        assignments = client.assignments(together, receivers=1)
+        assignment = next(assignments)
+        group = slow._join("gloo", location, assignment, assignment["rank"])
+        group.broadcast(slow._room(update), location["bucket_bytes"])
+        assert torch.equal(opened.result()["w"], torch.arange(5000.0))
+        assert transport._server is not None and transport._server._kept is None, "the round has not ended"
+        report = {"attempt": assignment["attempt"], "rank": assignment["rank"], "again": False}
+        broadcast_receiver._report(location, report)
+        assert next(assignments, None) is None
+        assert members(transport) == 2
+
+
+def test_a_round_that_ends_after_a_later_one_does_not_bring_its_group_back(
+    staged: tuple[GlooTransport, WeightUpdate],
+) -> None:
+    transport, update = staged
+    together, location = dataclasses.replace(update, receivers=2), json.loads(update.location)
+    with (
+        closing(WeightReceiver(CPU)) as quick,
+        closing(BroadcastReceiver(CPU)) as slow,
+        closing(BroadcastClient()) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        opened = thread.submit(quick.open_update, together)
+        assignments = client.assignments(together, receivers=1)
+        assignment = next(assignments)
+        group = slow._join("gloo", location, assignment, assignment["rank"])
+        group.broadcast(slow._room(update), location["bucket_bytes"])
+        opened.result()
+        following = transport.gather([("w", torch.ones(5000))], 1)
+        assert quick.open_update(following)["w"][0] == 1.0
+        report = {"attempt": assignment["attempt"], "rank": assignment["rank"], "again": False}
+        broadcast_receiver._report(location, report)
+        assert next(assignments, None) is None
+        assert members(transport) == 1
 
 
 @pytest.mark.slow

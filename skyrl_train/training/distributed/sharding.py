@@ -108,11 +108,13 @@ def shard(model: PreTrainedModel, config: TrainerConfig, mesh: DeviceMesh) -> No
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction that keeps the sum
 
 
-def gathered(weight: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded weight on its device; called by all ranks. Return any other weight unchanged."""
+def gathered(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gather a sharded weight on its device, in ``dtype``; called by all ranks. An unsharded weight stays where it is."""
     if not isinstance(weight, DTensor):
-        return weight
-    full: torch.Tensor = weight.to(weight.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+        return weight.to(dtype)
+    # A shard in main memory is pinned: its GPU copies it in its turn, and casts it there.
+    shard = weight.to(weight.device_mesh.device_type, non_blocking=True).to(dtype)
+    full: torch.Tensor = shard.full_tensor()  # type: ignore[attr-defined]
     return full
 
 

@@ -169,7 +169,7 @@ class TrainingWorker:
         """Gather each parameter when the iterator reaches it, in the dtype with which the policy computes."""
         dtype = resolve_dtype(self._held[Role.policy].settings.trainer.policy.dtype)
         for name, parameter in weights:
-            yield name, gathered(parameter.detach().to(dtype))
+            yield name, gathered(parameter.detach(), dtype)
 
     def weight_names(self) -> list[str]:
         """Return the HF names of the policy's parameters, in their order."""
