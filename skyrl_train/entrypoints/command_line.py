@@ -25,6 +25,7 @@ from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
 from skyrl_train.entrypoints.simulate import simulate
 from skyrl_train.entrypoints.trace import trace
+from skyrl_train.entrypoints.track import track
 from skyrl_train.entrypoints.watch import watch
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 
@@ -255,6 +256,7 @@ app.command(rich_help_panel=LOOK)(page)
 app.command(rich_help_panel=LOOK)(report)
 app.command(rich_help_panel=LOOK)(compare)
 app.command(rich_help_panel=LOOK)(trace)
+app.command(rich_help_panel=LOOK)(track)
 app.command(rich_help_panel=USE)(serve)
 app.command(rich_help_panel=USE)(export)
 

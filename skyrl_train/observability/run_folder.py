@@ -247,6 +247,24 @@ def _lock(folder: Path) -> FileIO:
     return file
 
 
+def trains_now(folder: Path) -> bool:
+    """Return whether a process of this machine, or of another one whose file system tells, trains in ``folder``."""
+    if folder.resolve() in _locked_here:  # closing the file would release this process's own lock
+        return True
+    try:
+        file = FileIO(folder / LOCK)
+    except OSError:  # there is none, or it is not readable
+        return False
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return False
+    return False
+
+
 # Files -------------------------------------------------------------------------------------------------------------
 
 

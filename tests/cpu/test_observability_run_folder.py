@@ -28,6 +28,7 @@ from skyrl_train.observability.run_folder import (
     left_behind,
     read_jsonl,
     replace_file,
+    trains_now,
 )
 
 
@@ -337,7 +338,9 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     process = holder(tmp_path, "alone")
     with pytest.raises(ConfigError, match="Another process trains in"):
         RunFolder(tmp_path, RunConfig())
+    assert trains_now(tmp_path)
     process.communicate()
+    assert not trains_now(tmp_path)
     RunFolder(tmp_path, RunConfig()).close()
 
 

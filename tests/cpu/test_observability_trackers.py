@@ -10,6 +10,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded_runs import RecordedRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from skyrl_train.build.checks import check_import_paths
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.entrypoints.command_line import main
 from skyrl_train.errors import ConfigError
+from skyrl_train.observability.run_folder import EVALUATIONS, METRICS, SAMPLES, RunFolder
 from skyrl_train.observability.trackers import feed as feeding
 from skyrl_train.observability.trackers.feed import TrackerFeed, register_tracker, tracker_factory, tracker_names
 from skyrl_train.observability.trackers.tracker import (
@@ -60,6 +64,11 @@ class Recorder(Tracker):
 
     def close(self) -> None:
         self.calls.append(("close",))
+
+
+class Failing(Recorder):
+    def __init__(self, folder: Path, config: RunConfig, resume_step: int) -> None:
+        raise ValueError("no key at http://name:password@host/x")
 
 
 @pytest.fixture(autouse=True)
@@ -337,6 +346,48 @@ def test_samples_are_cut_in_the_middle_and_have_valid_text() -> None:
 def test_settings_have_their_dotted_names() -> None:
     settings = flat_config(compose("quickstart", ["trainer.seed=7"]))
     assert settings["trainer.seed"] == 7 and settings["trainer.mode"] == "fully_async"
+
+
+# A run that is sent afterwards ------------------------------------------------------------------------------------
+
+
+def test_a_run_is_sent_afterwards_in_the_order_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RecordedRun(tmp_path / "runs" / "killed-1", steps=3).path
+    with (run / METRICS).open("a") as file:
+        file.write('{"step": 3, "reward/mean": 0.25, "loss/policy": null, "group_indices": [1]}\n{"step": 4, "rew')
+    (run / EVALUATIONS).write_text('{"step": 2, "time": 9.0, "eval/pass@1": 0.5}\n')
+    (run / SAMPLES / "step_000002.parquet").write_bytes(b"damaged")
+    name = f"{__name__}:Recorder"
+    assert main(["track", str(run), name]) == 0
+    (sent,) = Recorder.made
+    assert sent.folder == run / "logs" / "Recorder"
+    order = [("log", 1), ("train", 1), ("log", 2), ("log", 2), ("log", 3), ("train", 3), ("close",)]
+    assert [call[:2] for call in sent.calls] == order
+    evaluation, step_2, step_3 = (call[2] for call in sent.calls if call[0] == "log" and call[1] > 1)
+    assert (evaluation, step_3) == ({"eval/pass@1": 0.5}, {"reward/mean": 0.25})
+    assert "reward/mean" in step_2 and not step_2.keys() & {"step", "time", "elapsed_s"}
+    assert len(sent.calls[1][2]) > 2, "samples"
+    # Once more only if that was meant; elsewhere, if the run folder is read-only.
+    (run / "logs" / "Recorder").mkdir(parents=True)
+    (run / "logs" / "Recorder" / "run_id").write_text("x")
+    assert main(["track", str(run), name]) == 2
+    assert "--again" in capsys.readouterr().err
+    assert main(["track", str(run), name, "--again"]) == 0
+    assert main(["track", str(run), name, "--output", str(tmp_path / "elsewhere")]) == 0
+    assert Recorder.made[-1].folder == tmp_path / "elsewhere" / "killed-1" / "logs" / "Recorder"
+
+
+def test_a_run_that_cannot_be_sent_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RecordedRun(tmp_path / "run-1", steps=1).path
+    for arguments, message in (
+        (["no_such"], "'no_such' is unknown"),
+        ([f"{__name__}:Failing"], "Failing failed: ValueError: no key at http://host/x. Its files are in"),
+    ):
+        assert main(["track", str(run), *arguments]) == 2
+        assert message in capsys.readouterr().err.replace("\n", " ")
+    with closing(RunFolder(tmp_path / "run-2", compose("quickstart", []))):
+        assert main(["track", str(tmp_path / "run-2"), "tensorboard"]) == 2
+    assert "trains now" in capsys.readouterr().err
 
 
 # TensorBoard ------------------------------------------------------------------------------------------------------

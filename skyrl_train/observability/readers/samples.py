@@ -68,6 +68,12 @@ def whole_sequence(run: Path, phase: str, step: int, row: int) -> dict[str, Any]
     return dict(found)
 
 
+def sample_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return these columns of all rows of a file; none if the file cannot be read."""
+    table = _table(path, columns)
+    return [] if table is None else list(table.to_pylist())
+
+
 def _rows(path: Path, uid: str | None = None) -> list[dict[str, Any]]:
     """Return the rows of a file, or only one prompt's rows, each with its number; none if the file cannot be read."""
     import pyarrow.compute as pc

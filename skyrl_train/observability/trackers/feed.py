@@ -82,6 +82,11 @@ def tracker_factory(name: str) -> TrackerFactory:
     raise ConfigError(f"trainer.trackers: {name!r} is unknown.{did_you_mean(name, tracker_names())}")
 
 
+def tracker_folder(run: Path, name: str) -> Path:
+    """Return the folder of a tracker's files."""
+    return run / "logs" / name.replace(":", ".").rpartition(".")[2]
+
+
 class TrackerFeed:
     """The trackers of a run. Its methods return at once, except :meth:`close`, and may be called from any thread.
 
@@ -102,9 +107,8 @@ class TrackerFeed:
             note: shows a line on the screen; called in the trackers' threads too.
         """
         if not self._threads:
-            logs = self._run / "logs"
             self._threads = [
-                _TrackerThread(name, make, logs / name.replace(":", ".").rpartition(".")[2], self._config)
+                _TrackerThread(name, make, tracker_folder(self._run, name), self._config)
                 for name, make in self._factories
             ]
         for thread in self._threads:
@@ -199,7 +203,7 @@ class _TrackerThread:
     def _open(self, step: int) -> None:
         self._tracker = self._make(self._folder, self._config, step)
         if self._tracker.location:
-            self._note(f"  {self._name}: {_without_passwords(self._tracker.location)}")
+            self._note(f"  {self._name}: {without_passwords(self._tracker.location)}")
 
     def _close(self) -> None:
         tracker, self._tracker = self._tracker, None
@@ -207,12 +211,12 @@ class _TrackerThread:
             tracker.close()
 
     def _say(self, text: str, error: BaseException | None = None) -> None:
-        text = f"tracker {self._name} {_without_passwords(text)}"
-        trace = "" if error is None else "\n" + _without_passwords("".join(traceback.format_exception(error)).rstrip())
+        text = f"tracker {self._name} {without_passwords(text)}"
+        trace = "" if error is None else "\n" + without_passwords("".join(traceback.format_exception(error)).rstrip())
         logger.warning("%s%s", text, trace)
         self._note(f"{text} (the run continues; its folder has everything)")
 
 
-def _without_passwords(text: str) -> str:
+def without_passwords(text: str) -> str:
     """Return ``text`` without the names and passwords of its addresses, such as MLFLOW_TRACKING_URI: notes and logs are kept."""
     return re.sub(r"://[^/?#\s]*@", "://", text)

@@ -27,7 +27,7 @@ PROJECT = "skyrl-train"  # where the environment names no other
 MAX_TEXT = 10_000  # characters of a prompt or a response; samples/ has all of them
 Histogram = tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]  # counts, and the edges of their bins
 _BIN = re.compile(r"(.*histogram)/(\d{1,4})")
-_COLUMNS = ("group_index", "sample", "reward", "lag", "stop_reason", "chosen", "prompt", "response")
+SAMPLE_COLUMNS = ("group_index", "sample", "reward", "lag", "stop_reason", "chosen", "prompt", "response")
 
 
 class Tracker(ABC):
@@ -112,5 +112,5 @@ def with_histograms(metrics: Mapping[str, float], histogram: Callable[..., Any])
 
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the columns of samples that a person reads; of long texts, the beginning and the end."""
-    table = [{name: encodable(row[name]) for name in _COLUMNS} for row in rows]
+    table = [{name: encodable(row[name]) for name in SAMPLE_COLUMNS} for row in rows]
     return [row | {name: excerpt(row[name], MAX_TEXT) for name in ("prompt", "response")} for row in table]
