@@ -255,19 +255,24 @@ class MemoryRequirement:
     remedy: str
     models: tuple[str, ...] = ()  # that the activations belong to
     context_bytes: int = 0  # of the process on its GPU
+    here: bool = False  # the main memory of the machine that was asked, surely
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryWarnings:
-    """Requirements beyond the machine: ``insufficient`` by the state alone, ``tight`` only with the most activations."""
+    """Requirements beyond the machine: ``insufficient`` by the state alone, ``tight`` only with the most activations.
+
+    ``impossible`` are those of ``insufficient`` that belong to this machine, on which training would end for want of memory.
+    """
 
     insufficient: list[str]
     tight: list[str]
+    impossible: list[str]
 
 
 def memory_warnings(config: RunConfig, memory: MemoryEstimate | None, machine: Machine) -> MemoryWarnings:
     """Compare the memory that training needs with what the machine has."""
-    insufficient, tight = [], []
+    insufficient, tight, impossible = [], [], []
     for need in memory_requirements(config, memory, machine):
         state, available = need.state_bytes, need.available_bytes
         # The state stays allocated during the whole run; activations reach their maximum only with full micro-batches.
@@ -275,6 +280,7 @@ def memory_warnings(config: RunConfig, memory: MemoryEstimate | None, machine: M
             insufficient.append(
                 f"{need.where}: {need.kind} take {_gib(state)}, and there are {_gib(available)}. {need.remedy}"
             )
+            impossible += insufficient[-1:] if need.here else []
         elif state + need.activation_bytes + need.context_bytes > available:
             checkpointing = {
                 "policy": config.trainer.policy.gradient_checkpointing,
@@ -286,7 +292,7 @@ def memory_warnings(config: RunConfig, memory: MemoryEstimate | None, machine: M
                 f"{need.where}: {_gib(state)} of {need.kind}, and up to {_gib(need.activation_bytes)} of activations, but "
                 f"there are {_gib(available)}. {fewer} trainer.micro_batch_tokens, or: {need.remedy}"
             )
-    return MemoryWarnings(insufficient, tight)
+    return MemoryWarnings(insufficient, tight, impossible)
 
 
 def _gib(num_bytes: int) -> str:
@@ -363,6 +369,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
                 f"{remedy}.",
                 trained,
                 CONTEXT_BYTES if on_gpu and trained else 0,
+                here=not on_gpu,
             )
         )
     return requirements

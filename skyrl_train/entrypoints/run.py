@@ -227,9 +227,12 @@ def train(
         started: when the command began, on the monotonic clock; by default now.
 
     Raises:
-        ConfigError: a run is under way in this process, or the run folder cannot be used.
+        ConfigError: a run is under way in this process, this machine's memory cannot hold the training's state, or the run
+            folder cannot be used.
         SkyRLError: the run failed; its last checkpoint stands.
     """
+    # Otherwise the system would kill this process, and maybe others.
+    raise_errors(inputs.memory.impossible)
     began = time.monotonic() if started is None else started
     request, config = StopRequest() if stop is None else stop, inputs.config
     if not _running.acquire(blocking=False):

@@ -80,7 +80,9 @@ class FailureLog:
         self._outputs_written = 0
 
     def record(self, name: str, reason: str, error: BaseException | None) -> str | None:
-        """Log a failure of ``name``. Returns the user's frame if the failure is to be shown: it is the first of its kind.
+        """Log a failure of ``name``. Returns the user's frame, or "", if the failure is to be shown: it is the first of its kind.
+
+        A line of this library is none: the message of an error that it raises says what to do.
 
         Args:
             error: None: nothing was raised (a time limit, for example).
@@ -99,7 +101,8 @@ class FailureLog:
             logger.error(
                 "%d failures like the one above at %s; the last: %s: %s", count, place or "no line", name, reason
             )
-        return place if count == 1 and len(self.counts) <= MAX_SHOWN_KINDS else None
+        shown = count == 1 and len(self.counts) <= MAX_SHOWN_KINDS
+        return user_frame(text, own_only=True) if shown else None
 
     def close(self) -> None:
         """Log the counts."""

@@ -478,7 +478,7 @@ def test_plan_prints_the_warnings_and_strict_makes_them_errors(
     assert run(tmp_path, capfd, "--strict", verb="plan")[0] == 0
 
 
-def test_a_plan_beyond_this_machines_memory_is_a_warning_and_with_strict_an_error(
+def test_a_plan_beyond_this_machines_memory_is_a_warning_and_training_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_train.entrypoints.run.this_machine", lambda gpus: Machine(2**20))
@@ -486,6 +486,7 @@ def test_a_plan_beyond_this_machines_memory_is_a_warning_and_with_strict_an_erro
     assert code == 0
     (warning,) = warnings_in(text)
     assert "memory does not suffice: Training on cpu" in warning and "there are 0.0 GiB" in warning
-    code, text = run(tmp_path, capfd, "--strict")
-    assert code == 2 and "Training on cpu" in text
+    assert run(tmp_path, capfd, "--strict", verb="plan")[0] == 2
+    code, text = run(tmp_path, capfd)
+    assert code == 2 and "ConfigError: Training on cpu" in text
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ import pytest
 from harness import Harness
 
 from skyrl_train.config.import_path import import_name
-from skyrl_train.errors import RolloutError, output_note
+from skyrl_train.errors import ConfigError, RolloutError, output_note
 from skyrl_train.observability.failures import MAX_OUTPUTS, MAX_SHOWN_KINDS, FailureLog, user_frame
 from skyrl_train.types import GeneratorInput
 from skyrl_train.workers.executors import CallFailed, WorkHost
@@ -83,6 +83,14 @@ def test_a_traceback_is_logged_once_for_each_failing_line_and_then_counted(
     failures.close()
     assert "failures at my_reward.py:5 in load: 10" in caplog.text
     assert "failures at my_reward.py:11 in other: 1" in caplog.text
+
+
+def test_a_line_of_this_library_is_not_shown_as_the_users() -> None:
+    with pytest.raises(ConfigError) as raised:
+        import_name("no/file.py:reward", "a setting", "function")
+    error = raised.value.with_traceback(raised.tb.tb_next)  # without this test's own line
+    assert user_frame("".join(traceback.format_exception(error))) != "", "the innermost line of all"
+    assert FailureLog(Path("logs")).record("group 0", "it raised", error) == ""
 
 
 def test_the_screen_shows_no_more_than_a_few_kinds(tmp_path: Path) -> None:
