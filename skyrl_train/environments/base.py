@@ -74,10 +74,12 @@ class Environment(ABC):
         is_blocking: False promises that every method returns within microseconds and may run on the event loop.
         alphabet: the characters of prompts, observations and good answers, for ``trainer.policy.model.build.alphabet``;
             empty where any text may occur.
+        takes_max_turns: whether ``extras["max_turns"]`` is ``generator.max_turns``.
     """
 
     is_blocking: ClassVar[bool] = True
     alphabet: ClassVar[str] = ""
+    takes_max_turns: ClassVar[bool] = False
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
         self.extras = extras
@@ -122,7 +124,7 @@ class EnvironmentFactory:
             object with its ``init``, ``step``, ``close`` and ``get_metrics``, such as skyrl-gym's ``BaseTextEnv``.
         generate_prompts: ``(count, seed)`` to prompts, or None where the environment needs data files.
         is_blocking: whether the environments need a thread.
-        takes_max_turns: whether ``extras["max_turns"]`` is ``generator.max_turns``, as SkyRL's generator sets it.
+        takes_max_turns: whether ``extras["max_turns"]`` is ``generator.max_turns``, as SkyRL's generator sets it for its own.
     """
 
     name: str

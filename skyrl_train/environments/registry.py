@@ -16,7 +16,7 @@ from skyrl_train.errors import ConfigError, GeneratorOutputError
 
 EnvironmentType = TypeVar("EnvironmentType", bound=type[Environment])
 
-_BUILT_IN_MODULES = ("final_answer", "python_tests", "search_answer", "single_turn", "toy_tasks")
+_BUILT_IN_MODULES = ("final_answer", "python_tests", "search_answer", "single_turn", "task_folders", "toy_tasks")
 _EPISODE_METHODS = ("init", "step", "close", "get_metrics")
 _registry: dict[str, type[Environment]] = {}
 
@@ -125,6 +125,7 @@ def environment_factory(name: str, cls: type[Environment], kwargs: Mapping[str, 
         make=lambda extras: cls(extras=extras, **of_constructor),
         generate_prompts=functools.partial(cls.generate_prompts, **of_prompts),
         is_blocking=cls.is_blocking,
+        takes_max_turns=cls.takes_max_turns,
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs an untrusted Python program in a process with limits, isolated from this machine.
+"""Runs an untrusted Python program, or a command, in a process with limits, isolated from this machine.
 
     run_program ──> bubblewrap (namespaces) ──> prlimit (limits) ──> python -I program.py
         │  wall clock                                                     │
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from skyrl_train.errors import ConfigError
 
 ISOLATIONS = ("namespaces", "limits")
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # libraries, and prlimit
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")  # the second one: links to programs, such as awk
 MIB = 2**20
 UNUSED_USERS = range(61184, 65520)  # systemd's range for users that exist while a service runs
 REMEDIES = {
@@ -126,16 +128,61 @@ def why_unavailable(isolation: str) -> str | None:
     return f"Sandbox isolation {isolation!r} does not work here: {reason}. {REMEDIES[isolation]}"
 
 
+def run_command(
+    command: Sequence[str],
+    files: Path,
+    folder: str,
+    environment: Mapping[str, str],
+    limits: SandboxLimits,
+    user: int,
+) -> SandboxResult:
+    """Run ``command`` in new namespaces; return when it and its processes have ended. Blocks like :func:`run_program`.
+
+    Args:
+        files: a folder of this machine. Its entries are at the root of the command's file system, and what the command changes
+            there stays. They belong to ``user``.
+        folder: the command's current one.
+        user: from :func:`sandbox_user`.
+
+    Raises:
+        SandboxError: this machine does not allow it.
+    """
+    problem = why_unavailable("namespaces")
+    if problem is not None:
+        raise SandboxError(problem)
+    mounts = [word for place in sorted(files.iterdir()) for word in ("--bind", str(place), f"/{place.name}")]
+    mounts += ["--chdir", folder]
+    # One process more: bubblewrap's own, which reaps the others.
+    argv = [*_with_limits(limits, processes=limits.processes + 1), *command]
+    with _slots, tempfile.TemporaryDirectory(prefix="sandbox-") as name:
+        own = Path(name)
+        own.chmod(0o711)
+        path = f"/usr/bin:/bin:{Path(sys.base_prefix).resolve() / 'bin'}"
+        variables = {"HOME": folder, "PATH": path, "LANG": "C.UTF-8", **environment}
+        return _execute(
+            own,
+            own,
+            lambda status: _in_namespaces(own, user, status, mounts, argv),
+            "",
+            variables,
+            limits.wall_s,
+            apart=True,
+        )
+
+
+def sandbox_user() -> int:
+    """Return the user who runs programs: this process's own; under root, the next one without rights."""
+    return os.getuid() or UNUSED_USERS[next(_next_user) % len(UNUSED_USERS)]
+
+
 def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> SandboxResult:
     with _slots, tempfile.TemporaryDirectory(prefix="sandbox-") as name:
         folder = Path(name)
         work = folder / "work"
         work.mkdir()
         (work / "program.py").write_text(program, encoding="utf-8")
-        (folder / "stdin").write_text(stdin, encoding="utf-8")
-        user = os.getuid()
-        if user == 0:
-            user = UNUSED_USERS[next(_next_user) % len(UNUSED_USERS)]
+        user = sandbox_user()
+        if os.getuid() == 0:
             # The program's user must reach its files, but not list or change the folder around them.
             folder.chmod(0o711)
             work.chmod(0o777)
@@ -149,47 +196,77 @@ def _run(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> San
             "PYTHONDONTWRITEBYTECODE": "1",
             **{key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ},
         }
-        with (
-            (folder / "stdin").open("rb") as given,
-            (folder / "out").open("wb") as out,
-            (folder / "err").open("wb") as err,
-            (folder / "status").open("wb") as status,
-        ):
-            # Files and not pipes: their size is limited, and a program that writes much does not block.
-            command = (
-                _in_namespaces(folder, limits, user, status.fileno()) if apart else _in_limits(folder, limits, user)
-            )
-            process = subprocess.Popen(
-                command,
-                stdin=given,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                cwd=work,
-                start_new_session=True,
-                pass_fds=[status.fileno()] if apart else [],
-            )
-            try:
-                process.wait(limits.wall_s)
-                timed_out = False
-            except subprocess.TimeoutExpired:
-                timed_out = True
-            with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
-                os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
-            process.wait()
-        lines = (folder / "status").read_text().splitlines(keepends=True)
-        # The last line is torn if bubblewrap was killed while it wrote it.
-        reports = [json.loads(line) for line in lines if line.endswith("}\n")]
-        for report in reports:
-            if "child-pid" in report:
-                wait_for_exit(report["child-pid"])
-        stdout, stderr = ((folder / file).read_text(encoding="utf-8", errors="replace") for file in ("out", "err"))
-        # bubblewrap reports an exit code only if it has started the program. Else stderr holds its own message, and the
-        # result must not pass for the program's.
-        if apart and not timed_out and not any("exit-code" in report for report in reports):
-            raise SandboxError(stderr[-300:].strip() or "bubblewrap ended without a message")
-        code = process.returncode
-        return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out)
+        python = [os.path.realpath(sys.executable), "-I", "program.py"]
+        mounts = [
+            *("--size", str(limits.file_mib * MIB), "--tmpfs", "/work", "--chdir", "/work"),
+            *("--ro-bind", str(work / "program.py"), "/work/program.py"),
+        ]
+
+        def command(status: int) -> list[str]:
+            if apart:  # one process more: bubblewrap's own, which reaps the others
+                argv = [*_with_limits(limits, processes=limits.processes + 1), *python]
+                return _in_namespaces(folder, user, status, mounts, argv)
+            return _in_limits(folder, limits, user, python)
+
+        return _execute(folder, work, command, stdin, environment, limits.wall_s, apart=apart)
+
+
+def _execute(
+    folder: Path,
+    work: Path,
+    command: Callable[[int], list[str]],
+    stdin: str,
+    environment: Mapping[str, str],
+    wall_s: float,
+    *,
+    apart: bool,
+) -> SandboxResult:
+    """Start the command in ``work``, wait for its end or its time limit, end all its processes, and return what it wrote.
+
+    Args:
+        folder: for the streams.
+        command: returns it, given the descriptor on which bubblewrap reports.
+        apart: bubblewrap runs it.
+    """
+    (folder / "stdin").write_text(stdin, encoding="utf-8")
+    with (
+        (folder / "stdin").open("rb") as given,
+        (folder / "out").open("wb") as out,
+        (folder / "err").open("wb") as err,
+        (folder / "status").open("wb") as status,
+    ):
+        # Files and not pipes: their size is limited, and a program that writes much does not block.
+        process = subprocess.Popen(
+            command(status.fileno()),
+            stdin=given,
+            stdout=out,
+            stderr=err,
+            env=dict(environment),
+            cwd=work,
+            start_new_session=True,
+            pass_fds=[status.fileno()] if apart else [],
+        )
+        try:
+            process.wait(wall_s)
+            timed_out = False
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
+            os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
+        process.wait()
+    lines = (folder / "status").read_text().splitlines(keepends=True)
+    # The last line is torn if bubblewrap was killed while it wrote it.
+    reports = [json.loads(line) for line in lines if line.endswith("}\n")]
+    for report in reports:
+        if "child-pid" in report:
+            wait_for_exit(report["child-pid"])
+    stdout, stderr = ((folder / file).read_text(encoding="utf-8", errors="replace") for file in ("out", "err"))
+    # bubblewrap reports an exit code only if it has started the program. Else stderr holds its own message, and the
+    # result must not pass for the program's.
+    if apart and not timed_out and not any("exit-code" in report for report in reports):
+        raise SandboxError(stderr[-300:].strip() or "bubblewrap ended without a message")
+    code = process.returncode
+    return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out)
 
 
 def wait_for_exit(pid: int) -> None:
@@ -209,8 +286,8 @@ def wait_for_exit(pid: int) -> None:
         os.close(process)
 
 
-def _in_namespaces(folder: Path, limits: SandboxLimits, user: int, status: int) -> list[str]:
-    """Return the command that runs ``folder``'s program in new namespaces, with nothing but Python and the system's libraries."""
+def _in_namespaces(folder: Path, user: int, status: int, mounts: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """Return the command that runs ``argv`` in new namespaces, with nothing but ``mounts``, Python and the system's libraries."""
     bwrap, python = _tool("bwrap"), Path(sys.base_prefix).resolve()
     outer: list[str] = []
     source = python
@@ -220,9 +297,7 @@ def _in_namespaces(folder: Path, limits: SandboxLimits, user: int, status: int) 
         source = folder / "python"
         source.mkdir()
         outer = [bwrap, "--dev-bind", "/", "/", "--ro-bind", str(python), str(source), "--", *_as_user(user)]
-    binds = [
-        argument for place in (*SYSTEM_FOLDERS, "/etc/ld.so.cache") for argument in ("--ro-bind-try", place, place)
-    ]
+    binds = [argument for place in (*SYSTEM_FOLDERS, *SYSTEM_FILES) for argument in ("--ro-bind-try", place, place)]
     if not python.is_relative_to("/usr"):
         binds += ["--ro-bind", str(source), str(python)]
     return [
@@ -230,15 +305,14 @@ def _in_namespaces(folder: Path, limits: SandboxLimits, user: int, status: int) 
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
         *binds,
         *("--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom"),
-        *("--size", str(limits.file_mib * MIB), "--tmpfs", "/work", "--chdir", "/work"),
-        *("--ro-bind", str(folder / "work" / "program.py"), "/work/program.py"),
+        *mounts,
         *("--remount-ro", "/", "--json-status-fd", str(status)),
-        *_with_limits(limits, processes=limits.processes + 1),  # one more: bubblewrap's own, which reaps the others
+        *argv,
     ]
 
 
-def _in_limits(folder: Path, limits: SandboxLimits, user: int) -> list[str]:
-    """Return the command that runs the program of the working folder with limits alone."""
+def _in_limits(folder: Path, limits: SandboxLimits, user: int, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs ``argv`` in the working folder with limits alone."""
     outer: list[str] = []
     python = Path(sys.base_prefix).resolve()
     if os.getuid() == 0:
@@ -257,6 +331,7 @@ def _in_limits(folder: Path, limits: SandboxLimits, user: int) -> list[str]:
         *outer,
         *_as_user(user if os.getuid() == 0 else None),
         *_with_limits(limits, processes=limits.processes + _count_processes(user)),
+        *argv,
     ]
 
 
@@ -267,7 +342,7 @@ def _as_user(user: int | None) -> list[str]:
 
 
 def _with_limits(limits: SandboxLimits, processes: int) -> list[str]:
-    """Return the end of a command: resource limits, and the program in the current folder."""
+    """Return the words that set the resource limits of the command behind them."""
     wanted = {
         "cpu": (resource.RLIMIT_CPU, limits.cpu_s),
         "fsize": (resource.RLIMIT_FSIZE, limits.file_mib * MIB),
@@ -280,7 +355,7 @@ def _with_limits(limits: SandboxLimits, processes: int) -> list[str]:
     for name, (number, value) in wanted.items():
         hard = resource.getrlimit(number)[1]  # an ordinary user cannot raise it
         arguments.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
-    return [_tool("prlimit"), *arguments, os.path.realpath(sys.executable), "-I", "program.py"]
+    return [_tool("prlimit"), *arguments]
 
 
 def _tool(name: str) -> str:

@@ -6,6 +6,7 @@
 |---|---|
 | ``.jsonl``, ``.csv``, ``.parquet`` | of the file |
 | a folder of ``datasets.save_to_disk`` | of the data set in it |
+| a folder of task folders (:mod:`~skyrl_train.environments.task_folders`) | one for each |
 | another folder, or a name on the hub such as ``openai/gsm8k`` | of the data set that ``datasets.load_dataset`` reads |
 
 The last two take ``:SPLIT`` or ``:CONFIG:SPLIT`` behind the name; the split is ``train`` if none is named.
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, overload
 from skyrl_train.config.schema import DataConfig, EnvironmentConfig, RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.environments.registry import resolve_environment
+from skyrl_train.environments.task_folders import TASK_FILE, read_task
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.place import why_not_on_hub
 from skyrl_train.types import ConversationType
@@ -101,6 +103,10 @@ def open_rows(name: str) -> RowFile:
                 "save_to_disk folder, or the name of a data set on the hub."
             )
         return RowFile(name, path.stem, partial(reader, path), lambda: [path])
+    tasks = sorted(file.parent for file in path.glob(f"*/{TASK_FILE}"))
+    if tasks:
+        contents = [file for task in tasks for file in sorted(task.rglob("*")) if file.is_file()]
+        return RowFile(name, path.stem, partial(_task_rows, tasks), lambda: contents)
     place, *chosen = [name] if path.is_dir() else name.split(":")
     on_hub = _HUB_NAME.fullmatch(place) and reader is None and not Path(place).parent.is_dir()
     if len(chosen) > 2 or not (Path(place).is_dir() or on_hub):
@@ -234,6 +240,13 @@ def _data_set_rows(name: str, load: Callable[[], Any], start: Place = START) -> 
     rest = data_set.select(range(start[0], len(data_set)))
     for number, value in enumerate(rest, start=start[0]):
         yield _numbered_row(name, number, value)
+
+
+def _task_rows(tasks: Sequence[Path], start: Place = START) -> Iterator[Row]:
+    """Read task folders: the prompt is the instruction, ``task`` the folder."""
+    for number, folder in enumerate(tasks[start[0] :], start=start[0]):
+        value = {"prompt": read_task(folder).instruction, "task": str(folder)}
+        yield Row(str(folder), value, (number + 1, number + 1))
 
 
 def _numbered_row(name: str, number: int, value: Any) -> Row:

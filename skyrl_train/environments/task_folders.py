@@ -1,0 +1,558 @@
+"""Agent tasks in folders: an instruction, an environment, and tests that write the reward, each run in a container.
+
+    tasks/NAME/instruction.md          the prompt
+               task.toml               time limits, variables, an image, resources
+               environment/Dockerfile  what the task begins with, and files beside it; not needed with an image
+               tests/test.sh           writes a number to /logs/verifier/reward.txt, or an object to reward.json
+
+The format is Harbor's (Terminal-Bench 2 has it). The tests reach the container after the last command.
+
+    TaskFolder.step ──command──> Container.run ... Container.run_tests ──> reward
+
+Containers are Docker's, or bubblewrap's: a sandbox of :mod:`~skyrl_train.environments.sandbox` that needs no image and no
+daemon, has the programs of this machine, and keeps only files from one command to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+from skyrl_train.environments.base import Environment, EnvironmentStep
+from skyrl_train.environments.registry import register_environment
+from skyrl_train.environments.sandbox import SYSTEM_FOLDERS, SandboxLimits, run_command, sandbox_user
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.types import ConversationType
+
+logger = logging.getLogger(__name__)
+
+TASK_FILE = "task.toml"
+VERIFIER_FOLDER = "/logs/verifier"
+PROTOCOL = (
+    "You work in a Linux container. To run a command, write it in a fenced block that begins with ```bash. You then see its "
+    "output. Each command runs in a new shell; files stay. When the task is done, answer without a block."
+)
+_COMMAND = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_UNSUPPORTED = {"steps", "environment.tpu", "environment.gpus", "environment.mcp_servers", "environment.healthcheck"}
+_DOCKER = "docker"
+_END_S = 60.0  # a container of a trainer that was killed ends by itself so long after the task's own limits
+
+# Tasks -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task as its folder describes it.
+
+    Attributes:
+        image: of the container; None: built from ``environment/Dockerfile``.
+        workdir: None: the image's.
+        variables: of every command; ``test_variables`` also of the tests.
+        agent_s, tests_s: limits of all commands together and of the tests.
+        memory_mb: None: no limit with Docker, 2048 with bubblewrap.
+        network: whether commands may reach it; never with bubblewrap.
+    """
+
+    folder: Path
+    instruction: str
+    image: str | None
+    workdir: str | None
+    variables: Mapping[str, str]
+    test_variables: Mapping[str, str]
+    agent_s: float
+    tests_s: float
+    build_s: float
+    cpus: float | None
+    memory_mb: int | None
+    network: bool
+
+
+def read_task(folder: Path) -> Task:
+    """Read ``folder``.
+
+    Raises:
+        DataError: it is no task, a value is wrong, or the task needs what is not supported here; the message names it.
+    """
+    where = folder / TASK_FILE
+    try:
+        content = tomllib.loads(where.read_text(encoding="utf-8"))
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise DataError(
+            f"{folder} is no task: {error}. A task has {TASK_FILE}, instruction.md and tests/test.sh."
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{where} is not readable: {error}") from error
+    sections = {name: content.get(name) or {} for name in ("environment", "agent", "verifier")}
+    for name, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise DataError(f"{where}: {name} must be a table, [{name}].")
+    environment, agent, verifier = sections["environment"], sections["agent"], sections["verifier"]
+    asked = {**content, **{f"environment.{name}": value for name, value in environment.items()}}
+    unsupported = sorted(name for name in _UNSUPPORTED if asked.get(name))
+    if environment.get("os", "linux") != "linux":
+        unsupported.append("environment.os")
+    if any(section.get("network_mode") == "allowlist" for section in sections.values()):
+        unsupported.append("network_mode=allowlist")
+    if verifier.get("environment_mode") == "separate" or verifier.get("environment"):
+        unsupported.append("a separate environment of the verifier")
+    if (folder / "environment" / "docker-compose.yaml").exists():
+        unsupported.append("environment/docker-compose.yaml")
+    if unsupported:
+        raise DataError(f"{where} needs {', '.join(unsupported)}, which is not supported. Leave this task out.")
+    image = environment.get("docker_image")
+    needed = ["tests/test.sh"] if image else ["tests/test.sh", "environment/Dockerfile"]
+    for name in needed:
+        if not (folder / name).is_file():
+            raise DataError(f"{folder} is no task: it has no {name}.")
+    try:
+        return Task(
+            folder,
+            instruction,
+            image,
+            environment.get("workdir"),
+            _variables(environment.get("env") or {}),
+            _variables(verifier.get("env") or {}),
+            agent_s=float(agent.get("timeout_sec") or 600.0),
+            tests_s=float(verifier.get("timeout_sec") or 600.0),
+            build_s=float(environment.get("build_timeout_sec") or 600.0),
+            cpus=None if environment.get("cpus") is None else float(environment["cpus"]),
+            memory_mb=_memory_mb(environment),
+            network=environment.get("network_mode", "public") == "public"
+            and environment.get("allow_internet") is not False,
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{where} has a value of the wrong kind: {error}") from error
+
+
+def _memory_mb(environment: Mapping[str, Any]) -> int | None:
+    if environment.get("memory_mb") is not None:
+        return int(environment["memory_mb"])
+    text = environment.get("memory")  # the older field, such as "2G"
+    if text is None:
+        return None
+    return int(float(text[:-1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[text[-1].upper()])
+
+
+def _variables(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables with ``${NAME}`` and ``${NAME:-default}`` replaced from this process's environment.
+
+    Raises:
+        ValueError: a name without a default is not set.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match[1], match[2])
+        if found is None:
+            raise ValueError(f"the environment variable {match[1]} is not set")
+        return found
+
+    return {name: _VARIABLE.sub(value, str(text)) for name, text in given.items()}
+
+
+# Containers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """What a command wrote to both streams, and how it ended: 124 after its time limit."""
+
+    output: str
+    exit_code: int
+
+
+class Container(ABC):
+    """The container of one attempt at a task. All methods block; :meth:`close` may come from another thread."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    @abstractmethod
+    def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
+        """Run ``command`` in a new shell of bash, in the task's working folder."""
+
+    @abstractmethod
+    def add_tests(self) -> None:
+        """Copy the task's tests to ``/tests``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes and remove the container. Idempotent."""
+
+    def run_tests(self) -> dict[str, float]:
+        """Run the task's tests and return their rewards by name; a single number is called ``reward``. Empty: they wrote none."""
+        self.add_tests()
+        # In one command, for its time. What an earlier command has written there is no reward.
+        place = VERIFIER_FOLDER
+        ended = self.run(
+            f"rm -rf {place}; mkdir -p {place}; bash /tests/test.sh >{place}/output 2>&1; cd {place}; "
+            "for name in reward.json reward.txt output; do "
+            "if [ -f $name ]; then echo $name; tail -c 4000 $name; break; fi; done",
+            self.task.tests_s,
+            self.task.test_variables,
+        )
+        name, _, text = ended.output.partition("\n")
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            if name != "output":
+                value = json.loads(text)
+                rewards = {
+                    str(key): float(number)
+                    for key, number in (value if name == "reward.json" else {"reward": value}).items()
+                }
+                if all(map(math.isfinite, rewards.values())):
+                    return rewards
+        logger.warning("%s: the tests wrote no reward (exit code %d): %s", self.task.folder, ended.exit_code, text)
+        return {}
+
+
+class BubblewrapContainer(Container):
+    """A sandbox with the programs of this machine. Of a Dockerfile it takes WORKDIR, COPY and ENV, and ignores FROM.
+
+    Raises:
+        DataError: (constructor) the task needs an image or another instruction.
+        SandboxError: (run) this machine does not allow it.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        if task.image is not None and not (task.folder / "environment" / "Dockerfile").is_file():
+            raise DataError(f"{task.folder} needs the image {task.image}. Set environment.kwargs.container=docker.")
+        self._user = sandbox_user()
+        # The files that commands may change: what lies in it is at their root.
+        self._files = Path(tempfile.mkdtemp(prefix="task-"))
+        self._files.chmod(0o711)
+        self._variables = dict(task.variables)
+        self._workdir = "/app"
+        try:
+            for place in ("/app", "/tmp", "/tests", VERIFIER_FOLDER):
+                self._inside(place).mkdir(parents=True, exist_ok=True)
+            self._build()
+            self._workdir = task.workdir or self._workdir
+            self._inside(self._workdir).mkdir(parents=True, exist_ok=True)
+            for top in self._files.iterdir():
+                self._give_away(top)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
+        limits = SandboxLimits(
+            cpu_s=math.ceil(timeout_s),
+            wall_s=timeout_s,
+            memory_mib=self.task.memory_mb or 2048,
+            processes=64,
+            file_mib=64,
+        )
+        # Both streams into one, in their order.
+        argv = ["bash", "-c", 'exec 2>&1; eval "$1"', "task", command]
+        ended = run_command(
+            argv, self._files, self._workdir, {**self._variables, **(variables or {})}, limits, self._user
+        )
+        return CommandResult(ended.stdout, 124 if ended.timed_out else ended.exit_code)
+
+    def add_tests(self) -> None:
+        target = self._inside("/tests")  # no link: commands cannot replace what lies at the root
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(self.task.folder / "tests", target)
+        self._give_away(target)
+
+    def close(self) -> None:
+        shutil.rmtree(self._files, ignore_errors=True)
+
+    def _inside(self, place: str) -> Path:
+        """The folder of this machine that is ``place`` inside.
+
+        Raises:
+            DataError: that is a folder of the system, or not absolute.
+        """
+        parts = PurePosixPath(place).parts
+        closed = {PurePosixPath(system).parts[1] for system in (*SYSTEM_FOLDERS, "/dev", "/etc")}
+        if not parts or parts[0] != "/" or ".." in parts or len(parts) < 2 or parts[1] in closed:
+            raise DataError(
+                f"{self.task.folder}: bubblewrap cannot write to {place!r}. Use a folder such as /app, or "
+                "environment.kwargs.container=docker."
+            )
+        return self._files.joinpath(*parts[1:])
+
+    def _build(self) -> None:
+        """Follow the Dockerfile."""
+        source = self.task.folder / "environment"
+        for line in _dockerfile(source / "Dockerfile"):
+            word, _, rest = line.partition(" ")
+            match word.upper():
+                case "FROM":
+                    continue
+                case "WORKDIR":
+                    self._workdir = str(PurePosixPath(self._workdir, rest.strip()))
+                    self._inside(self._workdir).mkdir(parents=True, exist_ok=True)
+                case "ENV" if "=" in rest.split(" ")[0]:
+                    self._variables.update(part.partition("=")[::2] for part in shlex.split(rest))
+                case "COPY" if len(shlex.split(rest)) == 2 and not rest.startswith("--"):
+                    given, target = shlex.split(rest)
+                    self._copy((source / given).resolve(), str(PurePosixPath(self._workdir, target)), source, target)
+                case _:
+                    raise DataError(
+                        f"{source / 'Dockerfile'}: bubblewrap does not follow {line!r:.100}, only FROM, WORKDIR, COPY and "
+                        "ENV. Set environment.kwargs.container=docker."
+                    )
+
+    def _copy(self, given: Path, target: str, source: Path, written: str) -> None:
+        if not given.is_relative_to(source.resolve()) or not given.exists():
+            raise DataError(f"{source / 'Dockerfile'}: COPY finds no {given.name} in {source}.")
+        place = self._inside(target)
+        if given.is_dir():
+            shutil.copytree(given, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("Dockerfile"))
+        else:
+            place = place / given.name if written.endswith("/") or place.is_dir() or written == "." else place
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(given, place)
+
+    def _give_away(self, top: Path) -> None:
+        """Make the user of the commands the owner of everything in ``top``."""
+        if os.getuid() == 0:
+            for path in [top, *top.rglob("*")]:
+                os.chown(path, self._user, self._user, follow_symlinks=False)
+
+
+def _dockerfile(path: Path) -> list[str]:
+    """Return the instructions, one a line, without comments."""
+    text = re.sub(r"\\[ \t]*\n", " ", path.read_text(encoding="utf-8"))
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+class DockerContainer(Container):
+    """A container of Docker's, through the command ``docker``.
+
+    Raises:
+        ConfigError: (constructor) the program is missing, or its daemon does not answer.
+        DataError: (constructor) the image cannot be built or started.
+    """
+
+    _images: ClassVar[dict[Path, str]] = {}
+    _building: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        if shutil.which(_DOCKER) is None:
+            raise ConfigError(
+                "Docker is not installed. Install it, or set environment.kwargs.container=bubblewrap for tasks without "
+                "an image of their own."
+            )
+        image = task.image or self._built_image()
+        limits = [] if task.cpus is None else ["--cpus", f"{task.cpus:g}"]
+        limits += [] if task.memory_mb is None else ["--memory", f"{task.memory_mb}m"]
+        variables = [word for name, value in task.variables.items() for word in ("--env", f"{name}={value}")]
+        # It ends by itself if this process is killed.
+        life = str(math.ceil(task.agent_s + 3 * task.tests_s + _END_S))
+        self._id = self._docker(
+            *(
+                "run",
+                "--detach",
+                "--rm",
+                "--init",
+                "--label",
+                "skyrl_train",
+                "--network",
+                "bridge" if task.network else "none",
+            ),
+            *(*limits, *variables, "--entrypoint", "sleep", image, life),
+            failed=f"{task.folder}: the container cannot be started",
+            timeout_s=task.build_s,
+        )
+
+    def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
+        where = [] if self.task.workdir is None else ["--workdir", self.task.workdir]
+        given = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
+        # Killed inside: the end of the client alone would leave the command running. Both streams into one, in their order.
+        words = [
+            *("timeout", "-s", "KILL", str(math.ceil(timeout_s))),
+            *("bash", "-c", 'exec 2>&1; eval "$1"', "task", command),
+        ]
+        try:
+            ended = subprocess.run(
+                [_DOCKER, "exec", *where, *given, self._id, *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s + 30,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return CommandResult("", 124)
+        # timeout itself ends with 137 after the signal, or 124.
+        code = 124 if ended.returncode in (124, 137) else ended.returncode
+        return CommandResult((ended.stdout + ended.stderr).decode(errors="replace"), code)
+
+    def add_tests(self) -> None:
+        self.run("rm -rf /tests; mkdir /tests", self.task.tests_s)
+        failed = f"{self.task.folder}: the tests cannot be copied into the container"
+        self._docker(
+            "cp", f"{self.task.folder}/tests/.", f"{self._id}:/tests", failed=failed, timeout_s=self.task.tests_s
+        )
+
+    def close(self) -> None:
+        subprocess.run([_DOCKER, "rm", "--force", self._id], capture_output=True, timeout=60, check=False)
+
+    def _built_image(self) -> str:
+        """Build the image once in this process; Docker's cache has it for others."""
+        folder = self.task.folder.resolve()
+        with self._building:
+            if folder not in self._images:
+                name = f"skyrl-task-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+                self._docker(
+                    *("build", "--quiet", "--tag", name, str(folder / "environment")),
+                    failed=f"{folder}: the image cannot be built",
+                    timeout_s=self.task.build_s,
+                )
+                self._images[folder] = name
+            return self._images[folder]
+
+    def _docker(self, *arguments: str, failed: str, timeout_s: float) -> str:
+        try:
+            ended = subprocess.run(
+                [_DOCKER, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise DataError(f"{failed}: it took longer than {timeout_s:g} s.") from None
+        if ended.returncode:
+            reason = ended.stderr.strip()[-500:]
+            if "connect" in reason and "daemon" in reason:  # every task would fail
+                raise ConfigError(f"Docker does not answer: {reason}")
+            raise DataError(f"{failed}: {reason}")
+        return ended.stdout.strip()
+
+
+CONTAINERS: Mapping[str, type[Container]] = {"bubblewrap": BubblewrapContainer, "docker": DockerContainer}
+
+
+def open_container(folder: str | Path, container: str = "bubblewrap") -> Container:
+    """Return a new container for the task in ``folder``. An agent runs its tools there, then :meth:`Container.run_tests`.
+
+    Raises:
+        ConfigError: ``container`` is unknown, or cannot be used on this machine.
+        DataError: the task cannot be used.
+    """
+    if container not in CONTAINERS:
+        raise ConfigError(f"environment.kwargs.container={container!r} is unknown. Known: {', '.join(CONTAINERS)}.")
+    return CONTAINERS[container](read_task(Path(folder)))
+
+
+# The environment ---------------------------------------------------------------------------------------------------
+
+
+@register_environment("task_folder")
+class TaskFolder(Environment):
+    """The task of a folder: the policy's commands run in a container, and the task's tests give the reward.
+
+    The last fenced block of an answer, of the language bash, sh or shell, is run. The next message is its output. An answer
+    without one ends the episode, as do the last turn (``generator.max_turns``), an answer cut off at ``max_tokens``, and the
+    task's ``[agent] timeout_sec``. Then the tests run. Tests that write no reward give 0.
+
+    The data row's ``task`` is the folder; ``data.train_data=[FOLDER]`` has a row for each task in FOLDER.
+
+    Args:
+        container: ``bubblewrap`` or ``docker``.
+        system_prompt: before the instruction; null: none.
+        command_s: time limit of one command.
+        max_output_chars: of a command's output that the policy sees, from its beginning and its end.
+
+    Raises:
+        ConfigError: an unknown container, or an impossible number.
+        DataError: there is no such task, or it cannot be used.
+    """
+
+    takes_max_turns = True
+
+    def __init__(
+        self,
+        extras: Mapping[str, Any],
+        *,
+        container: str = "bubblewrap",
+        system_prompt: str | None = PROTOCOL,
+        command_s: float = 60.0,
+        max_output_chars: int = 4000,
+    ) -> None:
+        super().__init__(extras)
+        if container not in CONTAINERS:
+            raise ConfigError(f"environment.kwargs.container={container!r} is unknown. Known: {', '.join(CONTAINERS)}.")
+        for name, value in (("command_s", command_s), ("max_output_chars", max_output_chars)):
+            if not value > 0:
+                raise ConfigError(f"environment.kwargs.{name} must be above 0, got {value}.")
+        if not isinstance(extras.get("task"), str):
+            raise DataError(
+                "TaskFolder needs a column 'task' with a task's folder; data.train_data=[FOLDER] makes such rows."
+            )
+        self._task = read_task(Path(extras["task"]))
+        self._make, self._system_prompt = CONTAINERS[container], system_prompt
+        self._command_s, self._max_chars = command_s, max_output_chars
+        self._turns_left = int(extras.get("max_turns") or 1)
+        self._seconds_left = self._task.agent_s
+        self._container: Container | None = None
+        self._stop_reason = "stop"
+        self._commands = 0
+        self._metrics: dict[str, float] = {}
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        self._container = self._make(self._task)
+        system: ConversationType = []
+        if self._system_prompt is not None:
+            system = [{"role": "system", "content": self._system_prompt}]
+        return [*system, *prompt], {}
+
+    def observe_stop(self, stop_reason: str) -> None:
+        self._stop_reason = stop_reason
+
+    def step(self, action: str) -> EnvironmentStep:
+        container = self._container
+        assert container is not None, "init() comes first"
+        blocks = _COMMAND.findall(action)
+        self._turns_left -= 1
+        output = ""
+        if blocks:
+            limit = min(self._command_s, self._seconds_left)
+            began = time.monotonic()
+            ended = container.run(blocks[-1].strip(), limit)
+            self._seconds_left -= time.monotonic() - began
+            self._commands += 1
+            output = _shortened(ended.output, self._max_chars)
+            if ended.exit_code == 124:
+                output += f"\n[ended after {limit:g} s]"
+            elif ended.exit_code:
+                output += f"\n[exit code {ended.exit_code}]"
+        if blocks and self._turns_left > 0 and self._seconds_left > 0 and self._stop_reason == "stop":
+            return {"observations": [{"role": "user", "content": output}], "reward": 0.0, "done": False}
+        rewards = container.run_tests()
+        reward = rewards.get("reward", next(iter(rewards.values()), 0.0))
+        self._metrics = {**rewards, "commands": float(self._commands), "no_reward": float(not rewards)}
+        return {"observations": [], "reward": reward, "done": True}
+
+    def close(self) -> None:
+        if self._container is not None:
+            self._container.close()
+
+    def get_metrics(self) -> dict[str, Any]:
+        return self._metrics
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
