@@ -1,4 +1,4 @@
-"""Write ten tasks for an agent with a shell, in the format of Harbor: "write this digit to the file answer".
+"""Write four tasks for an agent with a shell, in the format of Harbor: "write this digit to the file answer".
 
 python make_tasks.py FOLDER
 """
@@ -33,7 +33,7 @@ echo $reward > /logs/verifier/reward.txt
 
 
 def write_tasks(folder: Path) -> None:
-    for digit in range(10):
+    for digit in range(4):
         files = {
             "task.toml": TASK,
             "instruction.md": f"{digit}\n",
