@@ -430,8 +430,8 @@ def slow_generation(run: LastSteps) -> tuple[str, str] | None:
             action = (
                 f"The engines are full: {waiting:.0f} requests wait in them, and {running:.0f} are sampled. {action}"
             )
-    finding = f"raining waits for groups {waits:.0%} of the time."
-    return (f"Generation is the bottleneck: t{finding}" if waits > MOST else f"T{finding}"), action
+    finding = f"Training waits for groups {waits:.0%} of the time."
+    return f"Generation is the bottleneck. {finding}" if waits > MOST else finding, action
 
 
 STALE = 0.1  # of the groups

@@ -10,37 +10,12 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_train.config.hardware import BF16_FLOPS
 from skyrl_train.config.model_shape import ModelShape, model_shape
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 
 _LIMIT_S = 20.0  # of one call; a driver that hangs must not keep the thread for ever
 _QUERY = ("name", "utilization.gpu", "memory.used", "memory.total")
-
-# FLOPs per second of dense matrix products in bfloat16 (V100: float16) with float32 sums, from NVIDIA's data sheets. Of names
-# that begin alike, the longer one comes first.
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "GH200": 989.4e12,
-    "B200": 2250e12,
-    "H200": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989.4e12,
-    "H800": 989.4e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +63,7 @@ def gpu_metrics() -> dict[str, float]:
 
 def peak_flops(name: str) -> float | None:
     """Return the FLOPs per second of a GPU by its name; None: it is not listed."""
-    return next((peak for known, peak in PEAK_FLOPS.items() if re.search(rf"\b{known}\b", name)), None)
+    return next((peak for known, peak in BF16_FLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 @dataclass(frozen=True, slots=True)

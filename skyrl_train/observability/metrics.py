@@ -381,7 +381,7 @@ declare(
         _LAST,
         "Model FLOPs utilization: FLOPs of the policy's forward and backward passes over the step's sequences, without "
         "recomputation, by what the training GPUs can do in bfloat16 during `time/train`. Missing on CPUs, for mixtures of "
-        "experts, and for GPUs that are not listed in `observability/gpus.py`",
+        "experts, and for GPUs that are not listed in `config/hardware.py`",
         "share",
     ),
     MetricSpec("system/", _LAST, "The machine of the control process"),

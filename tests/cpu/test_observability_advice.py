@@ -225,7 +225,7 @@ def test_only_what_takes_most_of_the_time_is_called_the_bottleneck() -> None:
         findings.append(advise(rows, [], SETTINGS)[0].finding)
     assert findings == [
         "Training waits for groups 40% of the time.",
-        "Generation is the bottleneck: training waits for groups 80% of the time.",
+        "Generation is the bottleneck. Training waits for groups 80% of the time.",
     ]
 
 
