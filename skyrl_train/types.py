@@ -273,9 +273,11 @@ class Sample:
     """One trajectory: one sequence, or several if its history was rewritten (a session that branched).
 
     Each sampled token is trained in one sequence only; other sequences that contain it have loss mask 0 there.
+    ``reward_parts``: numbers that the reward function returned beside the reward; None: it returned none.
     """
 
     sequences: tuple[RolloutSequence, ...]
+    reward_parts: Mapping[str, float] | None = None
 
     @property
     def rewards(self) -> list[float]:

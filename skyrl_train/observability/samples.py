@@ -32,12 +32,33 @@ WRITE_LIMIT_S = 60.0  # at the end of a run, for the files that are still to be 
 
 _FILE = re.compile(r"(step|eval)_(\d+)\.parquet")
 # The beginning of a message with its role, and its end, in the chat templates of most models.
-_TURNS = (
-    re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|$)", re.DOTALL),
-    re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*(.*?)(?:<\|eot_id\|>|<\|eom_id\|>|$)", re.DOTALL),
-    re.compile(r"<start_of_turn>(\w+)\n(.*?)(?:<end_of_turn>|$)", re.DOTALL),
+_TURNS = tuple(
+    re.compile(turn, re.DOTALL)
+    for turn in (
+        r"<\|im_start\|>(\w+)(?:\n|<\|im_sep\|>)(.*?)(?:<\|im_end\|>|$)",  # ChatML: Qwen and many others
+        r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*(.*?)(?:<\|eot_id\|>|<\|eom_id\|>|$)",  # Llama 3
+        r"<start_of_turn>(\w+)\n(.*?)(?:<end_of_turn>|$)",  # Gemma
+        r"<\|im_(?:system|user|assistant)\|>([^<]*)<\|im_middle\|>(.*?)(?:<\|im_end\|>|$)",  # Kimi
+        r"<｜(begin▁of▁sentence|User|Assistant|tool▁outputs▁(?:begin|end))｜>(.*?)"
+        r"(?=<｜(?:User|Assistant|end▁of▁sentence|tool▁outputs▁(?:begin|end))｜>|$)",  # DeepSeek
+        r"<\|(system|user|assistant|observation)\|>(.*?)(?=<\|(?:system|user|assistant|observation|end|endoftext)\|>|$)",  # GLM
+        r"\]~b\](\w+)\n(.*?)(?:\[e~\[|$)",  # MiniMax
+    )
 )
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_ROLES = {
+    "User": "user", "Assistant": "assistant", "model": "assistant", "ai": "assistant", "observation": "tool",
+    "ipython": "tool", "begin▁of▁sentence": "system", "tool▁outputs▁begin": "tool", "tool▁outputs▁end": "assistant",
+    "tool_declare": "system",
+}  # fmt: skip
+_TOOL_CALL = re.compile(
+    r"<(?:minimax:)?tool_call>\s*(.*?)\s*</(?:minimax:)?tool_call>|<｜tool▁call▁begin｜>(.*?)<｜tool▁call▁end｜>"
+    r"|<\|tool_call_begin\|>(.*?)<\|tool_call_end\|>",
+    re.DOTALL,
+)
+# Marks around all calls of a message, around the results of tools, and reasoning without a text.
+_CALLS = re.compile(r"<｜tool▁calls▁(?:begin|end)｜>|<\|tool_calls_section_(?:begin|end)\|>")
+_RESULT = re.compile(r"</?tool_response>|</?response>|<｜tool▁output▁(?:begin|end)｜>")
+_NO_REASONING = re.compile(r"^\s*(?:<think>\s*)?</think>")
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,7 @@ def rows_of(
                         "response": response,
                         "messages": messages_of(prompt, response, sequence, decode),
                         "reward": sample.reward,
+                        "reward_parts": list((sample.reward_parts or {}).items()),
                         "stop_reason": sequence.stop_reason,
                         "lag": step - 1 - group.oldest_version if phase == "train" else 0,
                         "oldest_version": group.oldest_version,
@@ -141,7 +163,9 @@ def messages_of(
     for turn in _TURNS:
         turns = turn.findall(prompt + response)
         if turns:
-            return [_message(role, content) for role, content in turns]
+            messages = [_message(_ROLES.get(role, role), content) for role, content in turns]
+            # DeepSeek's first mark also stands where there is no message.
+            return [message for message in messages if message["content"] or message["role"] != "system"]
     messages = [_message("prompt", prompt)]
     for sampled, ids in sequence.response_runs():
         messages.append(_message("assistant" if sampled else "environment", decode(ids)))
@@ -149,11 +173,16 @@ def messages_of(
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
-    return {
-        "role": role,
-        "content": _TOOL_CALL.sub("", content).strip() if "<tool_call>" in content else content,
-        "tool_calls": _TOOL_CALL.findall(content),
-    }
+    calls: list[str] = []
+    if role == "assistant":  # prompts explain the format, too
+        calls = [max(found) for found in _TOOL_CALL.findall(content)]
+        content = _NO_REASONING.sub("", _CALLS.sub("", _TOOL_CALL.sub("", content)))
+        content = content.strip() if calls else content.strip("\n")
+    elif role not in ("prompt", "environment"):
+        # Some templates send the results of tools as the user.
+        role = "tool" if content.lstrip().startswith("<tool_response>") else role
+        content = (_RESULT.sub("", content) if role == "tool" else content).strip("\n")
+    return {"role": role, "content": content, "tool_calls": calls}
 
 
 @functools.cache
@@ -166,7 +195,13 @@ def schema() -> pyarrow.Schema:
     of_group = {"step": pa.int64(), "phase": pa.string(), "group_index": pa.int64(), "uid": pa.string()}
     of_group |= {"data_source": pa.string(), "chosen": pa.string(), "sample": pa.int32(), "sequence": pa.int32()}
     texts = {"prompt": pa.string(), "response": pa.string(), "messages": pa.list_(message)}
-    facts = {"reward": pa.float64(), "stop_reason": pa.string(), "lag": pa.int64(), "oldest_version": pa.int64()}
+    facts = {
+        "reward": pa.float64(),
+        "reward_parts": pa.map_(pa.string(), pa.float64()),
+        "stop_reason": pa.string(),
+        "lag": pa.int64(),
+        "oldest_version": pa.int64(),
+    }
     facts |= {"newest_version": pa.int64(), "submitted_version": pa.int64()}
     facts |= {"generation_s": pa.float64(), "time": pa.float64()}
     tokens = {"prompt_token_ids": ids, "response_token_ids": ids, "response_pieces": pa.list_(pa.string())}
@@ -244,8 +279,23 @@ def sample_files(folder: Path) -> list[Path]:
 def read_samples(folder: Path) -> pyarrow.Table:
     """Read all files of samples in ``folder`` as one table, which is empty if there are none."""
     import pyarrow as pa
+
+    tables = [read_columns(path, schema().names) for path in sample_files(folder)]
+    return pa.concat_tables(tables) if tables else schema().empty_table()
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> pyarrow.Table:
+    """Return columns of a file of samples. One that it lacks, as a file of another version may, is empty.
+
+    Raises:
+        OSError, ValueError, KeyError, pyarrow.ArrowException: the file cannot be read.
+    """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # One after the other: a file that a newer version wrote may have more columns.
-    tables = [pq.read_table(path, columns=schema().names) for path in sample_files(folder)]
-    return pa.concat_tables(tables) if tables else schema().empty_table()
+    with pq.ParquetFile(path) as file:
+        there = set(file.schema_arrow.names)
+        table = file.read([name for name in columns if name in there])
+    wanted = pa.schema([schema().field(name) for name in columns])
+    filled = [table[name] if name in there else pa.nulls(table.num_rows, wanted.field(name).type) for name in columns]
+    return pa.table(filled, names=list(columns)).cast(wanted)

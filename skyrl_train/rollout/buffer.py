@@ -263,7 +263,10 @@ def encode_group(group: RolloutGroup) -> bytes:
     """Encode a group on one line without the line break."""
     row: dict[str, Any] = {
         **{each.name: getattr(group, each.name) for each in fields(group)},
-        "samples": [{"sequences": [sequence.row() for sequence in sample.sequences]} for sample in group.samples],
+        "samples": [
+            {"sequences": [sequence.row() for sequence in sample.sequences], "reward_parts": sample.reward_parts}
+            for sample in group.samples
+        ],
     }
     return to_line(row)
 
@@ -277,7 +280,10 @@ def decode_group(line: bytes) -> RolloutGroup:
     row: dict[str, Any] = from_line(line)
     samples = tuple(
         # In format 1, a sample was its only sequence.
-        Sample(tuple(RolloutSequence.of_lists(**sequence) for sequence in sample.get("sequences", [sample])))
+        Sample(
+            tuple(RolloutSequence.of_lists(**sequence) for sequence in sample.get("sequences", [sample])),
+            sample.get("reward_parts"),
+        )
         for sample in row["samples"]
     )
     return RolloutGroup(**{**row, "samples": samples})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_models import FAMILIES, chat_renderer, chat_tokenizer
 from harness import Harness
 from recorded import samples_of
 from training_worlds import VOCABULARY, backend, build_small_model, one_thread
@@ -152,6 +153,8 @@ def test_the_gap_between_trainer_and_engines_is_measured_on_tokens_of_the_same_w
 
 def test_a_row_has_every_token_with_its_numbers(tmp_path: Path) -> None:
     of_group = group(3, [0.5, 2.0], version=6)
+    parts = replace(of_group.samples[0], reward_parts={"format": 0.5, "correct": 0.0})
+    of_group = replace(of_group, samples=(parts, *of_group.samples[1:]))
     tokens = TrainedSequence(np.array([False] * 5 + [True]), np.arange(6.0), np.full(6, -1.0), None)
     folder = tmp_path / "samples"
     with closing(SampleWriter(folder)) as writer:
@@ -172,6 +175,7 @@ def test_a_row_has_every_token_with_its_numbers(tmp_path: Path) -> None:
     assert row["behaviour_logprobs"] == pytest.approx(sampled.logprobs) and row["token_rewards"][-1] == 0.5
     assert row["loss_mask"] == [False] * 5 + [True] and row["advantages"] == [0, 1, 2, 3, 4, 5]
     assert row["trainer_logprobs"] == [-1.0] * 6 and row["importance_weights"] is None
+    assert (row["reward_parts"], rows[3]["reward_parts"]) == ([("format", 0.5), ("correct", 0.0)], [])
     assert (row["uid"], row["group_index"], row["lag"], row["reward"], row["stop_reason"]) == (
         "prompt 3",
         3,
@@ -213,6 +217,37 @@ def test_the_marks_of_a_chat_template_give_messages_with_roles_and_tool_calls(st
         {"role": "tool", "content": "3", "tool_calls": []},
         {"role": "assistant", "content": "Three", "tool_calls": []},
     ]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": '{"of": "cats"}'}}
+TOOL = {"name": "count", "parameters": {"type": "object", "properties": {"of": {"type": "string"}}}}
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How\nmany?"},
+    {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    {"role": "assistant", "content": "Three"},
+    {"role": "user", "content": "Sure?"},
+]
+NO_ROLES = ("nothing known", "poolside/Laguna-XS.2", "thinkingmachines/Inkling")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_ROLES and "generic" not in name])
+def test_conversations_of_each_family_have_their_roles(family: str) -> None:
+    """With the templates of the real models, as the renderers write them."""
+    ids = chat_renderer(family).render(CONVERSATION, [{"type": "function", "function": TOOL}])
+    messages = messages_of(chat_tokenizer(family).decode(ids), "Sure.", sequence(1, 1.0), decode)
+    while messages[0]["role"] == "system":  # with the tools, in one message or two
+        assert messages.pop(0)["tool_calls"] == []
+    assert [message["role"] for message in messages] == [m["role"] for m in CONVERSATION[1:]] + ["assistant"]
+    question, call, result, answer, _, last = messages
+    assert question["content"].endswith("How\nmany?"), "Llama's begins with the tools"
+    assert result["content"].strip('\n"').endswith("3") and answer["content"] == "Three"
+    assert last["content"].endswith("Sure.")
+    if "Llama" in family:  # whose call is its only text
+        assert "count" in call["content"]
+    else:
+        assert call["content"] == "Let me look." and len(call["tool_calls"]) == 1 and "cats" in call["tool_calls"][0]
 
 
 # Files ------------------------------------------------------------------------------------------------------------

@@ -162,6 +162,9 @@ async def test_metrics_of_a_reward_function_are_those_of_its_group() -> None:
     rewarded = await stage.run(before, RECORD)
     assert [sample.reward for sample in rewarded.samples] == [0.5, 0.5]
     assert rewarded.metrics == {"environment/turns": 2.0, "environment/judged": 3.0}
+    parts = [sample.reward_parts for sample in rewarded.samples]
+    assert sum(part["judged"] for part in parts if part) / len(parts) == 3.0
+    assert decode_group(encode_group(rewarded)) == rewarded
     with pytest.raises(StageError, match="returned the metric judged='x', no finite number"):
         mean_metrics([{"reward": 1.0, "metrics": {"judged": "x"}}])
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from skyrl_train.observability.readers.folders import parse_row
 from skyrl_train.observability.run_folder import SAMPLES
-from skyrl_train.observability.samples import sample_files, schema
+from skyrl_train.observability.samples import read_columns, sample_files, schema
 
 EXCERPT = 240  # characters of a text in the list
 MAX_ROWS = 2000
@@ -111,17 +111,9 @@ def _rows(path: Path, uid: str | None = None) -> list[dict[str, Any]]:
 def _table(path: Path, columns: Sequence[str]) -> Any:
     """Return the columns of a file; one that it lacks, as a file of another version may, is empty. None: it cannot be read."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            there = set(file.schema_arrow.names)
-            table = file.read([name for name in columns if name in there])
-            wanted = pa.schema([schema().field(name) for name in columns])
-            filled = [
-                table[name] if name in there else pa.nulls(table.num_rows, wanted.field(name).type) for name in columns
-            ]
-            return pa.table(filled, names=list(columns)).cast(wanted)
+        return read_columns(path, columns)
     except (OSError, ValueError, KeyError, pa.ArrowException):
         return None
 

@@ -17,7 +17,7 @@ from skyrl_train.rollout.filters import has_signal
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.reference import TokensToScore
-from skyrl_train.types import RolloutGroup, Sample
+from skyrl_train.types import RolloutGroup
 from skyrl_train.workers.executors import CallFailed, Executor
 
 # For each sequence of P + T tokens, a float tensor [P + T].
@@ -158,7 +158,7 @@ def with_scores(group: RolloutGroup, field: str, scores: Scores) -> RolloutGroup
     added: Iterator[dict[str, Any]] = ({field: list(of_sequence)} for of_sequence in scores)
     samples = tuple(
         # The innermost loop takes the next scores, so they stay in the order of tokens_to_score().
-        Sample(tuple(replace(sequence, **next(added)) for sequence in sample.sequences))
+        replace(sample, sequences=tuple(replace(sequence, **next(added)) for sequence in sample.sequences))
         for sample in group.samples
     )
     return replace(group, samples=samples)

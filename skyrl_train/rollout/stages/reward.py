@@ -321,7 +321,15 @@ class RewardStage(Stage):
                 logger.warning("%s: %s (attempt %d of %d)", group.name, reason, attempt, self._attempts)
             else:
                 samples = with_rewards(group.samples, answer)
-                return replace(group, samples=samples, metrics={**group.metrics, **mean_metrics(answer)})
+                metrics = {**group.metrics, **mean_metrics(answer)}  # raises if a part is no number
+                parts = [
+                    {name: float(value) for name, value in _reward_and_metrics(entry)[1].items()} for entry in answer
+                ]
+                samples = tuple(
+                    replace(sample, reward_parts=of_sample or None)
+                    for sample, of_sample in zip(samples, parts, strict=True)
+                )
+                return replace(group, samples=samples, metrics=metrics)
         raise ValueError("attempts must be at least 1")
 
 

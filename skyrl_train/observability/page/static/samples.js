@@ -84,7 +84,7 @@ function Sample({ run, chosen, siblings, open, overRun, close }) {
       <b>${number(one.reward)}</b> <span>${number(one.tokens)} tokens, ${plain(one.stop_reason)}</span></button>`)}</div>
     ${error && html`<div class="error">${plain(error)}</div>`}
     ${data && html`
-    <p class="note">reward ${number(data.reward)} · lag ${data.lag} · versions ${data.oldest_version}${data.newest_version === data.oldest_version ? "" : `–${data.newest_version}`} · end: ${plain(data.stop_reason)} · generated in ${seconds(data.generation_s)}${data.chosen ? ` · recorded as ${plain(data.chosen)}` : ""} · prompt <${Text}>${data.uid}<//>${data.data_source ? html` of <${Text}>${data.data_source}<//>` : ""}</p>
+    <p class="note">reward ${number(data.reward)}${(data.reward_parts ?? []).length > 0 && html` (${data.reward_parts.map(([name, part], index) => html`${index > 0 && ", "}<${Text}>${name}<//> ${number(part)}`)})`} · lag ${data.lag} · versions ${data.oldest_version}${data.newest_version === data.oldest_version ? "" : `–${data.newest_version}`} · end: ${plain(data.stop_reason)} · generated in ${seconds(data.generation_s)}${data.chosen ? ` · recorded as ${plain(data.chosen)}` : ""} · prompt <${Text}>${data.uid}<//>${data.data_source ? html` of <${Text}>${data.data_source}<//>` : ""}</p>
     <div class="bar"><span class="choice"><button aria-pressed=${tab === "tokens"} onClick=${() => setTab("tokens")}>tokens</button>
       <button aria-pressed=${tab === "conversation"} onClick=${() => setTab("conversation")}>conversation</button></span></div>
     ${tab === "tokens" ? html`<${Tokens} data=${data} />` : html`<${Conversation} data=${data} />`}`}
