@@ -212,7 +212,9 @@ def sweep(
 
 @app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
 def launch(
-    target: Annotated[Literal["docker", "slurm", "kuberay", "skypilot"], typer.Argument(help="What starts the job.")],
+    target: Annotated[
+        Literal["docker", "slurm", "kuberay", "skypilot"], typer.Argument(help="The program that starts the job.")
+    ],
     recipe: Recipe,
     overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: the fewest that have the GPUs.")] = None,

@@ -416,7 +416,7 @@ declare(
     MetricSpec("async/trained", _LAST, "Groups trained since training began", "groups"),
     MetricSpec("async/failed", _LAST, "Groups failed for good since training began", "groups"),
     MetricSpec("async/retries", _LAST, "Attempts beyond the first of each group since training began", "attempts"),
-    MetricSpec("async/filtered", _LAST, "Groups filtered for want of signal since training began", "groups"),
+    MetricSpec("async/filtered", _LAST, "Groups filtered since training began", "groups"),
     MetricSpec("async/dropped", _LAST, "Groups that the staleness policy dropped since training began", "groups"),
     MetricSpec(
         "async/failed_and_masked", _LAST, "Groups that failed and train without samples since training began", "groups"

@@ -22,11 +22,12 @@ DOCKERFILE = """\
 FROM debian:bookworm-slim
 WORKDIR /app
 """
-# A file with something else in it is worth a little, so that a model without any training finds its way.
+# A file is worth a little and another digit more, so that a model without any training finds its way.
 TEST = """\
 #!/bin/bash
 reward=0
-if [ -s answer ]; then reward=0.2; fi
+if [ -s answer ]; then reward=0.1; fi
+if grep -qx '[0-3]' answer; then reward=0.3; fi
 if [ "$(cat answer)" = {digit} ]; then reward=1; fi
 echo $reward > /logs/verifier/reward.txt
 """
