@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 
@@ -18,12 +19,14 @@ from embedded_models import (
     VOCAB,
     Driver,
     adjusted_logits,
+    empty_copy,
     full_greedy,
     full_logprobs,
     tiny_model,
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import RequestError
 from skyrl_train.inference.continuation import Continuation
@@ -108,6 +111,36 @@ def test_a_cache_that_disagrees_with_the_model_is_not_used(monkeypatch: pytest.M
 
     monkeypatch.setattr("skyrl_train.inference.engines.embedded.runner._attention_windows", no_window)
     assert isinstance(make_runner(tiny_model("mistral"), 2, CONTEXT), RecomputeRunner)
+
+
+@pytest.mark.parametrize("architecture", CACHED)
+def test_captured_passes_compute_the_same_bits_as_the_models_code(architecture: str) -> None:
+    model = empty_copy(tiny_model(architecture))
+    captured, plain = make_runner(model, 5, CONTEXT), CachedRunner(model, 5, CONTEXT)
+    assert isinstance(captured, CachedRunner)
+    assert set(captured.graphs) == {True, False}, "prefill and decode"
+    model.load_state_dict(tiny_model(architecture).state_dict())  # weights that came after the capture
+    rng = np.random.default_rng(0)
+    tokens, lengths = rng.integers(0, VOCAB, size=(5, CONTEXT)), np.array([1, 9, 30, 4, 33])
+    with torch.inference_mode():
+        for first, last in ((0, 1), (1, 3), (3, 5)):  # one row, several, and slots that are not the first
+            results = [run.prefill(tokens[first:last], lengths[first:last], first) for run in (captured, plain)]
+            assert torch.equal(*results)
+        for _ in range(4):  # over the end of a bucket of the cache
+            lengths = lengths + 1
+            for first, last in ((0, 5), (2, 3)):
+                results = [run.decode(tokens[first:last], lengths[first:last], first) for run in (captured, plain)]
+                assert torch.equal(*results)
+
+
+def test_a_model_whose_code_branches_on_values_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    config = copy.deepcopy(tiny_model("llama").config)
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}  # by the largest position
+    with caplog.at_level(logging.INFO):
+        runner = make_runner(AutoModelForCausalLM.from_config(config).eval(), 2, CONTEXT)
+    assert isinstance(runner, CachedRunner)
+    assert not runner.graphs
+    assert "branches on values in" in caplog.text
 
 
 def test_a_seed_reproduces_in_any_company_and_different_seeds_differ() -> None:

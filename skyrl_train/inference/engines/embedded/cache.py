@@ -11,6 +11,7 @@ twice as fast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,12 +68,14 @@ class SlotLayer(CacheLayerMixin):
         self.num_slots = num_slots
         self.capacity = capacity
         self.stores: tuple[torch.Tensor, ...] = ()
+        self.heads: tuple[int, ...] = ()  # of the stores
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.stores = tuple(
             states.new_zeros((self.num_slots, states.shape[1], self.capacity, states.shape[3]))
             for states in (key_states, value_states)
         )
+        self.heads = tuple(store.shape[1] for store in self.stores)
         self.is_initialized = True
 
     def update(
@@ -89,9 +92,9 @@ class SlotLayer(CacheLayerMixin):
             for store, new in zip(self.stores, states, strict=True):
                 store[slots, :, : new.shape[2]] = new
             return states
-        for store, new in zip(self.stores, states, strict=True):
+        for store, heads, new in zip(self.stores, self.heads, states, strict=True):
             # One index_copy_ for all slots: each has its new token at another position.
-            rows = window.rows(store.shape[1], self.capacity)
+            rows = window.rows(heads, store.shape[2])
             store.view(-1, store.shape[3]).index_copy_(0, rows, new.reshape(-1, store.shape[3]))
         keys, values = (store[slots, :, : window.visible] for store in self.stores)
         return keys, values
@@ -146,6 +149,18 @@ class SlotCache(Cache):
         for layer in self._slot_layers:
             layer.stores = ()
             layer.is_initialized = False
+
+    def window_stores(self) -> list[torch.Tensor]:
+        """Return the slots of the window as views, the keys and the values of each layer; empty before the first prefill."""
+        slots = slice(self.window.first, self.window.first + self.window.count)
+        return [store[slots] for layer in self._slot_layers for store in layer.stores]
+
+    def borrow(self, other: SlotCache, stores: Sequence[torch.Tensor]) -> None:
+        """Use stores like those of the ``window_stores`` of ``other``, as slots from 0 on."""
+        for layer, like, keys, values in zip(
+            self._slot_layers, other._slot_layers, stores[::2], stores[1::2], strict=True
+        ):
+            layer.stores, layer.heads, layer.is_initialized = (keys, values), like.heads, True
 
     # In inference mode, because the forward pass that allocated the stores was, and slots also move outside of one.
     @torch.inference_mode()

@@ -362,7 +362,7 @@ class EmbeddedEngineCore:
         ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
         failed: dict[int, GrammarError] = {}
         guided: list[GrammarMatcher] = []
-        for row in np.flatnonzero(slots.guided[rows]).tolist():
+        for row in slots.guided[rows].nonzero()[0].tolist():
             matcher = slots.sequences[rows.start + row].matcher
             assert matcher is not None, "the slot has a grammar"
             try:
@@ -379,11 +379,11 @@ class EmbeddedEngineCore:
         every = slots.stream_every[rows]
         chunk_is_full = (every > 0) & (slots.lengths[rows] - slots.sent[rows] >= every)
         # A token that ends the response leaves with its stop reason, never in a chunk before.
-        for row in np.flatnonzero(chunk_is_full & ~ended):
+        for row in (chunk_is_full & ~ended).nonzero()[0]:
             slot = rows.start + int(row)
             answers.append(Item(slots.sequences[slot].request_id, slots.take_chunk(slot)))
         # From the back: removing a slot moves the last one into its place.
-        for row in np.flatnonzero(ended)[::-1]:
+        for row in ended.nonzero()[0][::-1]:
             sequence = self._leave(rows.start + int(row), clear=bool(broken[row]))
             if broken[row]:
                 answers.append(Failure.of(sequence.request_id, RequestError(NOT_A_NUMBER)))

@@ -3,22 +3,28 @@
     CachedRunner      full and sliding-window attention: one token per request and step, KV in slots
     RecomputeRunner   all other architectures (recurrent states, unusual masks): the whole sequences, every step
 
-``make_runner`` picks the first if the architecture allows it *and* a small trial agrees with the second.
+``make_runner`` picks the first if the architecture allows it *and* a small trial agrees with the second. On a CPU it then
+captures the forward passes of the first as graphs, if a trial agrees with those: a step of a small model is mostly Python code
+between the kernels, which a graph does not run.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import threading
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.jit import TracerWarning  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from skyrl_train.inference.engines.embedded.cache import SlotCache, bucket
+from skyrl_train.inference.engines.embedded.cache import BUCKET_TOKENS, SlotCache, bucket
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +33,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Largest error of the trial, relative to the spread of the logits: rounding is far below, a wrong mask far above.
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-1}
 TRIAL_TOKENS = 24
+# transformers' SDPA asks for the number of queries where it is given no mask, which a cached runner always gives.
+HARMLESS_BRANCHES = "sdpa_attention.py"
+_one_capture = threading.Lock()
 
 
 class _Runner:
-    """Calls the model, and computes the vocabulary's logits only for the positions that are needed.
+    """Computes the vocabulary's logits only for the positions that are needed.
 
     A runner runs slots ``first .. first + k``, given as ``tokens`` ``[k, >= max(lengths)]`` and ``lengths`` ``[k]``. Its methods
     ``prefill`` and ``decode`` return the logits of each row's last token, ``[k, V]``; the tokens before it are ``decode``'s past.
@@ -42,26 +51,33 @@ class _Runner:
     cache: SlotCache | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._model, self._device = model, model.device
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
 
-    def _last_logits(self, token_ids: torch.Tensor, lengths: Tokens, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the logits ``[k, V]`` of position ``lengths - 1`` of each row of ``token_ids`` ``[k, T]``."""
-        device = self._model.device
-        inputs = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-        }
-        # Models that can keep a few positions compute the head, the largest layer of small models, for those alone.
+    def _last_logits(
+        self, run: Callable[..., torch.Tensor], token_ids: torch.Tensor, lengths: Tokens, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits ``[k, V]`` of position ``lengths - 1`` of each row of ``token_ids`` ``[k, T]``.
+
+        Args:
+            run: returns logits, given the token ids, the columns that are needed (int64) and ``inputs``.
+        """
+        device = self._device
+        if token_ids.shape[1] == 1:
+            return run(token_ids.to(device), torch.zeros(1, dtype=torch.int64, device=device), *inputs)[:, 0]
         columns, at = np.unique(lengths - 1, return_inverse=True)
-        if "logits_to_keep" in self._accepts:
-            whole = len(columns) == 1 and columns[0] == token_ids.shape[1] - 1
-            inputs["logits_to_keep"] = 1 if whole else torch.from_numpy(columns).to(device)
-        else:
+        logits = run(token_ids.to(device), torch.from_numpy(columns).to(device), *inputs)
+        if logits.shape[1] != len(columns):
             at = lengths - 1
-        logits: torch.Tensor = self._model(input_ids=token_ids.to(device), return_dict=True, **inputs).logits
-        if logits.shape[1] == 1:
-            return logits[:, 0]
         return logits[torch.arange(len(lengths), device=device), torch.from_numpy(at).to(device)]
+
+    def _call(self, token_ids: torch.Tensor, columns: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Return the logits ``[k, columns, V]``, or ``[k, T, V]`` if the model computes all."""
+        # Models that can keep a few positions compute the head, the largest layer of small models, for those alone.
+        if "logits_to_keep" in self._accepts:
+            inputs["logits_to_keep"] = columns
+        logits: torch.Tensor = self._model(input_ids=token_ids, return_dict=True, **inputs).logits
+        return logits
 
 
 class RecomputeRunner(_Runner):
@@ -69,16 +85,22 @@ class RecomputeRunner(_Runner):
 
     def prefill(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         longest = int(lengths.max())
-        inputs: dict[str, Any] = {"use_cache": False}
-        if "attention_mask" in self._accepts:
-            inputs["attention_mask"] = torch.from_numpy((np.arange(longest) < lengths[:, None]).astype(np.int64))
-        return self._last_logits(torch.from_numpy(tokens[:, :longest].copy()), lengths, inputs)
+        seen = torch.from_numpy((np.arange(longest) < lengths[:, None]).astype(np.int64)).to(self._device)
+
+        def run(token_ids: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+            mask = {"attention_mask": seen} if "attention_mask" in self._accepts else {}
+            return self._call(token_ids, columns, use_cache=False, **mask)
+
+        return self._last_logits(run, torch.from_numpy(tokens[:, :longest].copy()), lengths)
 
     decode = prefill
 
 
 class CachedRunner(_Runner):
     """Keeps keys and values of ``num_slots`` requests of up to ``capacity`` tokens.
+
+    Attributes:
+        graphs: the captured passes, prefill under True and decode under False; without them the model's code is called.
 
     Raises:
         ValueError: the architecture keeps other state than the keys and values of full or sliding-window attention.
@@ -91,23 +113,21 @@ class CachedRunner(_Runner):
         if not {"past_key_values", "attention_mask", "position_ids"} <= self._accepts:
             raise ValueError("its forward pass takes no cache, mask or positions")
         self._windows = _attention_windows(model)
-        self._device, self._dtype = model.device, model.dtype
+        self._dtype = model.dtype
         self.cache = SlotCache(model.config.get_text_config(decoder=True).num_hidden_layers, num_slots)
         self._positions = torch.arange(bucket(capacity), device=self._device)
+        self.max_length = capacity
+        self.graphs: dict[bool, Callable[..., torch.Tensor]] = {}
 
     def prefill(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         longest = int(lengths.max())
         self.cache.reserve(longest, empty=first == 0)
         self.cache.window.move(first, len(lengths), longest, None)
         positions = self._positions[:longest]
-        inputs = {
-            "past_key_values": self.cache,
-            "use_cache": True,
-            # Right padding needs no extra mask: it comes after every position that a real token may see.
-            "attention_mask": self._masks(positions[None, :, None], longest),
-            "position_ids": positions.expand(len(lengths), longest),
-        }
-        return self._last_logits(torch.from_numpy(tokens[:, :longest].copy()), lengths, inputs)
+        token_ids = torch.from_numpy(tokens[:, :longest].copy())
+        # Right padding needs no extra mask: it comes after every position that a real token may see.
+        masks = self._masks(positions[None, :, None], longest)
+        return self._last_logits(self._run, token_ids, lengths, positions.expand(len(lengths), longest), *masks)
 
     def decode(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         last, longest = lengths - 1, int(lengths.max())
@@ -116,53 +136,139 @@ class CachedRunner(_Runner):
         visible = bucket(longest)
         positions = torch.from_numpy(last).to(self._device)
         self.cache.window.move(first, len(lengths), visible, positions)
-        inputs = {
-            "past_key_values": self.cache,
-            "use_cache": True,
-            "attention_mask": self._masks(positions[:, None, None], visible),
-            "position_ids": positions[:, None],
-        }
         newest = torch.from_numpy(tokens[np.arange(len(last)), last][:, None])
-        return self._last_logits(newest, np.ones_like(lengths), inputs)
+        masks = self._masks(positions[:, None, None], visible)
+        return self._last_logits(self._run, newest, np.ones_like(lengths), positions[:, None], *masks)
 
-    def _masks(self, query: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return additive masks ``[k or 1, 1, T, visible]`` for queries at the positions ``query`` ``[k or 1, T, 1]``."""
+    def _run(self, *inputs: torch.Tensor) -> torch.Tensor:
+        graph, stores = self.graphs.get(self.cache.window.positions is None), self.cache.window_stores()
+        # Without a graph, and in the prefill that allocates the cache, the model's own code runs.
+        if graph is None or not stores:
+            return self._forward(*inputs)
+        # Not optimized for shapes: these change with every request that comes or goes.
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            return graph(*inputs, *stores)
+
+    def _forward(
+        self, token_ids: torch.Tensor, columns: torch.Tensor, position_ids: torch.Tensor, *masks: torch.Tensor
+    ) -> torch.Tensor:
+        by_kind = dict(zip(self._windows, masks, strict=True))
+        return self._call(
+            token_ids,
+            columns,
+            past_key_values=self.cache,
+            use_cache=True,
+            attention_mask=by_kind if len(masks) > 1 else masks[0],
+            position_ids=position_ids,
+        )
+
+    def _masks(self, query: torch.Tensor, visible: int) -> list[torch.Tensor]:
+        """Return an additive mask ``[k or 1, 1, T, visible]`` for each kind of attention, for queries at the positions
+        ``query`` ``[k or 1, T, 1]``."""
         key = self._positions[:visible]
         causal = key <= query
-        masks = {}
-        for kind, width in self._windows.items():
+        masks = []
+        for width in self._windows.values():
             seen = causal if width is None else causal & (key > query - width)
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
-            masks[kind] = mask.masked_fill_(~seen, -torch.inf)[:, None]
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+            masks.append(mask.masked_fill_(~seen, -torch.inf)[:, None])
+        return masks
+
+    def capture(self) -> None:
+        """Capture both passes as graphs of tensor operations, which serve all shapes and later weights.
+
+        Raises:
+            ValueError: the model's code branches on values, so that no graph is right for all inputs.
+        """
+        # One row or one token would be recorded as a special shape.
+        rows, length = 2, BUCKET_TOKENS
+        token_ids, column = torch.zeros((rows, length), dtype=torch.int64), self._positions[:1]
+        if not self.cache.window_stores():
+            self.prefill(token_ids.numpy(), np.array([length] * rows), 0)
+        self.cache.window.move(0, rows, length, None)
+        stores, positions = self.cache.window_stores(), self._positions[:length]
+        masks = self._masks(positions[None, :, None], length)
+        prefill = (token_ids, positions[:2], positions.expand(rows, length), *masks, *stores)
+        last = self._positions[length - rows : length]
+        decode = (token_ids[:, :1], column, last[:, None], *self._masks(last[:, None, None], length), *stores)
+        self.graphs = {
+            True: _capture(_Pass(self._model, self.cache, prefill=True), prefill),
+            False: _capture(_Pass(self._model, self.cache, prefill=False), decode),
+        }
+
+
+class _Pass(torch.nn.Module):
+    """The forward pass of a cached runner as a function of tensors alone: its inputs, and a cache's ``window_stores``."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, prefill: bool) -> None:
+        super().__init__()
+        self.model = model  # a submodule, so that the graph reads its parameters instead of copies
+        self._like, self._prefill = cache, prefill
+        self._runner = CachedRunner(model, num_slots=0, capacity=0)
+
+    def forward(
+        self, token_ids: torch.Tensor, columns: torch.Tensor, position_ids: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        runner = self._runner
+        masks, stores = tensors[: len(runner._windows)], tensors[len(runner._windows) :]
+        runner.cache.borrow(self._like, stores)
+        new = None if self._prefill else position_ids[:, 0]
+        runner.cache.window.move(0, token_ids.shape[0], masks[0].shape[-1], new)
+        return runner._forward(token_ids, columns, position_ids, *masks)
+
+
+def _capture(step: _Pass, inputs: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
+    # catch_warnings changes the whole process, in which other engines may start.
+    with _one_capture, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TracerWarning)
+        graph = torch.jit.trace(step, inputs, check_trace=False)
+    for warning in caught:
+        if issubclass(warning.category, TracerWarning) and not warning.filename.endswith(HARMLESS_BRANCHES):
+            raise ValueError(f"its code branches on values in {warning.filename}:{warning.lineno}")
+    captured: Callable[..., torch.Tensor] = graph
+    return captured
+
+
+# What a model's code may raise that is not made for a cache, or not for graphs.
+_UNSUPPORTED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
 @torch.inference_mode()
 def make_runner(model: PreTrainedModel, num_slots: int, capacity: int) -> CachedRunner | RecomputeRunner:
     """Return the fast runner if it is correct for this architecture, else the slow one, with the reason in the log."""
+    name = type(model).__name__
     try:
-        _check_by_trial(model, capacity)
-        return CachedRunner(model, num_slots, capacity)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as reason:
-        logger.warning(
-            "%s generates without a KV cache, which is slow: %s", type(model).__name__, str(reason).splitlines()[0]
-        )
+        windows = [width for width in _attention_windows(model).values() if width]
+        trial = CachedRunner(model, 2, min(capacity, max([TRIAL_TOKENS, *(width + 8 for width in windows)])))
+        _check_by_trial(model, trial, rows=2)
+        runner = CachedRunner(model, num_slots, capacity)
+    except _UNSUPPORTED as reason:
+        logger.warning("%s generates without a KV cache, which is slow: %s", name, str(reason).splitlines()[0])
         return RecomputeRunner(model)
+    if model.device.type == "cpu":
+        try:
+            trial.capture()
+            _check_by_trial(model, trial, rows=1)
+            _check_by_trial(model, trial, rows=2)
+            runner.graphs = trial.graphs
+        except _UNSUPPORTED as reason:
+            logger.info("%s generates without a captured graph: %s", name, str(reason).splitlines()[0])
+    return runner
 
 
-def _check_by_trial(model: PreTrainedModel, capacity: int) -> None:
-    """Compare two rows over a prefill and two decode steps with the whole sequences.
+def _check_by_trial(model: PreTrainedModel, cached: CachedRunner, rows: int) -> None:
+    """Compare one or two rows over a prefill and two decode steps with the whole sequences.
 
     Raises:
         ValueError: they differ by more than rounding. An unsupported architecture may raise other errors.
     """
-    size = min(capacity, max([TRIAL_TOKENS, *(width + 8 for width in _attention_windows(model).values() if width)]))
+    size = cached.max_length
     if size < 4:
         return
     config = model.config.get_text_config(decoder=True)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, size=(2, size))
-    lengths = np.array([size - 2, max(1, size // 2)])
-    cached, reference = CachedRunner(model, 2, size), RecomputeRunner(model)
+    tokens = np.random.default_rng(len(cached.graphs) + rows).integers(0, config.vocab_size, size=(rows, size))
+    lengths = np.array([size - 2, max(1, size // 2)])[-rows:]
+    reference = RecomputeRunner(model)
     for step in range(3):
         run = cached.prefill if step == 0 else cached.decode
         got, expected = run(tokens, lengths, 0).float(), reference.prefill(tokens, lengths, 0).float()

@@ -152,7 +152,7 @@ class SlotTable:
         if early.any():
             row, column = np.nonzero(early[:, None] & (stop_ids != NO_TOKEN))
             banned = (row, stop_ids[row, column])
-        guided = np.flatnonzero(self.guided[rows])
+        guided = self.guided[rows].nonzero()[0]
         matchers = [self.sequences[rows.start + int(row)].matcher for row in guided]
         return SamplingRows(
             temperature=self.temperature[rows],
@@ -162,7 +162,7 @@ class SlotTable:
             uniforms=uniforms(self.seeds[rows], lengths - self.prompt_lengths[rows]),
             allowed=(guided, np.stack([m.mask for m in matchers if m is not None])) if matchers else None,
             banned=banned,
-            adjusted=[self._adjusted_row(rows.start, int(row)) for row in np.flatnonzero(self.adjusted[rows])],
+            adjusted=[self._adjusted_row(rows.start, int(row)) for row in self.adjusted[rows].nonzero()[0]],
             top_logprobs=self.top_logprobs[rows] if self.top_logprobs[rows].any() else None,
         )
 
