@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from skyrl_train.config import derive
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
@@ -267,7 +267,7 @@ class MemoryWarnings:
 
     insufficient: list[str]
     tight: list[str]
-    impossible: list[str]
+    impossible: list[str] = field(default_factory=list)
 
 
 def memory_warnings(config: RunConfig, memory: MemoryEstimate | None, machine: Machine) -> MemoryWarnings:
